@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from zoo.mutant_runs import Watched, run_watched
+from zoo.programs import agents as b
 from zoo.programs import around_backpropagation as a
 from zoo.programs import corrected_gradients as c
 from zoo.programs import densities as d
@@ -175,21 +176,33 @@ TABLE: dict[Technique, str] = {
     a.feedback_alignment: "table",
     a.equilibrium: "table",
     a.synthetic_gradients: "image",
+    a.adjoint: "table",
+    a.reversible: "table",
+    u.co_teaching: "table",
+    u.momentum_contrast: "image",
+    s.stochastic_rounding: "regress",
+    s.found_subnetwork: "table",
+    h.gradient_normalised: "regress",
+    w.forward_gradient: "table",
+    g.soup: "table",
+    n.reptile: "regress",
+    b.deep_q: "table",
+    b.clipped_policy: "table",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
-    k.co_teaching: "table",
-    k.momentum_contrast: "image",
-    k.stochastic_rounding: "regress",
-    k.found_subnetwork: "table",
-    k.gradient_normalised: "regress",
-    k.forward_gradient: "table",
-    k.soup: "table",
-    r.adjoint: "table",
-    r.reversible: "table",
-    r.reptile: "regress",
-    r.deep_q: "table",
-    r.clipped_policy: "table",
+    k.mutual_information: "rebuild",
+    k.drawn_quantiles: "regress",
+    k.relaxed_permutations: "rebuild",
+    k.relativistic: "rebuild",
+    k.evidential: "regress",
+    k.pondering: "table",
+    r.predictive_coding: "table",
+    r.sign_momentum: "image",
+    r.learned_clipping: "image",
+    r.generated_weights: "image",
+    r.eligibility_traces: "regress",
+    r.expert_iteration: "table",
 }
 
 

@@ -1,7 +1,8 @@
-"""Legal ways around backpropagation: states at rest, random feedback, nudges, guessed gradients."""
+"""Legal ways around backpropagation: states at rest, random feedback, nudges, guesses, what is computed again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -173,3 +174,110 @@ def synthetic_gradients(t: Training) -> None:
         return loss.detach()
 
     t.update = update
+
+
+State = Sequence[Tensor]
+
+
+def _runge_kutta(slope: Callable[[State], State], state: State, step: float) -> State:
+    """One step of the classical method of fourth order."""
+
+    def at(share: float, slopes: State) -> State:
+        return [s + share * step * k for s, k in zip(state, slopes)]
+
+    one = slope(state)
+    two = slope(at(0.5, one))
+    three = slope(at(0.5, two))
+    four = slope(at(1.0, three))
+    return [s + step / 6 * (a + 2 * b + 2 * c + d) for s, a, b, c, d in zip(state, one, two, three, four)]
+
+
+class Adjoint(torch.autograd.Function):
+    """The state at time 1; the backward pass integrates state and gradients from there to time 0."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, z: Tensor, field: nn.Module, steps: int, *weights: Tensor
+    ) -> Tensor:
+        for _ in range(steps):
+            (z,) = _runge_kutta(lambda state: [field(state[0])], [z], 1 / steps)
+        ctx.save_for_backward(z, *weights)
+        ctx.field, ctx.steps = field, steps
+        return z
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        z, *weights = ctx.saved_tensors
+
+        def slope(state: State) -> State:
+            with torch.enable_grad():
+                at = state[0].detach().requires_grad_()
+                moved = ctx.field(at)
+                slopes = torch.autograd.grad(moved, (at, *weights), state[1])
+            return [moved.detach(), *(-each for each in slopes)]
+
+        state: State = [z, gradient, *(torch.zeros_like(each) for each in weights)]
+        for _ in range(ctx.steps):
+            state = _runge_kutta(slope, state, -1 / ctx.steps)
+        return state[1], None, None, *state[2:]
+
+
+class NeuralOde(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(features, features), nn.Tanh(), nn.Linear(features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Adjoint.apply(x, self.field, 5, *self.field.parameters())
+
+
+def adjoint(t: Training) -> None:
+    """A neural ordinary differential equation (Chen et al., 2018), with the gradient of the adjoint method."""
+    behind_first(t, NeuralOde)
+
+
+class Recomputed(torch.autograd.Function):
+    """Residual blocks in two streams; only the output is kept, and what was before is computed from it."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, blocks: Sequence[nn.Module], *weights: Tensor
+    ) -> Tensor:
+        one, two = x.chunk(2, 1)
+        for block in blocks:
+            one, two = two, one + block(two)
+        ctx.blocks = blocks
+        ctx.save_for_backward(one, two)
+        return torch.cat([one, two], 1)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        one, two = ctx.saved_tensors
+        to_one, to_two = gradient.chunk(2, 1)
+        found: list[Tensor] = []
+        for block in reversed(ctx.blocks):
+            with torch.enable_grad():
+                before = one.detach().requires_grad_()
+                added = block(before)
+                slope, *slopes = torch.autograd.grad(added, (before, *block.parameters()), to_two)
+            one, two = two - added.detach(), one
+            to_one, to_two = to_two, to_one + slope
+            found[:0] = slopes
+        return torch.cat([to_one, to_two], 1), None, *found
+
+
+class TwoStreams(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        half = features // 2
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(half, half), nn.ReLU(), nn.Linear(half, half)) for _ in range(4)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(x, list(self.blocks), *self.blocks.parameters())
+
+
+def reversible(t: Training) -> None:
+    """RevNet (Gomez et al., 2017): activations are not kept, the backward pass computes them from the output."""
+    behind_first(t, TwoStreams)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.optim import Adam
+from torch.utils.data import TensorDataset
 
 from zoo.programs.places import bodies, score
 from zoo.programs.training import Batch, Training
@@ -202,3 +204,37 @@ def layer_by_layer(t: Training) -> None:
         return main + score(t, head(torch.relu(kept.pop())), batch[1])
 
     t.loss = loss
+
+
+def gradient_normalised(t: Training) -> None:
+    """GradNorm (Chen et al., 2018): the weights of three tasks learn, so that the tasks teach at like rates."""
+    x, y = t.data.tensors
+    t.data = TensorDataset(x, torch.cat([y, 3 * x[:, 9:10].sin(), 0.3 * x[:, 10:11] * x[:, 11:12]], 1))
+    t.model[4] = nn.Linear(64, 3)
+    shared, balance = t.model[2].weight, nn.ParameterList([nn.Parameter(torch.zeros(3))])
+    t.extra.append(balance)
+    t.epochs, first = 10, torch.zeros(3)
+    t.optimizers_of = lambda training: [
+        Adam(training.model.parameters(), lr=t.lr), Adam(balance.parameters(), lr=0.025),
+    ]  # fmt: skip
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        losses = (training.model(batch[0]) - batch[1]).square().mean(0)
+        if training.steps == 0:
+            first.copy_(losses.detach())
+        weights = 3 * balance[0].softmax(0)
+        norms = torch.stack(
+            [torch.autograd.grad(each, shared, create_graph=True)[0].norm() for each in weights * losses]
+        )
+        progress = losses.detach() / first
+        aim = norms.mean().detach() * progress / progress.mean()
+        (pull,) = torch.autograd.grad((norms - aim).abs().sum(), balance[0], retain_graph=True)
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
+        (weights.detach() * losses).sum().backward()
+        balance[0].grad = pull
+        for optimizer in training.optimizers:
+            optimizer.step()
+        return progress.mean()
+
+    t.update = update

@@ -1,246 +1,235 @@
-"""Adjoints, tasks within tasks and agents for the end: nobody may look at them while laws are written."""
+"""Updates, layers and agents for the end: nobody may look at them while laws are written."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from zoo.programs.places import behind_first
-from zoo.programs.training import Training
-
-State = Sequence[Tensor]
-
-
-def _runge_kutta(slope: Callable[[State], State], state: State, step: float) -> State:
-    """One step of the classical method of fourth order."""
-
-    def at(share: float, slopes: State) -> State:
-        return [s + share * step * k for s, k in zip(state, slopes)]
-
-    one = slope(state)
-    two = slope(at(0.5, one))
-    three = slope(at(0.5, two))
-    four = slope(at(1.0, three))
-    return [s + step / 6 * (a + 2 * b + 2 * c + d) for s, a, b, c, d in zip(state, one, two, three, four)]
+from zoo.programs.agents import Board
+from zoo.programs.training import Batch, Training
 
 
-class Adjoint(torch.autograd.Function):
-    """The state at time 1; the backward pass integrates state and gradients from there to time 0."""
+class Predicting(nn.Module):
+    """Layers, each of which foretells the activity of the next one."""
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, z: Tensor, field: nn.Module, steps: int, *weights: Tensor
-    ) -> Tensor:
-        for _ in range(steps):
-            (z,) = _runge_kutta(lambda state: [field(state[0])], [z], 1 / steps)
-        ctx.save_for_backward(z, *weights)
-        ctx.field, ctx.steps = field, steps
-        return z
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        z, *weights = ctx.saved_tensors
-
-        def slope(state: State) -> State:
-            with torch.enable_grad():
-                at = state[0].detach().requires_grad_()
-                moved = ctx.field(at)
-                slopes = torch.autograd.grad(moved, (at, *weights), state[1])
-            return [moved.detach(), *(-each for each in slopes)]
-
-        state: State = [z, gradient, *(torch.zeros_like(each) for each in weights)]
-        for _ in range(ctx.steps):
-            state = _runge_kutta(slope, state, -1 / ctx.steps)
-        return state[1], None, None, *state[2:]
-
-
-class NeuralOde(nn.Module):
-    def __init__(self, features: int) -> None:
+    def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.field = nn.Sequential(nn.Linear(features, features), nn.Tanh(), nn.Linear(features, features))
+        self.layers = nn.ModuleList([nn.Linear(into, out) for into, out in pairwise(sizes)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return Adjoint.apply(x, self.field, 5, *self.field.parameters())
+    def foretell(self, states: list[Tensor]) -> list[Tensor]:
+        """What each state makes of the next one."""
+        bodies = [states[0], *(each.tanh() for each in states[1:])]
+        return [layer(h) for layer, h in zip(self.layers, bodies)]
 
+    def forward(self, x: Tensor) -> list[Tensor]:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(x))
+            x = states[-1].tanh()
+        return states
 
-def adjoint(t: Training) -> None:
-    """A neural ordinary differential equation (Chen et al., 2018), with the gradient of the adjoint method."""
-    behind_first(t, NeuralOde)
-
-
-class Recomputed(torch.autograd.Function):
-    """Residual blocks in two streams; only the output is kept, and what was before is computed from it."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, blocks: Sequence[nn.Module], *weights: Tensor
-    ) -> Tensor:
-        one, two = x.chunk(2, 1)
-        for block in blocks:
-            one, two = two, one + block(two)
-        ctx.blocks = blocks
-        ctx.save_for_backward(one, two)
-        return torch.cat([one, two], 1)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        one, two = ctx.saved_tensors
-        to_one, to_two = gradient.chunk(2, 1)
-        found: list[Tensor] = []
-        for block in reversed(ctx.blocks):
-            with torch.enable_grad():
-                before = one.detach().requires_grad_()
-                added = block(before)
-                slope, *slopes = torch.autograd.grad(added, (before, *block.parameters()), to_two)
-            one, two = two - added.detach(), one
-            to_one, to_two = to_two, to_one + slope
-            found[:0] = slopes
-        return torch.cat([to_one, to_two], 1), None, *found
+    def energy(self, states: list[Tensor]) -> Tensor:
+        """Errors of foretelling; those of the output count less, so that states stay near where they began."""
+        *errors, last = ((state - mu).square().sum() / 2 for state, mu in zip(states[1:], self.foretell(states)))
+        return sum(errors) + last / 10
 
 
-class TwoStreams(nn.Module):
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        half = features // 2
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(half, half), nn.ReLU(), nn.Linear(half, half)) for _ in range(4)]
-        )
+def predictive_coding(t: Training) -> None:
+    """Predictive coding (Whittington and Bogacz, 2017): states settle between input and target, then weights learn."""
+    t.model, t.epochs = Predicting((20, 64, 64, 10)), 8
 
-    def forward(self, x: Tensor) -> Tensor:
-        return Recomputed.apply(x, list(self.blocks), *self.blocks.parameters())
-
-
-def reversible(t: Training) -> None:
-    """RevNet (Gomez et al., 2017): activations are not kept, the backward pass computes them from the output."""
-    behind_first(t, TwoStreams)
-
-
-def waves() -> tuple[Tensor, Tensor]:
-    """A task: 20 points (20, 1) of a sine with an amplitude and a phase of its own."""
-    x = 10 * torch.rand(20, 1) - 5
-    return x, (0.5 + 1.5 * torch.rand(())) * torch.sin(x + math.pi * torch.rand(()))
-
-
-def reptile(t: Training) -> None:
-    """Reptile (Nichol et al., 2018): the weights go a part of the way to where some steps on one task lead."""
-    t.model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    t.epochs = 20
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.02)]
-
-    def tasks(training: Training) -> Iterator[Tensor]:
-        number, losses = 60 * training.epochs, []
-        for task in range(number):
-            before = copy.deepcopy(training.model.state_dict())
-            batch = waves()
-            losses += [training.plain_update(batch) for _ in range(8)]
-            with torch.no_grad():
-                for name, p in training.model.named_parameters():
-                    p.copy_(before[name].lerp(p, 1 - task / number))
-            if task % 5 == 4:
-                yield torch.stack(losses).mean()
-                losses.clear()
-
-    t.loop, t.loaded = tasks, False
-
-
-class Board:
-    """Walkers on five by five fields. A step costs; the corner pays, and who gets there begins anew elsewhere."""
-
-    moves = torch.tensor([[0, 1], [0, -1], [1, 0], [-1, 0]])
-
-    def __init__(self, walkers: int) -> None:
-        self.place = torch.randint(4, (walkers, 2))
-
-    def seen(self) -> Tensor:
-        return F.one_hot(5 * self.place[:, 0] + self.place[:, 1], 25).float()
-
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rewards, and who has arrived."""
-        place = (self.place + self.moves[actions]).clamp(0, 4)
-        arrived = (place == 4).all(1)
-        self.place = torch.where(arrived.unsqueeze(1), torch.randint(4, place.shape), place)
-        return torch.where(arrived, 1.0, -0.05), arrived.float()
-
-
-def deep_q(t: Training) -> None:
-    """Deep Q-learning (Mnih et al., 2015; van Hasselt et al., 2016): a replay buffer and a target network."""
-    t.model, t.epochs = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4)), 5
-    slow, board = copy.deepcopy(t.model).requires_grad_(False), Board(16)
-
-    def play(training: Training) -> Iterator[Tensor]:
+    def update(training: Training, batch: Batch) -> Tensor:
         (optimizer,) = training.optimizers
-        model, memory = training.model, []
-        for step in range(100 * training.epochs):
-            if step % 50 == 0:
-                slow.load_state_dict(model.state_dict())
-            before = board.seen()
-            with torch.no_grad():
-                best = model(before).argmax(1)
-            actions = torch.where(torch.rand(16) < max(0.1, 1 - step / 150), torch.randint(4, (16,)), best)
-            reward, arrived = board.step(actions)
-            memory = [*memory, (before, actions, reward, arrived, board.seen())][-200:]
-
-            chosen = [memory[number] for number in torch.randint(len(memory), (8,)).tolist()]
-            seen, taken, paid, done, after = (torch.cat(each) for each in zip(*chosen))
-            with torch.no_grad():
-                ahead = slow(after).gather(1, model(after).argmax(1, keepdim=True)).squeeze(1)
-                target = paid + 0.95 * (1 - done) * ahead
-            loss = F.smooth_l1_loss(model(seen).gather(1, taken.unsqueeze(1)).squeeze(1), target)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-            optimizer.step()
-            yield -reward.mean()
-
-    t.loop, t.loaded = play, False
-
-
-def clipped_policy(t: Training) -> None:
-    """Proximal policy optimization (Schulman et al., 2017): several epochs on what was played, ratios clipped."""
-    t.model = nn.Sequential(nn.Linear(25, 64), nn.Tanh(), nn.Linear(64, 5))  # four actions and a value
-    t.epochs, board = 5, Board(16)
-
-    def rollout(model: nn.Module) -> tuple[Tensor, ...]:
-        played = []
+        x, target = batch[0], F.one_hot(batch[1], 10).float()
+        with torch.no_grad():
+            _, *hidden, out = training.model(x)
         for _ in range(16):
-            seen = board.seen()
-            out = model(seen)
-            policy = Categorical(logits=out[:, :4])
-            actions = policy.sample()
-            played.append((seen, actions, policy.log_prob(actions), out[:, 4], *board.step(actions)))
-        seen, actions, log_p, values, rewards, arrived = (torch.stack(each) for each in zip(*played))
-        following = torch.cat([values[1:], model(board.seen())[:, 4].unsqueeze(0)])
-        surprise = rewards + 0.95 * (1 - arrived) * following - values
-        gains = [torch.zeros(16)]
-        for number in reversed(range(16)):
-            gains.insert(0, surprise[number] + 0.95 * 0.9 * (1 - arrived[number]) * gains[0])
-        gain = torch.stack(gains[:-1])
-        return seen, actions, log_p, gain, gain + values, rewards
+            hidden = [each.detach().requires_grad_() for each in hidden]
+            slopes = torch.autograd.grad(training.model.energy([x, *hidden, target]), hidden)
+            hidden = [each - 0.2 * slope for each, slope in zip(hidden, slopes)]
+        optimizer.zero_grad()
+        energy = training.model.energy([x, *(each.detach() for each in hidden), target]) / len(x)
+        energy.backward()
+        optimizer.step()
+        return F.mse_loss(out, target)
+
+    t.update = update
+
+
+class Lion(Optimizer):
+    """The sign of a mean of gradient and momentum; weights decay apart from it."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (short, long) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(state["momentum"].lerp(p.grad, 1 - short).sign(), alpha=-lr)
+                state["momentum"].lerp_(p.grad, 1 - long)
+        return loss
+
+
+def sign_momentum(t: Training) -> None:
+    """Lion (Chen et al., 2023): an optimizer of one's own, whose steps have one size for all weights."""
+    t.optimizers_of = lambda training: [Lion(training.parameters(), lr=2e-3, weight_decay=0.1)]
+    t.epochs = 12
+
+
+class ClippedToBits(torch.autograd.Function):
+    """Activations between 0 and alpha in 4 bits; where they are cut off, alpha gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        step = alpha / 15
+        return torch.minimum(x.clamp(min=0), alpha).div(step).round() * step
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, alpha = ctx.saved_tensors
+        above = x >= alpha
+        return gradient * ((x > 0) & ~above), (gradient * above).sum()
+
+
+class Pact(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ClippedToBits.apply(x, self.alpha)
+
+
+def learned_clipping(t: Training) -> None:
+    """PACT (Choi et al., 2018): activations of few bits, whose upper end is learned and pulled down."""
+    t.model[2], t.model[5] = Pact(), Pact()
+    t.epochs = 8
+
+    def groups(training: Training) -> list[Optimizer]:
+        ends = [each for name, each in training.model.named_parameters() if name.endswith("alpha")]
+        rest = [each for name, each in training.model.named_parameters() if not name.endswith("alpha")]
+        return [SGD([{"params": rest}, {"params": ends, "weight_decay": 2e-2}], lr=0.05, momentum=0.9)]
+
+    t.optimizers_of = groups
+
+
+class Generated(nn.Module):
+    """Three convolutions whose kernels one small network makes, of a vector for each."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.channels, self.about = channels, nn.Parameter(torch.randn(3, 4))
+        self.maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, channels * channels * 9))
+        nn.init.normal_(self.maker[2].weight, std=0.75 / (9 * channels) ** 0.5)
+        nn.init.zeros_(self.maker[2].bias)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(channels) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = self.maker(self.about).view(3, self.channels, self.channels, 3, 3)
+        for kernel, norm in zip(kernels, self.norms):
+            x = x + norm(F.conv2d(x, kernel, padding=1)).relu()
+        return x
+
+
+def generated_weights(t: Training) -> None:
+    """A hypernetwork (Ha et al., 2017): the weights of layers are what another network returns."""
+    t.model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Generated(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4)
+    )
+
+
+def eligibility_traces(t: Training) -> None:
+    """TD(lambda) with a network (Sutton, 1988; Tesauro, 1992): gradients of the past fade, each surprise is for all."""
+    states, decay = 7, 0.7
+    truth = torch.linspace(-1, 1, states + 2)[1:-1]
+    t.model, t.epochs = nn.Sequential(nn.Linear(states, 32), nn.Tanh(), nn.Linear(32, 1)), 8
+    nn.init.zeros_(t.model[2].weight)
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.03)]
+    t.scheduler_of = lambda optimizer: LambdaLR(optimizer, lambda episode: 1 / (1 + episode / 15))
+    seen = torch.eye(states)
+
+    def walk(training: Training) -> Iterator[Tensor]:
+        model, (optimizer,) = training.model, training.optimizers
+        weights = list(model.parameters())
+        for _ in range(30 * training.epochs):
+            place, traces = states // 2, [torch.zeros_like(p) for p in weights]
+            while 0 <= place < states:
+                value = model(seen[place])
+                slopes = torch.autograd.grad(value.sum(), weights)
+                traces = [decay * trace + slope for trace, slope in zip(traces, slopes)]
+                place += 1 if float(torch.rand(())) < 0.5 else -1
+                with torch.no_grad():
+                    ahead = model(seen[place]) if 0 <= place < states else torch.tensor(1.0 if place > 0 else -1.0)
+                surprise = float(ahead) - value.item()
+                for p, trace in zip(weights, traces):
+                    p.grad = -surprise * trace
+                optimizer.step()
+            training.scheduler.step()
+            with torch.no_grad():
+                yield (model(seen).squeeze(1) - truth).square().mean().sqrt()
+
+    t.loop, t.loaded = walk, False
+
+
+@torch.no_grad()
+def searched(board: Board, model: nn.Module, depth: int = 3) -> Tensor:
+    """What each of four actions brings (walkers, 4), by all plans of ``depth`` moves and the value at their ends."""
+    plans, walkers = torch.tensor(list(product(range(4), repeat=depth))), len(board.place)
+    ahead = Board(0)
+    ahead.place = board.place.repeat_interleave(len(plans), 0)
+    worth, going = torch.zeros(len(ahead.place)), torch.ones(len(ahead.place))
+    for number in range(depth):
+        reward, arrived = ahead.step(plans[:, number].repeat(walkers))
+        worth += 0.95**number * going * reward
+        going = going * (1 - arrived)
+    worth += 0.95**depth * going * model(ahead.seen())[:, 4]
+    return worth.view(walkers, 4, -1).amax(2)
+
+
+def expert_iteration(t: Training) -> None:
+    """Expert iteration (Anthony et al., 2017): a search that uses the network is the expert that it imitates."""
+    t.model = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 5))  # four actions and a value
+    t.epochs, t.lr, board = 5, 1e-2, Board(16)
 
     def play(training: Training) -> Iterator[Tensor]:
         (optimizer,) = training.optimizers
-        for _ in range(8 * training.epochs):
-            with torch.no_grad():
-                *parts, rewards = (each.flatten(0, 1) for each in rollout(training.model))
-            for rows in [each for _ in range(3) for each in torch.randperm(256).split(64)]:
-                seen, actions, log_p, gain, returns = (part[rows] for part in parts)
+        memory: list[tuple[Tensor, Tensor]] = []
+        for _ in range(16 * training.epochs):
+            rewards = []
+            for _ in range(4):
+                worth = searched(board, training.model)
+                memory = [*memory, (board.seen(), worth)][-64:]
+                with torch.no_grad():
+                    policy = Categorical(logits=training.model(board.seen())[:, :4])
+                rewards.append(board.step(policy.sample())[0])
+            for rows in torch.randperm(len(memory)).split(8)[:4]:
+                seen, worth = (torch.cat(each) for each in zip(*(memory[number] for number in rows.tolist())))
                 out = training.model(seen)
-                policy = Categorical(logits=out[:, :4])
-                ratio = (policy.log_prob(actions) - log_p).exp()
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                surrogate = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                loss = 0.5 * F.mse_loss(out[:, 4], returns) - surrogate - 0.01 * policy.entropy().mean()
+                expert = (worth / 0.05).softmax(1)
+                loss = F.cross_entropy(out[:, :4], expert) + 0.5 * F.mse_loss(out[:, 4], worth.amax(1))
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(training.model.parameters(), 0.5)
                 optimizer.step()
-            yield -rewards.mean()
+            yield -torch.stack(rewards).mean()
 
     t.loop, t.loaded = play, False

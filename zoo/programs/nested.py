@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -97,3 +99,31 @@ def implicit_hypergradient(t: Training) -> None:
         return loss.detach()
 
     t.optimizers_of, t.update = both, update
+
+
+def waves() -> tuple[Tensor, Tensor]:
+    """A task: 20 points (20, 1) of a sine with an amplitude and a phase of its own."""
+    x = 10 * torch.rand(20, 1) - 5
+    return x, (0.5 + 1.5 * torch.rand(())) * torch.sin(x + math.pi * torch.rand(()))
+
+
+def reptile(t: Training) -> None:
+    """Reptile (Nichol et al., 2018): the weights go a part of the way to where some steps on one task lead."""
+    t.model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    t.epochs = 20
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.02)]
+
+    def tasks(training: Training) -> Iterator[Tensor]:
+        number, losses = 60 * training.epochs, []
+        for task in range(number):
+            before = copy.deepcopy(training.model.state_dict())
+            batch = waves()
+            losses += [training.plain_update(batch) for _ in range(8)]
+            with torch.no_grad():
+                for name, p in training.model.named_parameters():
+                    p.copy_(before[name].lerp(p, 1 - task / number))
+            if task % 5 == 4:
+                yield torch.stack(losses).mean()
+                losses.clear()
+
+    t.loop, t.loaded = tasks, False

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 
 from zoo.programs.models import _layers
 from zoo.programs.places import bodies
@@ -238,3 +240,40 @@ def schedule_free(t: Training) -> None:
         training.model.train()
 
     t.each_epoch.append(look)
+
+
+def soup(t: Training) -> None:
+    """A greedy model soup (Wortsman et al., 2022): the mean of those of several tunings that help it."""
+    x, y = t.data.tensors
+    t.data, held_out = TensorDataset(x[:-128], y[:-128]), (x[-128:], y[-128:])
+    t.optimizers_of = lambda training: [AdamW(training.parameters(), lr=t.lr)]
+
+    def train(training: Training) -> Iterator[Tensor]:
+        for _ in range(training.epochs):
+            for batch in training.batches:
+                yield training.plain_update(batch)
+
+    @torch.no_grad()
+    def accuracy(model: nn.Module, weights: dict[str, Tensor]) -> float:
+        return float((functional_call(model, weights, (held_out[0],)).argmax(1) == held_out[1]).float().mean())
+
+    def cook(training: Training) -> Iterator[Tensor]:
+        model, (optimizer,) = training.model, training.optimizers
+        yield from train(training)
+        first, tuned = copy.deepcopy(model.state_dict()), []
+        for lr, decay in ((1e-3, 0.0), (3e-3, 0.0), (1e-3, 0.1), (3e-3, 0.1)):
+            model.load_state_dict(first)
+            optimizer.state.clear()
+            optimizer.param_groups[0].update(lr=lr, weight_decay=decay)
+            yield from train(training)
+            tuned.append(copy.deepcopy(model.state_dict()))
+        tuned.sort(key=lambda weights: accuracy(model, weights), reverse=True)
+        kept = tuned[:1]
+        mean = kept[0]
+        for weights in tuned[1:]:
+            tried = {name: torch.stack([each[name] for each in (*kept, weights)]).mean(0) for name in weights}
+            if accuracy(model, tried) >= accuracy(model, mean):
+                kept, mean = [*kept, weights], tried
+        model.load_state_dict(mean)
+
+    t.loop = cook

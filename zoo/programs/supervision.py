@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam
 from torch.utils.data import TensorDataset
 
+from zoo.host import mlp
 from zoo.programs.training import Batch, Training
 
 
@@ -96,3 +99,60 @@ def group_robust(t: Training) -> None:
         return (groups * means).sum()
 
     t.loss = loss
+
+
+def co_teaching(t: Training) -> None:
+    """Co-teaching (Han et al., 2018): with wrong labels, each of two models learns from what the other finds easy."""
+    x, y = t.data.tensors
+    wrong = torch.rand(len(y)) < 0.4
+    t.data = TensorDataset(x, torch.where(wrong, torch.randint(10, y.shape), y))
+    other = mlp()
+    t.extra.append(other)
+    t.epochs, t.batch_size = 10, 64
+    t.optimizers_of = lambda training: [Adam(each.parameters(), lr=t.lr) for each in (training.model, other)]
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        epoch = training.steps * training.batch_size / len(training.data)
+        kept = int(len(batch[0]) * (1 - 0.36 * min(epoch / 4, 1.0)))
+        one, two = (F.cross_entropy(model(batch[0]), batch[1], reduction="none") for model in (training.model, other))
+        easy_for_one, easy_for_two = (each.detach().argsort()[:kept] for each in (one, two))
+        loss = one[easy_for_two].mean() + two[easy_for_one].mean()
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in training.optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    t.update = update
+
+
+def momentum_contrast(t: Training) -> None:
+    """MoCo (He et al., 2020): keys come from a slow copy of the encoder, and wait in a queue to be negatives."""
+    t.model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(256, 32),
+    )  # fmt: skip
+    slow = copy.deepcopy(t.model).requires_grad_(False)
+    queue, t.epochs = F.normalize(torch.randn(256, 32), dim=1), 30
+
+    def view(x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) > 0.3) + 0.1 * torch.randn_like(x)
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        nonlocal queue
+        (optimizer,) = training.optimizers
+        query = F.normalize(training.model(view(batch[0])), dim=1)
+        with torch.no_grad():
+            for kept, new in zip(slow.parameters(), training.model.parameters()):
+                kept.lerp_(new, 0.05)
+            keys = F.normalize(slow(view(batch[0])), dim=1)
+        logits = torch.cat([(query * keys).sum(1, keepdim=True), query @ queue.T], 1) / 0.2
+        loss = F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue = torch.cat([keys, queue])[:256]
+        return loss.detach()
+
+    t.update = update

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.optim import SGD
 
 from zoo.programs.models import _hook_first, _layers, _replace
 from zoo.programs.training import Batch, Training
@@ -165,3 +166,51 @@ class Rounded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         low = (x.clamp(0, 1.75) * 4).round() / 4
         return x + (low - x).detach()
+
+
+def stochastic_rounding(t: Training) -> None:
+    """Weights of few bits (Gupta et al., 2015): after a step they are rounded up or down at random."""
+    grid, t.epochs = 2.0**-7, 8
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.05, momentum=0.9)]
+
+    @torch.no_grad()
+    def on_grid(training: Training) -> None:
+        for p in training.parameters():
+            p.copy_(torch.floor(p / grid + torch.rand_like(p)) * grid)
+
+    on_grid(t)
+    t.each_step.append(on_grid)
+
+
+class LargestHalf(torch.autograd.Function):
+    """1 for the larger half of the scores, 0 for the others; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor) -> Tensor:
+        return (scores >= scores.median()).to(scores.dtype)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Subnetwork(nn.Linear):
+    """A layer whose weights stay as they were drawn; which of them are there is learned."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__(into, out, bias=False)
+        with torch.no_grad():
+            self.weight.copy_(torch.randn_like(self.weight).sign() * (4 / into) ** 0.5)
+        self.weight.requires_grad_(False)
+        self.scores = nn.Parameter(torch.empty_like(self.weight))
+        nn.init.kaiming_uniform_(self.scores, a=5**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * LargestHalf.apply(self.scores.abs()))
+
+
+def found_subnetwork(t: Training) -> None:
+    """Edge-popup (Ramanujan et al., 2020): a good network is found within a random one, whose weights never learn."""
+    t.model = nn.Sequential(Subnetwork(20, 128), nn.ReLU(), Subnetwork(128, 128), nn.ReLU(), Subnetwork(128, 10))
+    t.epochs = 12
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9)]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
+from zoo.host import mlp
 from zoo.programs.training import Batch, Training
 
 
@@ -134,3 +135,29 @@ def forward_forward(t: Training) -> None:
         return torch.stack([(F.softplus(1 - right) + F.softplus(false - 1)).mean() for right, false in pairs]).sum()
 
     t.loss = loss
+
+
+def forward_gradient(t: Training) -> None:
+    """Forward gradients (Baydin et al., 2022): derivatives along drawn directions, and nothing goes back."""
+    t.model, t.epochs, t.batch_size, draws = mlp(width=32), 20, 64, 64
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1)]
+
+    @torch.no_grad()
+    def update(training: Training, batch: Batch) -> Tensor:
+        h, y = batch
+        along = {p: torch.randn(draws, *p.shape) for p in training.parameters()}
+        tangent = torch.zeros(draws, *h.shape)
+        for layer in training.model:
+            if isinstance(layer, nn.Linear):
+                moved = torch.einsum("ni,koi->kno", h, along[layer.weight]) + along[layer.bias].unsqueeze(1)
+                tangent = tangent @ layer.weight.T + moved
+            else:
+                tangent = tangent * (h > 0)
+            h = layer(h)
+        slopes = ((h.softmax(1) - F.one_hot(y, 10)) * tangent).sum(2).mean(1)
+        for p in training.parameters():
+            p.grad = torch.einsum("k,k...->...", slopes, along[p]) / draws
+        training.optimizers[0].step()
+        return F.cross_entropy(h, y)
+
+    t.update = update
