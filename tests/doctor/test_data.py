@@ -258,6 +258,23 @@ def test_the_first_batch_of_a_loader_again_and_again() -> None:
     assert "of 128" in found(watch, "law.data.batches_vary").symptom
 
 
+def test_one_sample_without_a_batch_has_no_rows() -> None:
+    """One-hot samples are the same numbers in another order."""
+    torch.manual_seed(0)
+    model, fields = net(0.0), torch.eye(WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(24):
+            if step % 8 == 7:
+                with torch.no_grad():
+                    model(fields[0])
+                    model(fields)
+            optimizer.zero_grad()
+            F.cross_entropy(model(fields[step % 5]), torch.tensor(step % 5 % CLASSES)).backward()
+            optimizer.step()
+    assert "batches_vary" not in broken(watch, "data")
+
+
 def test_equal_rows_have_equal_digests() -> None:
     x = torch.randn(6, 200)
     tokens = torch.arange(6) % 3

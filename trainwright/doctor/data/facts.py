@@ -32,9 +32,9 @@ class RowsFacts:
     """The rows of the inputs of training, recognised by their content.
 
     Of ``rows`` that were read in ``steps``, ``distinct`` differ; ``new_lately`` is the share of new ones in the last
-    steps. In ``same`` steps in a row, up to step ``same_to``, all were those of the step before; a step has ``batch``.
-    The set that they come from holds ``whole`` rows, as far as is known (0: not). ``repeated_micro``: the most
-    micro-batches of a step that were all the same, in ``repeated_micro_steps`` steps.
+    steps. In ``same`` steps in a row, up to step ``same_to``, all were those of the step before, in its order; a step
+    has ``batch``. The set that they come from holds ``whole`` rows, as far as is known (0: not). ``repeated_micro``:
+    the most micro-batches of a step that were all the same, in ``repeated_micro_steps`` steps.
 
     ``compared`` pairs of steps that follow each other share ``shared_next`` rows, pairs that are further apart
     ``shared_far``, on the mean; ``partly`` of the pairs share some rows, and not all. ``is_continuous``: two samples

@@ -45,6 +45,7 @@ class InputRows(Probe):
         self._rows = 0
         self._new: deque[float] = deque(maxlen=8)
         self._last: deque[frozenset[int]] = deque(maxlen=WINDOW)
+        self._rows_before: list[int] = []
         self._batch = self._same = self._whole = self._longest = self._longest_to = 0
         self._micro = self._micro_steps = 0
         self._next: list[float] = []
@@ -121,7 +122,8 @@ class InputRows(Probe):
         if len(self._seen) < MOST_ROWS:
             self._seen |= fresh
         before = self._last[-1] if self._last else frozenset()
-        self._same = self._same + 1 if now == before else 0
+        self._same = self._same + 1 if rows == self._rows_before else 0  # in their order: a one-hot sample has no rows
+        self._rows_before = rows
         if self._same > self._longest:
             self._longest, self._longest_to = self._same, step
         self._batch = len(rows)
