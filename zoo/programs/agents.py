@@ -1,14 +1,17 @@
-"""Legal training of agents, which make their data themselves: replayed steps, slow targets, clipped ratios."""
+"""Legal training of agents, which make their data themselves: replayed steps, slow targets, traces, searches."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.nn import functional as F
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 
 from zoo.programs.training import Training
 
@@ -105,5 +108,82 @@ def clipped_policy(t: Training) -> None:
                 nn.utils.clip_grad_norm_(training.model.parameters(), 0.5)
                 optimizer.step()
             yield -rewards.mean()
+
+    t.loop, t.loaded = play, False
+
+
+def eligibility_traces(t: Training) -> None:
+    """TD(lambda) with a network (Sutton, 1988; Tesauro, 1992): gradients of the past fade, each surprise is for all."""
+    states, decay = 7, 0.7
+    truth = torch.linspace(-1, 1, states + 2)[1:-1]
+    t.model, t.epochs = nn.Sequential(nn.Linear(states, 32), nn.Tanh(), nn.Linear(32, 1)), 8
+    nn.init.zeros_(t.model[2].weight)
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.03)]
+    t.scheduler_of = lambda optimizer: LambdaLR(optimizer, lambda episode: 1 / (1 + episode / 15))
+    seen = torch.eye(states)
+
+    def walk(training: Training) -> Iterator[Tensor]:
+        model, (optimizer,) = training.model, training.optimizers
+        weights = list(model.parameters())
+        for _ in range(30 * training.epochs):
+            place, traces = states // 2, [torch.zeros_like(p) for p in weights]
+            while 0 <= place < states:
+                value = model(seen[place])
+                slopes = torch.autograd.grad(value.sum(), weights)
+                traces = [decay * trace + slope for trace, slope in zip(traces, slopes)]
+                place += 1 if float(torch.rand(())) < 0.5 else -1
+                with torch.no_grad():
+                    ahead = model(seen[place]) if 0 <= place < states else torch.tensor(1.0 if place > 0 else -1.0)
+                surprise = float(ahead) - value.item()
+                for p, trace in zip(weights, traces):
+                    p.grad = -surprise * trace
+                optimizer.step()
+            training.scheduler.step()
+            with torch.no_grad():
+                yield (model(seen).squeeze(1) - truth).square().mean().sqrt()
+
+    t.loop, t.loaded = walk, False
+
+
+@torch.no_grad()
+def searched(board: Board, model: nn.Module, depth: int = 3) -> Tensor:
+    """What each of four actions brings (walkers, 4), by all plans of ``depth`` moves and the value at their ends."""
+    plans, walkers = torch.tensor(list(product(range(4), repeat=depth))), len(board.place)
+    ahead = Board(0)
+    ahead.place = board.place.repeat_interleave(len(plans), 0)
+    worth, going = torch.zeros(len(ahead.place)), torch.ones(len(ahead.place))
+    for number in range(depth):
+        reward, arrived = ahead.step(plans[:, number].repeat(walkers))
+        worth += 0.95**number * going * reward
+        going = going * (1 - arrived)
+    worth += 0.95**depth * going * model(ahead.seen())[:, 4]
+    return worth.view(walkers, 4, -1).amax(2)
+
+
+def expert_iteration(t: Training) -> None:
+    """Expert iteration (Anthony et al., 2017): a search that uses the network is the expert that it imitates."""
+    t.model = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 5))  # four actions and a value
+    t.epochs, t.lr, board = 5, 1e-2, Board(16)
+
+    def play(training: Training) -> Iterator[Tensor]:
+        (optimizer,) = training.optimizers
+        memory: list[tuple[Tensor, Tensor]] = []
+        for _ in range(16 * training.epochs):
+            rewards = []
+            for _ in range(4):
+                worth = searched(board, training.model)
+                memory = [*memory, (board.seen(), worth)][-64:]
+                with torch.no_grad():
+                    policy = Categorical(logits=training.model(board.seen())[:, :4])
+                rewards.append(board.step(policy.sample())[0])
+            for rows in torch.randperm(len(memory)).split(8)[:4]:
+                seen, worth = (torch.cat(each) for each in zip(*(memory[number] for number in rows.tolist())))
+                out = training.model(seen)
+                expert = (worth / 0.05).softmax(1)
+                loss = F.cross_entropy(out[:, :4], expert) + 0.5 * F.mse_loss(out[:, 4], worth.amax(1))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            yield -torch.stack(rewards).mean()
 
     t.loop, t.loaded = play, False

@@ -10,6 +10,7 @@ from torch.distributions import Bernoulli
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
 from zoo.programs.gradients_by_hand import _before_update
 from zoo.programs.models import _layers
@@ -251,3 +252,29 @@ def regrown(t: Training) -> None:
     mask()
     _before_update(t, before)
     t.each_step.append(lambda training: mask())
+
+
+def sinkhorn(scores: Tensor, rounds: int = 20) -> Tensor:
+    """A doubly stochastic matrix for each matrix of scores."""
+    for _ in range(rounds):
+        scores = scores - scores.logsumexp(-1, keepdim=True)
+        scores = scores - scores.logsumexp(-2, keepdim=True)
+    return scores.exp()
+
+
+def relaxed_permutations(t: Training) -> None:
+    """Gumbel-Sinkhorn (Mena et al., 2018): sorting is learned through permutations that are relaxed."""
+    numbers = torch.rand(1024, 6)
+    t.data = TensorDataset(numbers, numbers.sort(1).values)
+    t.model = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, 6))
+    t.epochs, t.lr = 12, 1e-2
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x, ordered = batch
+        scores = model(x).repeat(2, 1, 1)  # two draws each; a row of scores says where a number goes
+        uniform = torch.rand_like(scores).clamp(1e-6, 1 - 1e-6)
+        places = sinkhorn((scores - 0.1 * (-uniform.log()).log()) / 0.5)
+        found = torch.einsum("nij,ni->nj", places, x.repeat(2, 1))
+        return F.mse_loss(found, ordered.repeat(2, 1))
+
+    t.loss = loss

@@ -1,4 +1,4 @@
-"""Legal ways to learn a density: flows, chains that go on from step to step, energies, scores."""
+"""Legal ways to learn a density or a bound: flows, chains that go on, energies, scores, critics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.utils.data import TensorDataset
 
 from zoo.hosts.worlds import points
@@ -144,3 +144,56 @@ def sliced_scores(t: Training) -> None:
         return ((bend * along).sum(1) + scores.square().sum(1) / 2).mean()
 
     t.loss = loss
+
+
+def mutual_information(t: Training) -> None:
+    """MINE (Belghazi et al., 2018): a bound on what x tells of y; a running mean takes the bias off its gradient."""
+    x, noise = torch.randn(2, 2048, 1)
+    t.data = TensorDataset(x, 0.9 * x + 0.19**0.5 * noise)  # 0.83 nats
+    t.model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    t.epochs, t.batch_size, t.lr, running = 8, 128, 1e-3, 1.0
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        nonlocal running
+        x, y = batch
+        together = training.model(torch.cat([x, y], 1)).mean()
+        apart = training.model(torch.cat([x, y[torch.randperm(len(y))]], 1)).exp().mean()
+        running = 0.95 * running + 0.05 * float(apart.detach())
+        (optimizer,) = training.optimizers
+        optimizer.zero_grad()
+        (apart / running - together).backward()
+        optimizer.step()
+        return (apart.log() - together).detach()
+
+    t.update = update
+
+
+def relativistic(t: Training) -> None:
+    """A relativistic average GAN (Jolicoeur-Martineau, 2019): is a true point truer than the mean false one?"""
+    t.data = TensorDataset(points(t.seed, 2048), torch.zeros(2048))
+    t.model, critic = (
+        nn.Sequential(nn.Linear(into, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, out))
+        for into, out in ((4, 2), (2, 1))
+    )
+    t.extra.append(critic)
+    t.epochs, t.batch_size = 24, 128
+    t.optimizers_of = lambda training: [
+        Adam(each.parameters(), lr=lr, betas=(0.0, 0.99)) for each, lr in ((training.model, 1e-3), (critic, 1e-3))
+    ]
+
+    def duel(winner: Tensor, loser: Tensor) -> Tensor:
+        return (F.softplus(loser.mean() - winner) + F.softplus(loser - winner.mean())).mean()
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        to_make, to_judge = training.optimizers
+        real = batch[0]
+        made = training.model(torch.randn(len(real), 4))
+        to_judge.zero_grad()
+        duel(critic(real), critic(made.detach())).backward()
+        to_judge.step()
+        to_make.zero_grad()
+        duel(critic(made), critic(real)).backward()
+        to_make.step()
+        return energy_distance(real, made.detach())
+
+    t.update = update

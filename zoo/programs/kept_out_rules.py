@@ -1,235 +1,273 @@
-"""Updates, layers and agents for the end: nobody may look at them while laws are written."""
+"""Updates, gradients by hand and agents for the end: nobody may look at them while laws are written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise, product
+import copy
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.func import functional_call, jacrev
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD, Adam
+from torch.utils.data import TensorDataset
 
 from zoo.programs.agents import Board
 from zoo.programs.training import Batch, Training
 
 
-class Predicting(nn.Module):
-    """Layers, each of which foretells the activity of the next one."""
+class Firing(nn.Module):
+    """Recurrent neurons that leak and fire; a leaky output reads their spikes. ``forward`` keeps what each step was."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
+    def __init__(self, inputs: int, hidden: int, classes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(into, out) for into, out in pairwise(sizes)])
+        self.into, self.among = nn.Linear(inputs, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.out = nn.Linear(hidden, classes, bias=False)
+        self.leak, self.slow = 0.8, 0.9
+        nn.init.normal_(self.into.weight, std=1.0)
 
-    def foretell(self, states: list[Tensor]) -> list[Tensor]:
-        """What each state makes of the next one."""
-        bodies = [states[0], *(each.tanh() for each in states[1:])]
-        return [layer(h) for layer, h in zip(self.layers, bodies)]
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        states = [x]
-        for layer in self.layers:
-            states.append(layer(x))
-            x = states[-1].tanh()
-        return states
-
-    def energy(self, states: list[Tensor]) -> Tensor:
-        """Errors of foretelling; those of the output count less, so that states stay near where they began."""
-        *errors, last = ((state - mu).square().sum() / 2 for state, mu in zip(states[1:], self.foretell(states)))
-        return sum(errors) + last / 10
+    def forward(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Potentials, spikes and logits at each time."""
+        v = fired = x.new_zeros(len(x), self.among.in_features)
+        read, steps = x.new_zeros(len(x), self.out.out_features), []
+        for now in x.unbind(1):
+            v = self.leak * v + self.into(now) + self.among(fired) - fired
+            fired = (v > 1).float()
+            read = self.slow * read + self.out(fired)
+            steps.append((v, fired, read))
+        return steps
 
 
-def predictive_coding(t: Training) -> None:
-    """Predictive coding (Whittington and Bogacz, 2017): states settle between input and target, then weights learn."""
-    t.model, t.epochs = Predicting((20, 64, 64, 10)), 8
+def eligible_spikes(t: Training) -> None:
+    """e-prop (Bellec et al., 2020): synapses of spiking neurons keep traces, and learn from errors as they come."""
+    t.model, t.epochs, t.lr = Firing(1, 64, 4), 12, 5e-3
 
+    @torch.no_grad()
     def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,) = training.optimizers
-        x, target = batch[0], F.one_hot(batch[1], 10).float()
-        with torch.no_grad():
-            _, *hidden, out = training.model(x)
-        for _ in range(16):
-            hidden = [each.detach().requires_grad_() for each in hidden]
-            slopes = torch.autograd.grad(training.model.energy([x, *hidden, target]), hidden)
-            hidden = [each - 0.2 * slope for each, slope in zip(hidden, slopes)]
+        (optimizer,), model = training.optimizers, training.model
+        x, y = batch
         optimizer.zero_grad()
-        energy = training.model.energy([x, *(each.detach() for each in hidden), target]) / len(x)
-        energy.backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        steps, loss = model(x), torch.zeros(())
+        came, heard = torch.zeros_like(x[:, 0]), torch.zeros(len(x), 64)
+        for_input, for_others, for_output = torch.zeros(len(x), 64, 1), torch.zeros(len(x), 64, 64), 0.0
+        for time, (v, fired, read) in enumerate(steps):
+            came, near = model.leak * came + x[:, time], 0.3 * (1 - (v - 1).abs()).clamp(min=0)
+            for_input = model.slow * for_input + near.unsqueeze(2) * came.unsqueeze(1)
+            for_others = model.slow * for_others + near.unsqueeze(2) * heard.unsqueeze(1)
+            for_output = model.slow * for_output + fired
+            heard = model.leak * heard + fired
+            error = (read.softmax(1) - F.one_hot(y, 4)) / (len(x) * len(steps))
+            signal = error @ model.out.weight
+            model.into.weight.grad += torch.einsum("nj,nji->ji", signal, for_input)
+            model.among.weight.grad += torch.einsum("nj,nji->ji", signal, for_others)
+            model.out.weight.grad += error.T @ for_output
+            loss += F.cross_entropy(read, y) / len(steps)
         optimizer.step()
-        return F.mse_loss(out, target)
+        return loss
 
     t.update = update
 
 
-class Lion(Optimizer):
-    """The sign of a mean of gradient and momentum; weights decay apart from it."""
+def damped_gauss_newton(t: Training) -> None:
+    """Levenberg-Marquardt (Marquardt, 1963; Hagan and Menhaj, 1994): tried steps, and damping that follows them."""
+    t.model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 1))
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=1.0)]
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+    def steps(training: Training) -> Iterator[Tensor]:
+        damping = 1.0
+        model, (optimizer,), (x, y) = training.model, training.optimizers, training.data.tensors
+        shapes = {name: p.shape for name, p in model.named_parameters()}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            lr, (short, long) = group["lr"], group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                p.mul_(1 - lr * group["weight_decay"])
-                p.add_(state["momentum"].lerp(p.grad, 1 - short).sign(), alpha=-lr)
-                state["momentum"].lerp_(p.grad, 1 - long)
-        return loss
+        def errors(flat: Tensor) -> Tensor:
+            parts = flat.split([shape.numel() for shape in shapes.values()])
+            weights = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+            return (functional_call(model, weights, x) - y).squeeze(1)
 
-
-def sign_momentum(t: Training) -> None:
-    """Lion (Chen et al., 2023): an optimizer of one's own, whose steps have one size for all weights."""
-    t.optimizers_of = lambda training: [Lion(training.parameters(), lr=2e-3, weight_decay=0.1)]
-    t.epochs = 12
-
-
-class ClippedToBits(torch.autograd.Function):
-    """Activations between 0 and alpha in 4 bits; where they are cut off, alpha gets the gradient."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, alpha: Tensor) -> Tensor:
-        ctx.save_for_backward(x, alpha)
-        step = alpha / 15
-        return torch.minimum(x.clamp(min=0), alpha).div(step).round() * step
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, alpha = ctx.saved_tensors
-        above = x >= alpha
-        return gradient * ((x > 0) & ~above), (gradient * above).sum()
-
-
-class Pact(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.tensor(6.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ClippedToBits.apply(x, self.alpha)
-
-
-def learned_clipping(t: Training) -> None:
-    """PACT (Choi et al., 2018): activations of few bits, whose upper end is learned and pulled down."""
-    t.model[2], t.model[5] = Pact(), Pact()
-    t.epochs = 8
-
-    def groups(training: Training) -> list[Optimizer]:
-        ends = [each for name, each in training.model.named_parameters() if name.endswith("alpha")]
-        rest = [each for name, each in training.model.named_parameters() if not name.endswith("alpha")]
-        return [SGD([{"params": rest}, {"params": ends, "weight_decay": 2e-2}], lr=0.05, momentum=0.9)]
-
-    t.optimizers_of = groups
-
-
-class Generated(nn.Module):
-    """Three convolutions whose kernels one small network makes, of a vector for each."""
-
-    def __init__(self, channels: int = 8) -> None:
-        super().__init__()
-        self.channels, self.about = channels, nn.Parameter(torch.randn(3, 4))
-        self.maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, channels * channels * 9))
-        nn.init.normal_(self.maker[2].weight, std=0.75 / (9 * channels) ** 0.5)
-        nn.init.zeros_(self.maker[2].bias)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(channels) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        kernels = self.maker(self.about).view(3, self.channels, self.channels, 3, 3)
-        for kernel, norm in zip(kernels, self.norms):
-            x = x + norm(F.conv2d(x, kernel, padding=1)).relu()
-        return x
-
-
-def generated_weights(t: Training) -> None:
-    """A hypernetwork (Ha et al., 2017): the weights of layers are what another network returns."""
-    t.model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Generated(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4)
-    )
-
-
-def eligibility_traces(t: Training) -> None:
-    """TD(lambda) with a network (Sutton, 1988; Tesauro, 1992): gradients of the past fade, each surprise is for all."""
-    states, decay = 7, 0.7
-    truth = torch.linspace(-1, 1, states + 2)[1:-1]
-    t.model, t.epochs = nn.Sequential(nn.Linear(states, 32), nn.Tanh(), nn.Linear(32, 1)), 8
-    nn.init.zeros_(t.model[2].weight)
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.03)]
-    t.scheduler_of = lambda optimizer: LambdaLR(optimizer, lambda episode: 1 / (1 + episode / 15))
-    seen = torch.eye(states)
-
-    def walk(training: Training) -> Iterator[Tensor]:
-        model, (optimizer,) = training.model, training.optimizers
-        weights = list(model.parameters())
-        for _ in range(30 * training.epochs):
-            place, traces = states // 2, [torch.zeros_like(p) for p in weights]
-            while 0 <= place < states:
-                value = model(seen[place])
-                slopes = torch.autograd.grad(value.sum(), weights)
-                traces = [decay * trace + slope for trace, slope in zip(traces, slopes)]
-                place += 1 if float(torch.rand(())) < 0.5 else -1
-                with torch.no_grad():
-                    ahead = model(seen[place]) if 0 <= place < states else torch.tensor(1.0 if place > 0 else -1.0)
-                surprise = float(ahead) - value.item()
-                for p, trace in zip(weights, traces):
-                    p.grad = -surprise * trace
-                optimizer.step()
-            training.scheduler.step()
+        for _ in range(10 * training.epochs):
+            before = parameters_to_vector(model.parameters()).detach()
+            slopes, wrong = jacrev(errors)(before), errors(before)
+            curvature = slopes.T @ slopes
+            step = torch.linalg.solve(curvature + damping * torch.eye(len(before)), slopes.T @ wrong)
+            for p, part in zip(model.parameters(), step.split([p.numel() for p in model.parameters()])):
+                p.grad = part.view_as(p)
+            optimizer.step()
             with torch.no_grad():
-                yield (model(seen).squeeze(1) - truth).square().mean().sqrt()
+                better = F.mse_loss(model(x), y) < wrong.square().mean()
+            damping = max(damping / 5, 1e-6) if better else damping * 3
+            if not better:
+                vector_to_parameters(before, model.parameters())
+            yield wrong.square().mean()
 
-    t.loop, t.loaded = walk, False
-
-
-@torch.no_grad()
-def searched(board: Board, model: nn.Module, depth: int = 3) -> Tensor:
-    """What each of four actions brings (walkers, 4), by all plans of ``depth`` moves and the value at their ends."""
-    plans, walkers = torch.tensor(list(product(range(4), repeat=depth))), len(board.place)
-    ahead = Board(0)
-    ahead.place = board.place.repeat_interleave(len(plans), 0)
-    worth, going = torch.zeros(len(ahead.place)), torch.ones(len(ahead.place))
-    for number in range(depth):
-        reward, arrived = ahead.step(plans[:, number].repeat(walkers))
-        worth += 0.95**number * going * reward
-        going = going * (1 - arrived)
-    worth += 0.95**depth * going * model(ahead.seen())[:, 4]
-    return worth.view(walkers, 4, -1).amax(2)
+    t.loop, t.loaded = steps, False
 
 
-def expert_iteration(t: Training) -> None:
-    """Expert iteration (Anthony et al., 2017): a search that uses the network is the expert that it imitates."""
-    t.model = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 5))  # four actions and a value
-    t.epochs, t.lr, board = 5, 1e-2, Board(16)
+def interior_point(p: Tensor, g: Tensor, h: Tensor, rounds: int = 25) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the z (n, d) with the least z'z / 2 + p'z where Gz <= h; multipliers and slacks (n, m)."""
+    z, slack = torch.zeros_like(p), h.expand(len(p), -1).clone().clamp(min=1.0)
+    dual = torch.ones_like(slack)
+    for _ in range(rounds):
+        off, short = z + p + dual @ g, z @ g.T + slack - h
+        gap = dual * slack - (0.1 * (dual * slack).mean(1, keepdim=True)).clamp(min=1e-9)
+        matrix = torch.eye(len(g.T), dtype=p.dtype) + torch.einsum("mi,nm,mj->nij", g, dual / slack, g)
+        dz = torch.linalg.solve(matrix, -off - ((dual * short - gap) / slack) @ g)
+        d_slack = -short - dz @ g.T
+        d_dual = -(gap + dual * d_slack) / slack
+        worst = torch.maximum((-d_slack / slack).amax(1), (-d_dual / dual).amax(1))
+        size = (0.99 / worst.clamp(min=0.99)).unsqueeze(1)
+        z, slack, dual = z + size * dz, slack + size * d_slack, dual + size * d_dual
+    return z, dual, slack
+
+
+class Program(torch.autograd.Function):
+    """A quadratic program; the backward pass solves the system of its optimality conditions."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, p: Tensor, g: Tensor, h: Tensor) -> Tensor:
+        z, dual, slack = interior_point(p.double(), g.double(), h.double())
+        ctx.save_for_backward(z, dual, slack, g)
+        return z.float()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z, dual, slack, g = ctx.saved_tensors
+        g, size = g.double(), z.shape[1]
+        system = z.new_zeros(len(z), size + len(g), size + len(g))
+        system[:, :size, :size] = torch.eye(size)
+        system[:, :size, size:] = g.T * dual.unsqueeze(1)
+        system[:, size:, :size] = g
+        system[:, size:, size:] = torch.diag_embed(-slack)
+        right = torch.cat([-gradient.double(), torch.zeros_like(dual)], 1)
+        dz, d_dual = torch.linalg.solve(system, right).split([size, len(g)], 1)
+        of_g = torch.einsum("nm,ni->mi", dual * d_dual, z) + torch.einsum("nm,ni->mi", dual, dz)
+        return dz.float(), of_g.float(), -(dual * d_dual).sum(0).float()
+
+
+class Projected(nn.Module):
+    """The nearest point within walls that are learned."""
+
+    def __init__(self, size: int, walls: int) -> None:
+        super().__init__()
+        self.normals = nn.Parameter(torch.randn(walls, size) / size**0.5)
+        self.distances = nn.Parameter(torch.ones(walls))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Program.apply(-x, self.normals, F.softplus(self.distances))
+
+
+def quadratic_program(t: Training) -> None:
+    """OptNet (Amos and Kolter, 2017): a layer that solves a quadratic program, whose constraints are learned."""
+    x, normals = 1.5 * torch.randn(1024, 3), F.normalize(torch.randn(5, 3), dim=1)
+    t.data = TensorDataset(x, interior_point(-x.double(), normals.double(), torch.full((5,), 0.5).double())[0].float())
+    t.model, t.epochs, t.lr = Projected(3, 8), 8, 1e-2
+
+
+def entropy_regularised_agent(t: Training) -> None:
+    """Discrete soft actor-critic (Christodoulou, 2019): two critics, an actor, and a temperature that learns."""
+    t.model, critics = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4)), nn.ModuleList()
+    for _ in range(2):
+        critics.append(nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4)))
+    slow, log_alpha, board = copy.deepcopy(critics).requires_grad_(False), nn.Parameter(torch.tensor(-3.0)), Board(16)
+    t.extra += [critics, nn.ParameterList([log_alpha])]
+    t.epochs, aim = 6, 0.3
+    t.optimizers_of = lambda training: [
+        Adam(training.model.parameters(), lr=3e-3), Adam(critics.parameters(), lr=3e-3), Adam([log_alpha], lr=1e-2)
+    ]  # fmt: skip
+
+    def learn(training: Training, batch: list[Tensor]) -> None:
+        actor, critic, heat = training.optimizers
+        seen, taken, paid, done, after = batch
+        alpha = log_alpha.exp().detach()
+        with torch.no_grad():
+            shares = training.model(after).softmax(1)
+            worth = torch.minimum(slow[0](after), slow[1](after)) - alpha * (shares + 1e-8).log()
+            target = paid + 0.95 * (1 - done) * (shares * worth).sum(1)
+        critic.zero_grad()
+        sum(F.mse_loss(each(seen).gather(1, taken.unsqueeze(1)).squeeze(1), target) for each in critics).backward()
+        critic.step()
+        shares = training.model(seen).softmax(1)
+        entropy = -(shares * (shares + 1e-8).log()).sum(1)
+        with torch.no_grad():
+            worth = torch.minimum(critics[0](seen), critics[1](seen))
+        actor.zero_grad()
+        (-(shares * worth).sum(1) - alpha * entropy).mean().backward()
+        actor.step()
+        heat.zero_grad()
+        (log_alpha.exp() * (entropy.detach().mean() - aim)).backward()
+        heat.step()
+        with torch.no_grad():
+            for far, near in zip(slow.parameters(), critics.parameters()):
+                far.lerp_(near, 0.05)
 
     def play(training: Training) -> Iterator[Tensor]:
-        (optimizer,) = training.optimizers
-        memory: list[tuple[Tensor, Tensor]] = []
-        for _ in range(16 * training.epochs):
-            rewards = []
-            for _ in range(4):
-                worth = searched(board, training.model)
-                memory = [*memory, (board.seen(), worth)][-64:]
-                with torch.no_grad():
-                    policy = Categorical(logits=training.model(board.seen())[:, :4])
-                rewards.append(board.step(policy.sample())[0])
-            for rows in torch.randperm(len(memory)).split(8)[:4]:
-                seen, worth = (torch.cat(each) for each in zip(*(memory[number] for number in rows.tolist())))
-                out = training.model(seen)
-                expert = (worth / 0.05).softmax(1)
-                loss = F.cross_entropy(out[:, :4], expert) + 0.5 * F.mse_loss(out[:, 4], worth.amax(1))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            yield -torch.stack(rewards).mean()
+        memory: list[tuple[Tensor, ...]] = []
+        for _ in range(150 * training.epochs):
+            seen = board.seen()
+            with torch.no_grad():
+                taken = Categorical(logits=training.model(seen)).sample()
+            paid, done = board.step(taken)
+            memory = [*memory, (seen, taken, paid, done, board.seen())][-400:]
+            chosen = [memory[number] for number in torch.randint(len(memory), (8,)).tolist()]
+            learn(training, [torch.cat(each) for each in zip(*chosen)])
+            yield -paid.mean()
 
     t.loop, t.loaded = play, False
+
+
+def polyak_step(t: Training) -> None:
+    """Stochastic Polyak step size (Loizou et al., 2021): the rate is the loss over the squared norm of its gradient."""
+    t.epochs, ceiling = 8, 0.1
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=1.0)]
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        nonlocal ceiling
+        (optimizer,) = training.optimizers
+        optimizer.zero_grad()
+        loss = training.loss(training.model, batch)
+        loss.backward()
+        squared = sum(p.grad.square().sum() for p in training.parameters())
+        (group,) = optimizer.param_groups
+        group["lr"] = min(float(loss.detach() / (0.5 * squared + 1e-8)), ceiling)
+        ceiling = 2 ** (1 / 20) * group["lr"]  # it may double in an epoch
+        optimizer.step()
+        return loss.detach()
+
+    t.update = update
+
+
+class BitAutoencoder(nn.Module):
+    """Pictures of 64 black or white points as 16 drawn bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.decoder = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def unlikely(self, bits: Tensor, x: Tensor) -> Tensor:
+        """What the picture costs (n,) when these are the bits."""
+        return F.binary_cross_entropy_with_logits(self.decoder(bits), x, reduction="none").sum(1)
+
+
+def mirrored_bits(t: Training) -> None:
+    """ARM (Yin and Zhou, 2019): the gradient of drawn bits is the difference of two losses, at u and at 1 - u."""
+    t.model, t.epochs = BitAutoencoder(), 20
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,), model = training.optimizers, training.model
+        x = (batch[0].flatten(1) > 0).float()
+        logits = model.encoder(x)
+        odds, u = logits.sigmoid(), torch.rand_like(logits)
+        bits, mirrored = (u < odds).float(), (1 - u < odds).float()
+        with torch.no_grad():
+            slope = (model.unlikely(mirrored, x) - model.unlikely(bits, x)).unsqueeze(1) * (u - 0.5)
+        cost = model.unlikely(bits, x).mean()
+        surprise = (F.logsigmoid(logits) * odds + F.logsigmoid(-logits) * (1 - odds)).sum(1)
+        optimizer.zero_grad()
+        (cost + surprise.mean() + (slope * logits).sum(1).mean()).backward()
+        optimizer.step()
+        return (cost + surprise.mean() + 16 * 0.6931).detach()
+
+    t.update = update

@@ -271,3 +271,63 @@ def double_precision(t: Training) -> None:
         batch[0].double() if batch[0].is_floating_point() else batch[0],
         batch[1].double() if batch[1].is_floating_point() else batch[1],
     )
+
+
+class Pondering(nn.Module):
+    """A cell that goes round; after each round it answers, and says how likely it stops there."""
+
+    def __init__(self, features: int, classes: int, rounds: int = 6) -> None:
+        super().__init__()
+        self.cell, self.rounds = nn.GRUCell(features, 48), rounds
+        self.answer, self.stop = nn.Linear(48, classes), nn.Linear(48, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (rounds, n, classes), and the odds (rounds, n) of having stopped at each round, which add up to 1."""
+        h, left, answers, shares = x.new_zeros(len(x), 48), x.new_ones(len(x)), [], []
+        for number in range(self.rounds):
+            h = self.cell(x, h)
+            ends = self.stop(h).squeeze(1).sigmoid() if number < self.rounds - 1 else torch.ones_like(left)
+            answers.append(self.answer(h))
+            shares.append(left * ends)
+            left = left * (1 - ends)
+        return torch.stack(answers), torch.stack(shares)
+
+
+def pondering(t: Training) -> None:
+    """PonderNet (Banino et al., 2021): the loss in the mean over when it stops, which is kept near a geometric."""
+    t.model, t.epochs = Pondering(20, 10), 6
+    prior = 0.4 * 0.6 ** torch.arange(6.0)
+    prior = (prior / prior.sum()).unsqueeze(1)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        answers, shares = model(batch[0])
+        each = F.cross_entropy(answers.flatten(0, 1), batch[1].repeat(len(answers)), reduction="none")
+        surprise = (shares * ((shares + 1e-8) / prior).log()).sum(0)
+        return ((shares * each.view_as(shares)).sum(0) + 0.01 * surprise).mean()
+
+    t.loss = loss
+
+
+class Generated(nn.Module):
+    """Three convolutions whose kernels one small network makes, of a vector for each."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.channels, self.about = channels, nn.Parameter(torch.randn(3, 4))
+        self.maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, channels * channels * 9))
+        nn.init.normal_(self.maker[2].weight, std=0.75 / (9 * channels) ** 0.5)
+        nn.init.zeros_(self.maker[2].bias)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(channels) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = self.maker(self.about).view(3, self.channels, self.channels, 3, 3)
+        for kernel, norm in zip(kernels, self.norms):
+            x = x + norm(F.conv2d(x, kernel, padding=1)).relu()
+        return x
+
+
+def generated_weights(t: Training) -> None:
+    """A hypernetwork (Ha et al., 2017): the weights of layers are what another network returns."""
+    t.model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Generated(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4)
+    )

@@ -277,3 +277,35 @@ def soup(t: Training) -> None:
         model.load_state_dict(mean)
 
     t.loop = cook
+
+
+class Lion(Optimizer):
+    """The sign of a mean of gradient and momentum; weights decay apart from it."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (short, long) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(state["momentum"].lerp(p.grad, 1 - short).sign(), alpha=-lr)
+                state["momentum"].lerp_(p.grad, 1 - long)
+        return loss
+
+
+def sign_momentum(t: Training) -> None:
+    """Lion (Chen et al., 2023): an optimizer of one's own, whose steps have one size for all weights."""
+    t.optimizers_of = lambda training: [Lion(training.parameters(), lr=2e-3, weight_decay=0.1)]
+    t.epochs = 12

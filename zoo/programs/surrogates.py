@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from zoo.programs.models import _hook_first, _layers, _replace
 from zoo.programs.training import Batch, Training
@@ -214,3 +214,41 @@ def found_subnetwork(t: Training) -> None:
     t.model = nn.Sequential(Subnetwork(20, 128), nn.ReLU(), Subnetwork(128, 128), nn.ReLU(), Subnetwork(128, 10))
     t.epochs = 12
     t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9)]
+
+
+class ClippedToBits(torch.autograd.Function):
+    """Activations between 0 and alpha in 4 bits; where they are cut off, alpha gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        step = alpha / 15
+        return torch.minimum(x.clamp(min=0), alpha).div(step).round() * step
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, alpha = ctx.saved_tensors
+        above = x >= alpha
+        return gradient * ((x > 0) & ~above), (gradient * above).sum()
+
+
+class Pact(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ClippedToBits.apply(x, self.alpha)
+
+
+def learned_clipping(t: Training) -> None:
+    """PACT (Choi et al., 2018): activations of few bits, whose upper end is learned and pulled down."""
+    t.model[2], t.model[5] = Pact(), Pact()
+    t.epochs = 8
+
+    def groups(training: Training) -> list[Optimizer]:
+        ends = [each for name, each in training.model.named_parameters() if name.endswith("alpha")]
+        rest = [each for name, each in training.model.named_parameters() if not name.endswith("alpha")]
+        return [SGD([{"params": rest}, {"params": ends, "weight_decay": 2e-2}], lr=0.05, momentum=0.9)]
+
+    t.optimizers_of = groups

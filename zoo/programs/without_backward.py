@@ -161,3 +161,50 @@ def forward_gradient(t: Training) -> None:
         return F.cross_entropy(h, y)
 
     t.update = update
+
+
+class Predicting(nn.Module):
+    """Layers, each of which foretells the activity of the next one."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(into, out) for into, out in pairwise(sizes)])
+
+    def foretell(self, states: list[Tensor]) -> list[Tensor]:
+        """What each state makes of the next one."""
+        bodies = [states[0], *(each.tanh() for each in states[1:])]
+        return [layer(h) for layer, h in zip(self.layers, bodies)]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(x))
+            x = states[-1].tanh()
+        return states
+
+    def energy(self, states: list[Tensor]) -> Tensor:
+        """Errors of foretelling; those of the output count less, so that states stay near where they began."""
+        *errors, last = ((state - mu).square().sum() / 2 for state, mu in zip(states[1:], self.foretell(states)))
+        return sum(errors) + last / 10
+
+
+def predictive_coding(t: Training) -> None:
+    """Predictive coding (Whittington and Bogacz, 2017): states settle between input and target, then weights learn."""
+    t.model, t.epochs = Predicting((20, 64, 64, 10)), 8
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,) = training.optimizers
+        x, target = batch[0], F.one_hot(batch[1], 10).float()
+        with torch.no_grad():
+            _, *hidden, out = training.model(x)
+        for _ in range(16):
+            hidden = [each.detach().requires_grad_() for each in hidden]
+            slopes = torch.autograd.grad(training.model.energy([x, *hidden, target]), hidden)
+            hidden = [each - 0.2 * slope for each, slope in zip(hidden, slopes)]
+        optimizer.zero_grad()
+        energy = training.model.energy([x, *(each.detach() for each in hidden), target]) / len(x)
+        energy.backward()
+        optimizer.step()
+        return F.mse_loss(out, target)
+
+    t.update = update
