@@ -13,8 +13,8 @@ from trainwright.doctor.vitals.facts import HigherRatesFacts, ReachFacts, Vitals
 
 FIRST, SECOND, APART = 40, 48, 8
 """Steps before the first measurement, before the second, and between any two that count."""
-TRIAL, LONG = 96, 128
-"""Steps of a run that is no trial of a few; those after which even a long run is no more at its begin."""
+LONG = 128
+"""Updates of a run that is no trial of a few, and steps after which even a long run is no more at its begin."""
 TRIES = 4
 """Looks at which it may be impossible to measure."""
 MUCH, PER_WAY = 0.02, 0.01
@@ -22,8 +22,6 @@ MUCH, PER_WAY = 0.02, 0.01
 BEYOND = 0.25
 """Of what the last way took off the loss: where three times as far takes off as much again, the lowest point of a
 parabola lies beyond twice the way."""
-DEAR = 0.2
-"""Of the loss: what is forgone where even a trial of a few steps is worth a warning at its end."""
 STEADY = 0.5
 """Of the highest rate: below it the rate is in its warm-up or at its end."""
 DOWN, EARLY = 0.1, 0.4
@@ -63,7 +61,7 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
         "law.vitals.way_is_used",
-        "warning" if last.until >= LONG or (case.finished and _counts(case, last, last.now, last.beyond)) else "info",
+        "warning" if last.until >= LONG or (case.finished and _is_no_trial(case, last)) else "info",
         case.last_step,
         symptom=f"steps {last.since} to {last.until} took the loss of their batches from {last.before:.4g} to "
         f"{last.now:.4g}; three times as far in the same direction it is {last.beyond:.4g}",
@@ -110,7 +108,7 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     thrice, tenfold = (1.5, 2.0) if is_early else (2.0, 5.0)
     yield finding(
         "law.vitals.higher_rates_gain_little",
-        "warning" if _counts(case, facts, facts.as_it_was, facts.tenfold) else "info",
+        "warning" if _is_no_trial(case, facts) else "info",
         case.last_step,
         symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
         f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
@@ -129,9 +127,10 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _counts(case: Case, facts: ReachFacts | HigherRatesFacts, seen: float, possible: float) -> bool:
-    """Whether a run that is over was no trial, or lost too much even for one."""
-    return max(facts.updates, case.last_step) >= TRIAL or seen - possible > DEAR * abs(seen)
+def _is_no_trial(case: Case, facts: ReachFacts | HigherRatesFacts) -> bool:
+    """By the updates, where the optimizer counts them: those before a resume are among them, and skipped ones not."""
+    later = case.last_step - facts.until
+    return (facts.updates + later if facts.updates else case.last_step) >= LONG
 
 
 def _came_down_early(case: Case) -> bool:
@@ -146,7 +145,7 @@ def _came_down_early(case: Case) -> bool:
 def _first(case: Case) -> ExperimentRequest | NotApplicable | None:
     """What comes before the steps are made again where the rate has not come down early; None: they may be."""
     rates = [each.lr for each in case.watched]
-    if case.last_step < TRIAL or min(rates[-16:]) <= DOWN * max(rates):
+    if case.last_step < LONG or min(rates[-16:]) <= DOWN * max(rates):
         return NotApplicable("the learning rate has not come down early, and the run is short or at its schedule's end")
     if (why := _why_not(case)) is not None:
         return NotApplicable(why)
