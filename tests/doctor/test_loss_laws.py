@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
+from tests.doctor.losses import JUDGES, R16, Y16, Loss, R, X, Y, broken, case_of, verdicts
 from tests.rows import each_row
 from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.finding import ExperimentRequest, Finding
-from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.doctor.law import Holds, NotApplicable
 from trainwright.doctor.loss.facts import (
     ComparedFacts,
     ComparisonsFacts,
@@ -31,37 +31,7 @@ from trainwright.doctor.loss.measure.comparing import compared
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 
-X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
-Y, R = X[:, :3].argmax(1), X[:, :3] * 0.5
-JUDGES = {law.name.removeprefix("loss."): law.judge for law in LAWS if law.name.startswith("loss.")}
-Loss = Callable[[Tensor], Tensor]
-
-
-def case_of(loss_of: Loss, dtype: torch.dtype = torch.float32, steps: int = 1) -> Case:
-    """The records of a run with this loss of the outputs (16, 3)."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with tw.watch(model, optimizer, out=None, quiet=True, laws="loss") as watch:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                loss = loss_of(model(X[:16]))
-            loss.backward()
-            optimizer.step()
-    assert watch.session.failures == []
-    return Case(watch.records)
-
-
-def verdicts(case: Case, law: str) -> list[Verdict]:
-    return [*JUDGES[law](case)]
-
-
-def broken(case: Case, law: str) -> list[Finding]:
-    return [each for each in verdicts(case, law) if isinstance(each, Finding) and each.found.severity != "info"]
-
-
-Y16, R16, COUNTED = Y[:16], R[:16], (R[:16] > 0).float()
+COUNTED = (R16 > 0).float()
 HEALTHY: tuple[Loss, ...] = (
     lambda out: F.cross_entropy(out, Y16),
     lambda out: F.cross_entropy(out, Y16, label_smoothing=0.1),

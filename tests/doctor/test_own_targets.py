@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.doctor.test_loss_laws import Y16, Loss, broken, case_of, verdicts
+from tests.doctor.losses import Y16, Loss, broken, case_of, verdicts
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose

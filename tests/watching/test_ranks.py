@@ -61,5 +61,6 @@ def test_what_does_not_communicate_is_replayed(tmp_path: Path) -> None:
     first, _ = outcomes(tmp_path, "softmax_by_hand", "asymmetric", seeds=(1,))
     _, by_hand, _, asymmetric = first
     assert by_hand["tried"] == ["loss.softmax_before_ce"]
-    assert asymmetric["blind"] and all("c10d" in reason for reason in asymmetric["blind"])
+    replayed = [reason for reason in asymmetric["blind"] if not reason.startswith("no")]  # not of its program
+    assert replayed and all("c10d" in reason for reason in replayed)
     assert asymmetric["codes"] == {} and asymmetric["failures"] == []

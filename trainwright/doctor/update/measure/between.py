@@ -89,7 +89,12 @@ class WritesProbe(Probe):
     def _of_state(self) -> list[tuple[int, int]]:
         """Identity and version of what the optimizers keep for the smallest weight: they change with every write."""
         held = (o.state.get(self._weights[0], {}) for o in self._optimizers)
-        return [(id(v), v._version) for each in held for v in each.values() if isinstance(v, Tensor)]
+        return [
+            (id(v), 0 if v.is_inference() else v._version)  # these have no version
+            for each in held
+            for v in each.values()
+            if isinstance(v, Tensor)
+        ]
 
     def _now(self) -> list[float] | Tensor:
         if self._step > FIRST_STEPS:  # a fifth of the time, and of few numbers a tenth
