@@ -9,6 +9,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SITE := import site; print(*site.getsitepackages())
 
+unexport PYTHONDONTWRITEBYTECODE # packages are compiled when they are first imported, not when they are installed
+
 .PHONY: demo quick test static suite check others clean
 
 demo: .venv/core

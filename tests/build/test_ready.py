@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.rows import each_row
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches
 from trainwright.build.ready import ReadyBatches, ReadyStream, silent
 from trainwright.build.unwrap import length_of, unwrap
@@ -82,6 +83,14 @@ def test_of_many_batches_the_first_16_and_each_16th_are_compared(changed: int) -
         second = [*fixed[:changed], other, *fixed[changed + 1 :]]
         stream = StepBatches(unwrap(lambda second=second: iter(second)).dataset, LOADING, cursor=cursor)
         assert next(iter(stream)).cursor.position == 72 and word in stream.resumed
+
+
+@each_row("at", [1, 15, 16, 17, 31, 32, 33, 39])
+def test_the_same_batches_again_are_the_same_wherever_a_run_stopped(at: int) -> None:
+    fixed = list(torch.randn(40, 2, 3))
+    source = unwrap(lambda: iter(fixed)).dataset
+    stream = StepBatches(source, LOADING, cursor=take(lambda: iter(fixed), at)[-1].cursor)
+    assert next(iter(stream)).cursor.position == 2 * (at + 1) and "they are the same as before" in stream.resumed
 
 
 def test_the_digest_of_every_batch_that_an_older_checkpoint_has_is_compared_as_it_was_made() -> None:

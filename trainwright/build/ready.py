@@ -165,6 +165,8 @@ class Pass:
             self.digest = _digest(self.digest, data)
         elif self.number % DIGESTED == 0:
             self.digest = _digest(self.digest, data) + SPARSE
+        elif self.number == ALL_OF_FIRST + 1:
+            self.digest += SPARSE
         return ReadyBatch(data, ids)
 
     @contextmanager

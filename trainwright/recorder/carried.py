@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,12 +14,14 @@ from trainwright.recorder.ranks import own_part
 MULTIPLE = 0.01
 """Of a gradient: what may be left beside a multiple of the one that it was made of by hand."""
 
-_Versions = Sequence[tuple[int, int] | None]
+Versions: TypeAlias = tuple[list[int], list[int]]
+_GRAD = operator.attrgetter("grad")
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+def versions_of_gradients(parameters: Sequence[Tensor]) -> Versions:
     """Identity and version of each gradient: they change when it is replaced or written to."""
-    return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in parameters]
+    grads = list(map(_GRAD, parameters))
+    return list(map(id, grads)), [-1 if grad is None else grad._version for grad in grads]
 
 
 class CarriedGradients:
@@ -28,7 +32,7 @@ class CarriedGradients:
     """
 
     def __init__(self) -> None:
-        self._used: dict[int, _Versions] = {}  # of each optimizer that steps without a backward pass before it
+        self._used: dict[int, Versions] = {}  # of each optimizer that steps without a backward pass before it
         self._left: dict[int, Tensor] = {}
 
     def on_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -48,15 +52,16 @@ class CarriedGradients:
     def is_made_anew(self, index: int, parameters: Sequence[Tensor], has_backward: bool) -> bool:
         """Whether the optimizer that steps finds gradients that have not been added to those of a step before."""
         if not has_backward:  # its turn comes behind the step of another: what was added since its own?
-            now, before = _versions(parameters), self._used.get(index)
+            now, before = versions_of_gradients(parameters), self._used.get(index)
             self._used[index] = now
-            return before is None or not any(map(_has_grown, before, now))
+            return before is None or not _has_grown(before, now)
         pairs = [(p.grad, self._left[id(p)]) for p in parameters if p.grad is not None and id(p) in self._left]
         return bool(pairs) and not any(grad.is_sparse for grad, _ in pairs) and not _is_multiple(pairs)
 
 
-def _has_grown(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
-    return before is not None and now is not None and before[0] == now[0] and before[1] < now[1]
+def _has_grown(before: Versions, now: Versions) -> bool:
+    """Whether a gradient is the same tensor, and was written to."""
+    return any(one == other and old < new for one, other, old, new in zip(before[0], now[0], before[1], now[1]))
 
 
 @torch.no_grad()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +10,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from trainwright.recorder.callers import caller
-from trainwright.recorder.carried import CarriedGradients
+from trainwright.recorder.carried import CarriedGradients, Versions, versions_of_gradients
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
 from trainwright.recorder.ranks import COMMUNICATES, has_others, num_collectives
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.user_types import Kwargs, TorchFunction
-
-Versions: TypeAlias = tuple[list[int], list[int]]
-_GRAD = operator.attrgetter("grad")
 
 
 class ScaledLosses:
@@ -167,11 +162,11 @@ class GradientRecorder(Listener):
 
     def on_gradients_changed(self) -> None:
         """Remembers the versions of the gradients: other ones at the update mean that the loop has changed them."""
-        self._versions = _versions(self.parameters)
+        self._versions = versions_of_gradients(self.parameters)
 
     def _are_edited(self) -> bool:
         """Whether the loop itself has written to a gradient, or replaced one, since the last call that is recorded."""
-        return self._versions is not None and self._versions != _versions(self.parameters)
+        return self._versions is not None and self._versions != versions_of_gradients(self.parameters)
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         self._versions = None
@@ -238,12 +233,6 @@ def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
     owned: list[Tensor] = [p for root in roots for p in root.parameters()]
     owned += [p for optimizer in optimizers for p in owned_by(optimizer)]
     return list({id(p): p for p in owned}.values())
-
-
-def _versions(parameters: Sequence[Tensor]) -> Versions:
-    """Identity and version of each gradient: they change when it is replaced or written to."""
-    grads = list(map(_GRAD, parameters))
-    return list(map(id, grads)), [-1 if grad is None else grad._version for grad in grads]
 
 
 def have_gradients(parameters: Sequence[Tensor]) -> bool:
