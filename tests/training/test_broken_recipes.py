@@ -142,7 +142,7 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
         ["5", "collating", "remedy"],
     ),
     "label out of range": ([("20, 16, 3", "20, 16, 2")], 1, ["label 2", "samples [", "0..1", "remedy"]),
-    "shapes that do not fit": ([("20, 16, 3", "7, 16, 3")], 1, ["mat1 and mat2", "remedy"]),
+    "shapes that do not fit": ([("20, 16, 3", "7, 16, 3")], 2, ["mat1 and mat2", "in_features=7", "remedy"]),
     "loss without a graph": ([("until:", "loss: mine:detached\nuntil:")], 2, ["gradient", ".detach()", "remedy"]),
     "freeze pattern without a match": ([("  args: {sizes", "  freeze: ['head.*']\n  args: {sizes")], 2, [":4", "head"]),
     "everything frozen": ([("  args: {sizes", "  freeze: ['*']\n  args: {sizes")], 2, [":4", "nothing is left"]),

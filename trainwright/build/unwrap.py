@@ -208,12 +208,14 @@ def _require_length(data: Unwrapped) -> None:
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
+    """In torch's default dtype where it is of float64, in which NumPy computes unasked."""
     try:
-        return torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what is read-only
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what is read-only
     except TypeError:
         raise UsageError(
             f"an array of {array.dtype} cannot be a tensor", remedy="give numbers: array.astype('float32'), or codes"
         ) from None
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
 def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:

@@ -24,6 +24,7 @@ from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
+from trainwright.engine.refusals import explaining
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
 from trainwright.state.cursor import MicroBatch, StepBatch
@@ -129,7 +130,7 @@ def dry_run(
 
     Twice is enough where that takes two seconds. A batch that does not fit into memory is halved until it does, and its
     times are scaled up; then only the first mode is tried, for each keeps memory of its own in the kernels, and no
-    update. Raises OutOfMemoryError when one sample does not fit.
+    update. Raises OutOfMemoryError when one sample does not fit, UsageError where the batch does not fit the model.
 
     Where the ranks of ``world`` divide the weights, all must call it at the same time, with as many samples each or
     fewer, and the first that runs out of memory ends it.
@@ -139,7 +140,8 @@ def dry_run(
     reports: list[OomReport] = []
     while True:
         try:
-            timed = _timed(state, part, loss, modes, budget_s, updates=not reports, world=world)
+            with explaining(state.model):
+                timed = _timed(state, part, loss, modes, budget_s, updates=not reports, world=world)
             scale = batch.size / part.size if part.size else 1.0  # a rank may have had no sample left
             seconds, work = (
                 {mode: least_s * scale for mode, least_s in each.items()} for each in (timed.seconds, timed.thread_s)
@@ -210,7 +212,8 @@ def time_evaluation(
             micro = next(stream, None)
             if micro is None:
                 break
-            evaluate(state.model, loss, [micro], precision=mode.precision, metrics=metrics)
+            with explaining(state.model):
+                evaluate(state.model, loss, [micro], precision=mode.precision, metrics=metrics)
             times.append(time.perf_counter() - begin_s)
     return statistics.median(times[1:] or times) if times else None
 

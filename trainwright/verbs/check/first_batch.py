@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.loss import Loss, as_loss_fn, call_loss
+from trainwright.engine.refusals import refusal
 from trainwright.errors import TrainwrightError, text_of
 from trainwright.replay.classified import CHUNKED, Classified, classified
 from trainwright.state.cursor import MicroBatch
@@ -158,7 +159,9 @@ def first_batch(parts: Parts, micro: MicroBatch) -> FirstBatch:
     except TrainwrightError as error:
         seen.error, seen.remedy = error.message, error.remedy
     except Exception as error:
-        seen.error, seen.remedy = text_of(error), _remedy(text_of(error), micro.data)
+        refused = refusal(error, parts.model)
+        seen.error = text_of(error) if refused is None else refused.message
+        seen.remedy = "call the model and the loss on one batch by hand" if refused is None else refused.remedy
     finally:
         for handle in handles:
             handle.remove()
@@ -179,24 +182,6 @@ def _check_gradients(seen: FirstBatch, model: nn.Module) -> None:
             seen.values_without += parameter.numel()
         elif not bool(parameter.grad.isfinite().all()):
             seen.bad_grad.append(name)
-
-
-def _remedy(message: str, data: object) -> str:
-    """The remedy for the most frequent errors of torch."""
-    if (
-        "dtype" in message
-        or "expected scalar type" in message
-        or "Long but found Float" in message
-        or "same type" in message
-    ):
-        return "give the model the type that it computes in: x.float(), or x.float() / 255 for bytes; labels as int64"
-    if "shapes cannot be multiplied" in message or "size mismatch" in message or "expected input" in message:
-        return "the model was made for inputs of another size: compare its first layer with a sample"
-    if "out of bounds" in message or "index out of range" in message:
-        return "an id or label is larger than the model has rows or outputs for"
-    if "more than 1 value per channel" in message:
-        return "BatchNorm needs more than one sample: take a larger batch.micro, or GroupNorm"
-    return "call the model and the loss on one batch by hand"
 
 
 def fits(seen: FirstBatch) -> Iterator[Verdict]:

@@ -1,0 +1,89 @@
+"""A batch that does not fit the model or the loss: it is said what torch was given, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests.rows import each_row
+from trainwright.engine.refusals import explaining
+from trainwright.errors import UsageError
+
+X = torch.randn(6, 4)
+LABELS = torch.tensor([0, 1, 1, 0, 1, 0])
+IDS = torch.tensor([[1, 2], [3, 14], [0, 1]])
+PICTURES = torch.rand(2, 8, 8, 3)
+
+
+def head(outputs: int = 2) -> nn.Linear:
+    return nn.Linear(4, outputs)
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2))
+
+
+def in_place() -> nn.Sequential:
+    return nn.Sequential(head(), nn.Sigmoid(), nn.ReLU(inplace=True))
+
+
+CE, BINARY = nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()
+ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor, nn.Module, Tensor, str, str]] = {
+    "double input": (head, X.double(), CE, LABELS, "Linear cannot work with input float64 (6, 4)", "to(torch.float32)"),
+    "whole numbers": (head, X.long(), CE, LABELS, "input int64 (6, 4)", "x.float() in the data"),
+    "bytes": (conv, PICTURES.permute(0, 3, 1, 2).mul(255).byte(), CE, LABELS[:2], "uint8", "x.float() / 255"),
+    "channels last": (conv, PICTURES, CE, LABELS[:2], "Conv2d ('0' of the model)", "x.permute(0, 3, 1, 2)"),
+    "no channel": (lambda: nn.Conv2d(1, 2, 3), X.view(2, 3, 4), CE, LABELS, "input float32 (2, 3, 4)", "unsqueeze(1)"),
+    "other channels": (conv, torch.rand(2, 5, 8, 8), CE, LABELS[:2], "(2, 5, 8, 8)", "the input has 5 channels"),
+    "other features": (head, X[:, :3], CE, LABELS, "input float32 (6, 3)", "ends in 3 features"),
+    "not flattened": (head, X.view(6, 2, 2), CE, LABELS, "input float32 (6, 2, 2)", "nn.Flatten()"),
+    "one row": (lambda: nn.BatchNorm1d(4), X[:1], CE, LABELS[:1], "input float32 (1, 4)", "drop_last"),
+    "labels of floats": (head, X, CE, LABELS.float(), "cross_entropy cannot work with", "y.long()"),
+    "labels of 32 bits": (head, X, CE, LABELS.int(), "target int32 (6,)", "y.long()"),
+    "labels in a column": (head, X, CE, LABELS[:, None], "target int64 (6, 1)", "y.squeeze(1)"),
+    "labels from 1": (head, X, CE, LABELS + 1, "Target 2", "the model has outputs 0 to 1"),
+    "binary labels": (lambda: head(1), X, BINARY, LABELS[:, None], "target int64 (6, 1)", "y.float()"),
+    "binary shape": (lambda: head(1), X, BINARY, LABELS.float(), "target float32 (6,)", "y.view_as(output)"),
+    "no sigmoid": (lambda: head(1), 9 * X, nn.BCELoss(), LABELS[:, None].float(), "0 and 1", "BCEWithLogitsLoss"),
+    "large ids": (lambda: nn.Embedding(9, 4), IDS, CE, LABELS, "input int64 (3, 2)", "from 0 to 14"),
+    "ids of floats": (lambda: nn.Embedding(9, 4), IDS.float(), CE, LABELS, "embedding cannot work", "ids.long()"),
+    "overwritten": (in_place, X, CE, LABELS, "overwritten", "inplace=True"),
+}
+
+
+@each_row("name", list(ROWS))
+def test_what_torch_was_given_and_what_to_do(name: str) -> None:
+    make, x, loss, y, said, remedy = ROWS[name]
+    model = make()
+    with pytest.raises(UsageError) as raised, explaining(model):
+        loss(model(x), y).backward()
+    assert said in raised.value.message
+    assert remedy in raised.value.remedy
+    assert isinstance(raised.value.__cause__, RuntimeError | ValueError | IndexError)  # with the line that raised it
+
+
+def test_an_error_of_the_users_own_stays_what_it_is() -> None:
+    def fail() -> None:
+        raise ValueError("no such colour")
+
+    with pytest.raises(ValueError, match="no such colour") as raised, explaining(head()):
+        fail()
+    assert type(raised.value) is ValueError
+
+
+@each_row("part", ["train", "val"])
+def test_a_run_says_it_before_the_first_step(part: str) -> None:
+    good, bad = (X, LABELS), (X.double(), LABELS)
+    data, val = (bad, good) if part == "train" else (good, bad)
+    with pytest.raises(UsageError, match="Linear cannot work with input float64"):
+        tw.fit(head(), data, CE, val=val, until="2steps", batch=3)
+
+
+def test_arrays_of_numpy_are_of_the_default_dtype() -> None:
+    result = tw.fit(head(), (np.random.default_rng(0).normal(size=(6, 4)), LABELS.numpy()), CE, until="2steps", batch=3)
+    assert result.step == 2

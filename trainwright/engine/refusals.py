@@ -1,0 +1,224 @@
+"""Why torch refuses a batch: what it was given, read from the frame that raised, and what to do about that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.errors import TrainwrightError, UsageError, text_of
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LABELS = ("cross_entropy", "nll_loss")
+BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+@contextmanager
+def explaining(model: nn.Module) -> Iterator[None]:
+    """Raises UsageError in place of what torch raises for a batch that does not fit the model or the loss.
+
+    What it does not know stays as it is: an error in the user's own code, and one of Trainwright.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, TrainwrightError) or is_out_of_memory(error):
+            raise
+        refused = refusal(error, model)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def refusal(error: Exception, model: nn.Module) -> UsageError | None:
+    """What is wrong with the batch that made torch raise ``error``; None where that is not known."""
+    if "modified by an inplace operation" in str(error):
+        return UsageError(
+            f"a value that the backward pass needs was overwritten: {text_of(error, lines=1)[:200]}",
+            remedy="look for inplace=True, += and x[...] = y between the layers, and make a new tensor instead",
+        )
+    call = _refusing_call(error.__traceback__, model)
+    remedies = [] if call is None else [found for rule in _RULES if (found := rule(call))]
+    if call is None or not remedies:
+        return None
+    got = ", ".join(f"{name} {_shown(tensor)}" for name, tensor in call.inputs.items())
+    return UsageError(
+        f"{call.name} cannot work with {got}: {text_of(error, lines=1)[:200]}", remedy="; ".join(remedies)
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module or of a function of torch that raised: its tensors by the names of its parameters."""
+
+    name: str
+    function: str
+    module: nn.Module | None
+    inputs: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+    @property
+    def first(self) -> Tensor:
+        return next(iter(self.inputs.values()))
+
+    @property
+    def is_embedding(self) -> bool:
+        return isinstance(self.module, nn.Embedding) or self.function == "embedding"
+
+
+def _refusing_call(trace: TracebackType | None, model: nn.Module) -> _Call | None:
+    """The innermost call that was given tensors."""
+    found = None
+    names = {module: name for name, module in model.named_modules()}
+    while trace is not None:
+        found = _call_of(trace.tb_frame, names) or found
+        trace = trace.tb_next
+    return found
+
+
+def _call_of(frame: FrameType, names: Mapping[nn.Module, str]) -> _Call | None:
+    code, values = frame.f_code, frame.f_locals
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    tensors = {name: values[name] for name in parameters if isinstance(values.get(name), Tensor)}
+    module = values.get("self") if isinstance(values.get("self"), nn.Module) else None
+    weights = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter)}
+    inputs = {name: each for name, each in tensors.items() if name not in weights}
+    if not inputs:
+        return None
+    if module is None:
+        return _Call(code.co_name, code.co_name, None, inputs, weights)
+    at = f" ({names[module]!r} of the model)" if names.get(module) else ""
+    own = dict(module.named_parameters(recurse=False))
+    return _Call(f"{type(module).__name__}{at}", code.co_name, module, inputs, {**own, **weights})
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{_type(tensor)} {tuple(tensor.shape)}"
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _ids(call: _Call) -> str:
+    weight = call.weights.get("weight")
+    if weight is None or not call.is_embedding:
+        return ""
+    ids, rows = call.first, len(weight)
+    if ids.dtype not in (torch.int32, torch.int64):
+        return "ids are whole numbers: ids.long()"
+    if not ids.numel() or (int(ids.min()) >= 0 and int(ids.max()) < rows):
+        return ""
+    return (
+        f"the ids reach from {int(ids.min())} to {int(ids.max())}, and the embedding has rows 0 to {rows - 1}: give it "
+        "more (num_embeddings), or look at how ids are made"
+    )
+
+
+def _other_type(call: _Call) -> str:
+    floats = [each for each in call.weights.values() if each.is_floating_point()]
+    if call.is_embedding or not floats or call.first.dtype == floats[0].dtype:
+        return ""
+    if not call.first.is_floating_point():
+        bytes_too = "; for pictures of bytes x.float() / 255" if call.first.dtype == torch.uint8 else ""
+        return f"its weights are {_type(floats[0])} and the input is whole numbers: x.float() in the data{bytes_too}"
+    return (
+        f"its weights are {_type(floats[0])}: convert the data, x.to(torch.{_type(floats[0])}), or the model, "
+        f"model.to(torch.{_type(call.first)})"
+    )
+
+
+def _channels(call: _Call) -> str:
+    if not isinstance(call.module, CONVOLUTIONS):
+        return ""
+    wanted, shape = call.module.in_channels, call.first.shape
+    dims = 2 + len(call.module.kernel_size)
+    if len(shape) == dims and shape[-1] == wanted != shape[1]:
+        order = ", ".join(map(str, (0, dims - 1, *range(1, dims - 1))))
+        return f"channels come second: x.permute({order})"
+    if len(shape) == dims - 2 or (len(shape) == dims - 1 and wanted == 1):
+        return f"it takes (samples, {wanted}, ...): x.unsqueeze(1) adds the channel"
+    if len(shape) == dims and shape[1] != wanted:
+        return f"the input has {shape[1]} channels, and the layer was made for in_channels={wanted}"
+    return ""
+
+
+def _features(call: _Call) -> str:
+    if not isinstance(call.module, nn.Linear):
+        return ""
+    wanted, shape = call.module.in_features, call.first.shape
+    if not shape or shape[-1] == wanted:
+        return ""
+    if math.prod(shape[1:]) == wanted:
+        return "one row of features for each sample: put nn.Flatten() in front of it, or x.flatten(1) into the data"
+    return f"the input ends in {shape[-1]} features, and the layer was made for in_features={wanted}"
+
+
+def _one_row(call: _Call) -> str:
+    if "batch_norm" not in call.function or len(call.first) != 1:
+        return ""
+    return "BatchNorm in training needs more than one sample: a larger batch, drop_last for the last one, or GroupNorm"
+
+
+def _labels(call: _Call) -> str:
+    if call.function not in LABELS or len(call.inputs) < 2:
+        return ""
+    scores, labels = list(call.inputs.values())[:2]
+    if scores.dim() < 2:
+        return "scores of shape (samples, classes), and a label for each sample"
+    if labels.dim() == scores.dim() and labels.shape[1] == 1:
+        return "one label for each sample, of shape (samples,): y.squeeze(1)"
+    if labels.dtype != torch.int64 and labels.shape != scores.shape:
+        return "labels are whole numbers of 64 bits: y.long()"
+    classes = scores.shape[1]
+    counted = labels[labels != -100]
+    if labels.shape == scores.shape or not counted.numel() or _within(counted, classes):
+        return ""
+    return (
+        f"the labels reach from {int(counted.min())} to {int(counted.max())}, and the model has outputs 0 to "
+        f"{classes - 1}: number the classes from 0, or give the model more outputs; -100 is not counted"
+    )
+
+
+def _within(labels: Tensor, classes: int) -> bool:
+    return int(labels.min()) >= 0 and int(labels.max()) < classes
+
+
+def _binary(call: _Call) -> str:
+    if call.function not in BINARY or len(call.inputs) < 2:
+        return ""
+    scores, targets = list(call.inputs.values())[:2]
+    if scores.shape != targets.shape:
+        return ""
+    if not targets.is_floating_point():
+        return "targets are floats between 0 and 1 here: y.float()"
+    if call.function == BINARY[0] and not bool(((scores >= 0) & (scores <= 1)).all()):
+        return "it takes probabilities: use nn.BCEWithLogitsLoss for what the model gives, or end it with a sigmoid"
+    return ""
+
+
+def _shapes(call: _Call) -> str:
+    if "input" not in call.inputs or "target" not in call.inputs:
+        return ""
+    output, target = call.inputs["input"], call.inputs["target"]
+    if output.shape == target.shape or output.numel() != target.numel():
+        return ""
+    return "give both one shape: y.view_as(output), or output.squeeze(-1)"
+
+
+_RULES: tuple[Callable[[_Call], str], ...] = (
+    _ids,
+    _channels,
+    _features,
+    _other_type,
+    _one_row,
+    _labels,
+    _binary,
+    _shapes,
+)
