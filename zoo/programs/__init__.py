@@ -14,7 +14,10 @@ from zoo.programs import agents as b
 from zoo.programs import around_backpropagation as a
 from zoo.programs import corrected_gradients as c
 from zoo.programs import densities as d
+from zoo.programs import embeddings as f
+from zoo.programs import episodes as q
 from zoo.programs import estimators as e
+from zoo.programs import everyday as y
 from zoo.programs import gradients_by_hand as h
 from zoo.programs import kept_out as k
 from zoo.programs import kept_out_rules as r
@@ -23,6 +26,7 @@ from zoo.programs import loops as p
 from zoo.programs import losses as l
 from zoo.programs import models as m
 from zoo.programs import nested as n
+from zoo.programs import rounds as o
 from zoo.programs import stages as g
 from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
@@ -200,6 +204,22 @@ TABLE: dict[Technique, str] = {
     m.generated_weights: "image",
     b.eligibility_traces: "regress",
     b.expert_iteration: "table",
+    o.cross_validated: "table",
+    o.snapshots: "table",
+    o.born_again: "image",
+    o.boosted: "regress",
+    o.plateaus: "regress",
+    o.growing_batch: "table",
+    f.angular_margin: "image",
+    f.prototypes: "image",
+    f.skip_grams: "text",
+    y.counted_tokens: "text",
+    y.episodic_memory: "table",
+    y.recomputed_dropout: "text",
+    y.progressive_resizing: "image",
+    y.temporal_ensemble: "image",
+    q.recurrent_actor_critic: "table",
+    q.hindsight: "table",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
