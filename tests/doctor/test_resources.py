@@ -6,20 +6,36 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.doctor.law_loops import Change, Loop, broken, found, states, watched
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
+from trainwright.doctor.resources.measure import EVERY, FIRST, Growth
+from trainwright.recorder.probes import WatchedObjects
+from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Record, Watched, from_json, to_json
+from trainwright.state.snapshot import LiveObjects
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
 MIB = 2**20
+
+
+def test_after_the_first_steps_readings_wait_for_their_share_of_the_time() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = Growth(WatchedObjects(subject=LiveObjects([model], [optimizer], list(model.parameters()))))
+    for step in range(1, 10_001):  # in a moment
+        probe.on_closed(RecordedStep(step))
+    held = [each["step"] for each in (probe.values() or {})["held"]]
+    assert held[: FIRST // EVERY] == list(range(EVERY, FIRST + 1, EVERY))
+    assert len(held) < 2 * FIRST // EVERY
 
 
 def hooked(loop: Loop) -> None:

@@ -124,8 +124,9 @@ class Closed(Probe):
 
 
 def test_a_probe_that_is_told_late_has_all_steps_before_it_hears_of_anything_else() -> None:
-    probe, model = Closed(), nn.Linear(1, 1)
-    closing = StepClosing([probe, Probe()], lambda: None)
+    probe, last, model = Closed(), Closed(), nn.Linear(1, 1)
+    last.hears_last = True
+    closing = StepClosing([probe, last, Probe()], lambda: None)
     with listening([closing, probe], [model]):
         for step in (1, 2):
             closing.close(RecordedStep(step))
@@ -138,8 +139,10 @@ def test_a_probe_that_is_told_late_has_all_steps_before_it_hears_of_anything_els
         model.eval()
         assert probe.steps == [1, 2, 3]
         closing.close(RecordedStep(4))
+        closing.close(RecordedStep(5))
         closing.tell()
-    assert probe.steps == [1, 2, 3, 4]
+    assert probe.steps == [1, 2, 3, 4, 5]
+    assert last.steps == [2, 3, 5]
 
 
 def test_a_call_inside_of_another_is_not_told() -> None:

@@ -23,7 +23,10 @@ class StepClosing(Listener):
         late = [each for each in probes if each.closes_late]
         at_once = [each for each in probes if not each.closes_late]
         self._methods, one_by_one = methods_of(at_once, "on_closed", Probe), methods_of(late, "on_closed", Probe)
-        self._late: Methods = [(each, partial(_of_all, call), rests) for each, call, rests in one_by_one]
+        self._late: Methods = [
+            (each, partial(_of_last if each.hears_last else _of_all, call), rests)  # type: ignore[attr-defined]
+            for each, call, rests in one_by_one
+        ]
         self._steps: list[RecordedStep] = []
 
     def close(self, step: RecordedStep) -> None:
@@ -48,6 +51,10 @@ class StepClosing(Listener):
     on_scaled = on_unscale = on_scaler_step = on_scaler_update = on_autograd_grad = _before  # type: ignore[assignment]
     on_epoch = on_forward_without_grad = on_mode = on_warning = _interrupt  # type: ignore[assignment]
     on_state_dict = on_loaded = on_saved = on_copied = _interrupt  # type: ignore[assignment]
+
+
+def _of_last(on_closed: Callable[[RecordedStep], None], steps: Sequence[RecordedStep]) -> None:
+    on_closed(steps[-1])
 
 
 def _of_all(on_closed: Callable[[RecordedStep], None], steps: Sequence[RecordedStep]) -> None:

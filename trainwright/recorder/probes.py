@@ -62,6 +62,8 @@ class Probe(Listener):
     """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
     closes_late = False
     """``on_closed`` may come some calm steps later, for several of them: it reads nothing that changes meanwhile."""
+    hears_last = False
+    """Of several that are told together the last one is enough."""
 
     def begin(self, site: WatchSite) -> None:
         """The watch begins."""

@@ -62,9 +62,9 @@ class Ring:
         """The steps that are held, oldest first."""
         return self._held  # type: ignore[return-value]  # here they are such
 
-    def add(self, step: HeldStep) -> None:
-        self._held.append(step)
-        self._step_bytes += step.num_bytes
+    def add(self, *steps: HeldStep) -> None:
+        self._held += steps
+        self._step_bytes += sum([step.num_bytes for step in steps])
         if len(self._held) > self._most or self.num_bytes > self.budget_bytes:
             self._shrink()
 
@@ -75,8 +75,7 @@ class Ring:
     def add_those(self) -> None:
         """Adds the steps that were to be added later."""
         later, self._later = self._later, []
-        for step in later:
-            self.add(step)
+        self.add(*later)
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         num_bytes = snapshot.num_bytes

@@ -343,9 +343,10 @@ class _HandledOps(TorchFunctionMode):
 def batch_size(recorded: RecordedStep) -> int | None:
     """The first dimension of the first input tensor of a model."""
     for call in recorded.calls:
-        for constant in constants_of((call.args, call.kwargs)):
-            if constant.tensor.dim():
-                return int(constant.tensor.shape[0])
+        for value in (*call.args, *call.kwargs.values()):
+            for constant in (value,) if type(value) is Constant else constants_of(value):
+                if constant.tensor.dim():
+                    return int(constant.tensor.shape[0])
     return None
 
 

@@ -121,7 +121,7 @@ class CopiesProbe(Probe):
     """Searches once, and follows what it has found for some steps."""
 
     name = CopiesFacts.experiment
-    closes_late = True
+    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._subject = watched.subject

@@ -48,7 +48,7 @@ class EvaluationsProbe(Probe):
     """Between the steps of training: nothing is recorded, and nothing costs, while a step runs."""
 
     name = EvaluationFacts.experiment
-    closes_late = True
+    closes_late = hears_last = True
     rests = frozenset({"on_forward", "on_output"})
 
     def __init__(self, watched: WatchedObjects) -> None:

@@ -29,7 +29,7 @@ class NonFinite(Probe):
     """
 
     name = "nonfinite"
-    closes_late = True
+    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

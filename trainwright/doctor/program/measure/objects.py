@@ -52,7 +52,7 @@ class ObjectsProbe(Probe):
     """Hears what is scaled, unscaled, stepped, scheduled and put into eval mode."""
 
     name = ObjectsFacts.experiment
-    closes_late = True
+    closes_late = hears_last = True
     rests = frozenset({"on_step"})
 
     def __init__(self, watched: WatchedObjects) -> None:

@@ -42,7 +42,7 @@ class KeptProbe(Probe):
     """Remembers the dictionaries that ``state_dict`` of a watched model returned, and hears what becomes of them."""
 
     name = KeptFacts.experiment
-    closes_late = True
+    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
@@ -108,7 +108,7 @@ class WarningsProbe(Probe):
     """Collects the warnings that are shown."""
 
     name = WarningsFacts.experiment
-    closes_late = True
+    closes_late = hears_last = True
 
     def __init__(self) -> None:
         self._steps = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import psutil
 import torch
@@ -18,6 +19,8 @@ from trainwright.state.names import named_modules
 
 EVERY, KEPT = 16, 64
 """Steps between two readings at the least, which double when there are more than KEPT."""
+FIRST, SHARE = 192, 0.004
+"""Until this step all of these are taken; of the time of later ones they take this share at most, as the looks do."""
 _FILES = "/proc/self/fd"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -31,20 +34,26 @@ class Growth(Probe):
     """A reading costs about 50 us, and 2 us for each module."""
 
     name = GrowthFacts.experiment
-    closes_late = True
+    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules = dict(named_modules(watched.subject.roots))
         self._parameters = watched.subject.parameters
         self._process = psutil.Process()
         self._held: list[HeldResources] = []
-        self._every = EVERY
+        self._every, self._next_s = EVERY, 0.0
 
     def on_closed(self, step: RecordedStep) -> None:
-        if step.step % self._every == 0:
-            self._held.append(self._reading(step.step))
-            if len(self._held) > KEPT:
-                self._held, self._every = self._held[1::2], 2 * self._every
+        if step.step % self._every:
+            return
+        begin_s = time.perf_counter()
+        if step.step > FIRST and begin_s < self._next_s:
+            return
+        self._held.append(self._reading(step.step))
+        if len(self._held) > KEPT:
+            self._held, self._every = self._held[1::2], 2 * self._every
+        end_s = time.perf_counter()
+        self._next_s = end_s + (end_s - begin_s) / SHARE
 
     def values(self) -> Facts | None:
         if not self._held:

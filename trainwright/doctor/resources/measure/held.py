@@ -36,7 +36,7 @@ class Memory(Probe):
     """Keeps nothing alive: weak references show what the loop still holds."""
 
     name = "memory"
-    closes_late = True
+    closes_late = hears_last = True
     rests = frozenset({"on_output", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:

@@ -88,11 +88,11 @@ class WritesProbe(Probe):
 
     def _of_state(self) -> list[tuple[int, int]]:
         """Identity and version of what the optimizers keep for the smallest weight: they change with every write."""
-        held = (o.state.get(self._weights[0], {}) for o in self._optimizers)
+        first = self._weights[0]
         return [
             (id(v), 0 if v.is_inference() else v._version)  # these have no version
-            for each in held
-            for v in each.values()
+            for optimizer in self._optimizers
+            for v in optimizer.state.get(first, {}).values()
             if isinstance(v, Tensor)
         ]
 

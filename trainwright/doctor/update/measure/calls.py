@@ -32,7 +32,7 @@ class Contract(Probe):
     """Also records optimizers that the watch was not called with. A step inside of another one is not counted."""
 
     name = "contract"
-    closes_late = True
+    closes_late = hears_last = True
     rests = frozenset({"on_backward", "on_zero_grad", "on_clip", "on_step", "on_stepped"})
 
     def __init__(self, watched: WatchedObjects) -> None:

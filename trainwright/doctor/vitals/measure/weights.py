@@ -60,11 +60,11 @@ class MovingWeights(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if "vetoed" in step.values or "scaler_skipped" in step.kinds:
-            return
         rates = [_rate(group) for each in step.updates for group in each.groups]
-        self._note_rate(max(rates, default=0.0))
-        if min(rates, default=0.0) < self._lowest:
+        if not rates or "vetoed" in step.values:  # a scaler may have left the update out
+            return
+        self._note_rate(max(rates))
+        if min(rates) < self._lowest:
             self._lowest, self._lowest_at = min(rates), self._steps
 
     def _note_rate(self, rate: float) -> None:
