@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.state import python_generator
+from trainwright.state import numpy_generator, python_generator
 from trainwright.state.codec import decode, encode
+from trainwright.state.numpy_generator import TwisterState
 from trainwright.state.python_generator import PythonState, read_python, write_python
 from trainwright.state.rng import RngBag, preserved_rng, seed_all, set_deterministic
 
@@ -55,6 +56,18 @@ def test_it_is_read_by_its_module_where_memory_is_laid_out_otherwise(monkeypatch
     expected = random.random()
     write_python(quick)
     assert random.random() == expected
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_numpys_generator_goes_on_from_a_copy_of_its_memory(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numpy_generator._LIES_IN_MEMORY  # of the NumPy that is installed: else each copy would take 25 us
+    monkeypatch.setattr(numpy_generator, "_LIES_IN_MEMORY", in_memory)
+    twister, other = np.random.MT19937(7), np.random.MT19937(8)
+    twister.random_raw(1000)
+    copy = TwisterState.of(twister)
+    after = twister.random_raw(1000)
+    other.state = copy.as_dict()  # type: ignore[assignment]  # as RngBag has it
+    assert np.array_equal(other.random_raw(1000), after)
 
 
 def test_a_bag_survives_json_and_repeats_the_draws() -> None:

@@ -109,11 +109,13 @@ class StepBatches:
         seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # then each step is compared
         stream = ReadyStream(self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared)
         for batches, cursor in stream.steps(loading.joined):
-            self.resumed = stream.resumed
-            shares = [_share(MicroBatch(*batch), loading) for batch in batches]
-            micro = (MicroBatch(to_device(share.data, loading.device), share.ids) for share in shares)
-            of_all = np.concatenate([batch.ids for batch in batches]) if loading.ranks > 1 else None
-            yield StepBatch(tuple(micro), cursor, of_all=of_all)
+            self.resumed, of_all = stream.resumed, None
+            if loading.ranks > 1:
+                of_all = np.concatenate([batch.ids for batch in batches])
+                batches = [_share(batch, loading) for batch in batches]
+            if loading.device.type != "cpu":
+                batches = [MicroBatch(to_device(batch.data, loading.device), batch.ids) for batch in batches]
+            yield StepBatch(tuple(batches), cursor, of_all=of_all)
 
     def _read(self) -> Iterator[StepBatch]:
         window: list[MicroBatch] = []

@@ -76,13 +76,13 @@ class OwnOrder:
     def _drawn(self, seed: int, epoch: int) -> Iterator[Ids]:
         self._begun = epoch + 1
         generators = OwnGenerators(seed_of(f"{seed}:{epoch}:order"))
-        with generators.in_use():
+        with generators:
             prepare_epoch(self.sampler, seed, epoch)
             positions = iter(self.sampler)
         several, one = (BATCHES_AT_ONCE, 1) if self.in_batches else (AT_ONCE, AT_ONCE_IMPURE)
         at_once = several if self.is_pure else one
         while True:
-            with generators.in_use():
+            with generators:
                 drawn = list(islice(positions, at_once))
             if not drawn:
                 return

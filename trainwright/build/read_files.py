@@ -128,13 +128,13 @@ class _OpenFile:
         self.number, self.epoch, self.position = number, epoch, 0
         self._path, self._size = files.paths[number], files.sizes[number]
         self._generators = OwnGenerators(seed_of(f"{epoch}:{number}:file"))
-        with self._generators.in_use():
+        with self._generators:
             self._samples = iter(files.read(self._path))
 
     def take(self, offset: int, count: int) -> list[Any]:
         """The samples from an offset on, which is not before the position. Raises DataError where they are fewer or
         more than were counted."""
-        with self._generators.in_use():
+        with self._generators:
             for _ in islice(self._samples, offset - self.position):
                 self.position += 1
             samples = list(islice(self._samples, count)) if self.position == offset else []

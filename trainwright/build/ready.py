@@ -6,7 +6,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from trainwright.build.generators import OwnGenerators, prepare_epoch
 from trainwright.build.workers import sigchld_as_it_was
 from trainwright.errors import DataError, text_of
 from trainwright.state.codec import Tree, encode
-from trainwright.state.cursor import Cursor, Ids, StreamState, count_rows
+from trainwright.state.cursor import Cursor, MicroBatch, StreamState, count_rows
 from trainwright.state.rng import seed_of
 
 Say: TypeAlias = Callable[[str], None]
@@ -114,15 +114,11 @@ def iter_is_itself(source: object) -> bool:
     return isinstance(source, Iterator)
 
 
-class ReadyBatch(NamedTuple):
-    """One batch: ``ids`` are positions in the pass, one for each row; one in all where rows cannot be counted."""
-
-    data: Batch
-    ids: Ids
-
-
 class Pass:
-    """One epoch of the user's iterator, and what is known of how far it has come."""
+    """One epoch of the user's iterator, and what is known of how far it has come.
+
+    The ids of a batch are positions in the pass, one for each row; one in all where rows cannot be counted.
+    """
 
     def __init__(
         self,
@@ -137,24 +133,30 @@ class Pass:
         self._say = say
         self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
         self._generators = OwnGenerators(seed_of(f"{seed}:{epoch}:batches"))
-        with self._generators.in_use(), sigchld_as_it_was(), self._errors():
-            made = source.begin(seed, epoch)
-            keeper = _keeper_of(made)
-            if state is not None and keeper is not None:
-                keeper.load(copy.deepcopy(state.own))
-            self._iterator = iter(made)
-            self._keeper = keeper or _keeper_of(self._iterator)
-            if state is not None and keeper is None and self._keeper is not None:
-                self._keeper.load(copy.deepcopy(state.own))
+        try:
+            with self._generators, sigchld_as_it_was():
+                made = source.begin(seed, epoch)
+                keeper = _keeper_of(made)
+                if state is not None and keeper is not None:
+                    keeper.load(copy.deepcopy(state.own))
+                self._iterator = iter(made)
+                self._keeper = keeper or _keeper_of(self._iterator)
+                if state is not None and keeper is None and self._keeper is not None:
+                    self._keeper.load(copy.deepcopy(state.own))
+        except Exception as error:
+            raise self._failed(error) from error
         if state is not None:
-            self._generators.restore(state.rng)
-        self._draws = not _draws_in_workers(made)
+            self._generators.restore(state.rng())
+        self._around_next = nullcontext() if _draws_in_workers(made) else self._generators
         self._covers_all = covers_all or self.is_stateful  # one that goes on from a state does not know its number
 
-    def next(self) -> ReadyBatch | None:
+    def next(self) -> MicroBatch | None:
         """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
-        with self._in_use(), self._errors():
-            data = next(self._iterator, _END)
+        try:
+            with self._around_next:
+                data = next(self._iterator, _END)
+        except Exception as error:
+            raise self._failed(error) from error
         if data is _END:
             return None
         data = _as_tensors(data)
@@ -167,20 +169,13 @@ class Pass:
             self.digest = _digest(self.digest, data) + SPARSE
         elif self.number == ALL_OF_FIRST + 1:
             self.digest += SPARSE
-        return ReadyBatch(data, ids)
+        return MicroBatch(data, ids)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise DataError(
-                f"the data raised {text_of(error, lines=1)} after {self.number} batches of epoch {self.epoch}",
-                remedy="iterate over the data by hand; nothing comes from an iterator that raised",
-            ) from error
-
-    def _in_use(self) -> AbstractContextManager[None]:
-        return self._generators.in_use() if self._draws else nullcontext()
+    def _failed(self, error: Exception) -> DataError:
+        return DataError(
+            f"the data raised {text_of(error, lines=1)} after {self.number} batches of epoch {self.epoch}",
+            remedy="iterate over the data by hand; nothing comes from an iterator that raised",
+        )
 
     @property
     def is_stateful(self) -> bool:
@@ -255,7 +250,7 @@ class ReadyStream:
         self.resumed = ""
         self._said: set[str] = set()
 
-    def steps(self, joined: int) -> Iterator[tuple[list[ReadyBatch], Cursor]]:
+    def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor]]:
         """Yields the batches of each optimizer step, ``joined`` of them or what is left of an epoch."""
         first = self.start.epoch
         for epoch in count(first) if self.epochs is None else range(first, self.epochs):

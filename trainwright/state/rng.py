@@ -118,20 +118,20 @@ class _Borrowed(threading.local):
 _borrowed = _Borrowed()
 
 
-@contextmanager
-def borrowed(give_back: Callable[[], None]) -> Iterator[None]:
-    """Calls ``give_back``, which puts the generators back to what they were outside, when the context is left.
+def borrow(give_back: Callable[[], None]) -> None:
+    """Notes that the generators are borrowed; ``give_back`` puts them back to what they were outside.
 
-    The handler of a signal may raise anywhere, also within ``give_back`` or right before it, and then that is not done:
-    whoever catches what it raised calls ``give_back_to``.
+    Whoever borrows calls ``end_borrowing`` in a ``finally``. The handler of a signal may raise anywhere, also within
+    that or right before it, and then it is not done: whoever catches what it raised calls ``give_back_to``.
     """
     _borrowed.give_back.append(give_back)
-    try:
-        yield
-    finally:
-        if give_back in _borrowed.give_back:
-            give_back()
-            _borrowed.give_back.remove(give_back)
+
+
+def end_borrowing(give_back: Callable[[], None]) -> None:
+    """Calls ``give_back``, unless that was done."""
+    if give_back in _borrowed.give_back:
+        give_back()
+        _borrowed.give_back.remove(give_back)
 
 
 def num_borrowed() -> int:
@@ -149,8 +149,12 @@ def give_back_to(depth: int) -> None:
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """What happens inside draws from the generators and leaves no trace in them."""
-    with borrowed(RngBag.capture().restore):
+    give_back = RngBag.capture().restore
+    borrow(give_back)
+    try:
         yield
+    finally:
+        end_borrowing(give_back)
 
 
 def set_deterministic(on: bool) -> None:
