@@ -84,6 +84,13 @@ def test_a_run_says_it_before_the_first_step(part: str) -> None:
         tw.fit(head(), data, CE, val=val, until="2steps", batch=3)
 
 
+def test_predictions_say_it_too() -> None:
+    with pytest.raises(UsageError, match="ends in 3 features"):
+        tw.predict(head(), X[:, :3])
+
+
 def test_arrays_of_numpy_are_of_the_default_dtype() -> None:
-    result = tw.fit(head(), (np.random.default_rng(0).normal(size=(6, 4)), LABELS.numpy()), CE, until="2steps", batch=3)
+    array = np.random.default_rng(0).normal(size=(6, 4))
+    result = tw.fit(head(), (array, LABELS.numpy()), CE, until="2steps", batch=3)
     assert result.step == 2
+    assert torch.equal(tw.predict(result, array), tw.predict(result, torch.from_numpy(array).float()))

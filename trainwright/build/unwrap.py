@@ -104,6 +104,8 @@ def _dataset(data: object) -> AnyDataset:
         return TensorDataset(*_of_one_length(data))
     if isinstance(data, Mapping) and data and all(isinstance(part, Tensor | np.ndarray) for part in data.values()):
         return Columns(dict(zip(data, _of_one_length([*data.values()]), strict=True)))
+    if type(data) is np.ndarray and data.dtype == np.float64:
+        return _from_numpy(data)
     if hasattr(data, "iloc"):
         raise UsageError(
             f"a {type(data).__name__} has columns of any kind, and which are inputs and which the target is not known",

@@ -17,6 +17,7 @@ from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet, OutputKeeper
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.refusals import explaining
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.cut import cut_micro
@@ -91,7 +92,8 @@ def evaluate(
     Of several ranks of ``world`` each has its share of the batches; the result is that of all, the same on each.
 
     A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
-    one sample does not fit, and at once where ranks divide the weights: all must make the same calls.
+    one sample does not fit, and at once where ranks divide the weights: all must make the same calls. Raises UsageError
+    for a batch that the model or the loss cannot work with.
     """
     loss_fn, keeper = as_loss_fn(loss), OutputKeeper()
     if metrics:
@@ -101,7 +103,7 @@ def evaluate(
     total: Tensor | float = 0.0
     weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
-    with evaluating(model, loss):
+    with evaluating(model, loss), explaining(model):
         for output in _outputs(loss_fn, model, batches, precision):
             metrics.update(keeper.taken()[-1:])  # before it come those that did not count
             total = total + output.total.double()

@@ -16,6 +16,7 @@ from trainwright.engine.evaluate import EvaluationResult, evaluating
 from trainwright.engine.evaluate import evaluate as evaluate_batches
 from trainwright.engine.loss import Batch, Loss, called_with
 from trainwright.engine.metrics import Metric, joined, metric_set, on_host
+from trainwright.engine.refusals import explaining
 from trainwright.errors import UsageError
 from trainwright.runlog.storage import storage_error
 from trainwright.training.own_objects import named_metrics
@@ -73,7 +74,7 @@ def predict(
     """
     chosen = chosen_model(of, model, str(which), average=average)
     outputs = []
-    with evaluating(chosen.model):
+    with evaluating(chosen.model), explaining(chosen.model):
         for micro in batches_of(chosen, data, batch):
             outputs.append(
                 tree_map_only(Tensor, on_host, _logits(called_with(chosen.model, _inputs(chosen.model, micro.data))))
