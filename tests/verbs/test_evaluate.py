@@ -99,6 +99,18 @@ def test_a_model_is_evaluated_with_metrics() -> None:
     assert repr(found).startswith("loss 0.") and "sum" in repr(found)
 
 
+def test_a_result_is_evaluated_with_what_its_run_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sums = {"sum": lambda outputs, targets: outputs.double().sum()}
+    result = tw.fit(
+        net(), data(13), nn.CrossEntropyLoss(), val=data(9), until="2steps", batch=4, metrics=sums, quiet=True
+    )
+    found = tw.evaluate(result, data(9))
+    assert (found.loss, found.metrics) == (pytest.approx(result.val_loss), pytest.approx(result.metrics))
+    other = tw.evaluate(result, data(9), nn.CrossEntropyLoss(reduction="sum"), metrics={})
+    assert other.loss > found.loss and not other.metrics
+
+
 class Named(nn.Module):
     """Takes and gives parts by name, as models of transformers do."""
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from trainwright.engine.loss import Loss
+from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Found
 from trainwright.state.train_state import TrainState
@@ -19,7 +24,7 @@ class Result:
     ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
     else 0. ``state`` is the live state, the average of the weights (``state.ema``) included. ``is_first``: of several
     ranks this is the one that wrote the run folder. ``restored`` is the step whose weights the model has, where it got
-    back the best ones.
+    back the best ones. ``loss_fn`` and ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
     """
 
     run: Path
@@ -35,6 +40,8 @@ class Result:
     findings: tuple[Found, ...] = ()
     is_first: bool = True
     restored: int | None = None
+    loss_fn: Callable[..., Loss | Tensor] | None = None
+    metric_set: MetricSet = NO_METRICS
 
     def __repr__(self) -> str:
         """A few lines for people."""
@@ -66,6 +73,8 @@ class Result:
             dict(evaluated.metrics) if evaluated else {},
             seen.job.state,
             is_first=False,
+            loss_fn=seen.job.parts.loss,
+            metric_set=seen.job.built.metrics,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -367,4 +367,6 @@ def _closed(
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
         findings,
+        loss_fn=job.parts.loss,
+        metric_set=job.built.metrics,
     )

@@ -31,11 +31,12 @@ OWN_SETS = ("train", "val")
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, and the recipe and step that it is of, where it is that of a run folder."""
+    """A model; the recipe and step that it is of, where it is that of a run folder; the result that it is of."""
 
     model: nn.Module
     loaded: Loaded | None = None
     step: int | None = None
+    result: Result | None = None
 
     @property
     def device(self) -> torch.device:
@@ -48,15 +49,16 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
 
     ``which`` "": the best checkpoint, or the last where there is no best.
     """
-    if isinstance(of, Result) and of.state is not None:
-        of = of.state.model
+    result = of if isinstance(of, Result) else None
+    if result is not None and result.state is not None:
+        of = result.state.model
     if isinstance(of, nn.Module):
         if model is not None or which or average:
             raise UsageError(
                 "model, which and average are of a run folder, and a model was given",
                 remedy="leave them out, or give the run folder: tw.evaluate('runs/run', data)",
             )
-        return ChosenModel(of)
+        return ChosenModel(of, result=result)
     if not isinstance(of, str | Path):
         raise UsageError(
             f"a {type(of).__name__} cannot be evaluated", remedy="give a model, the result of tw.fit, or a run folder"
@@ -94,11 +96,11 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
 
 
 def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
-    """The loss that was given, that of the run's recipe, or the one that the model itself returns."""
+    """The loss that was given, that of the result or of the run's recipe, or the one that the model itself returns."""
     if given is not None:
         return given
     if chosen.loaded is None:
-        return OfModel()
+        return OfModel() if chosen.result is None or chosen.result.loss_fn is None else chosen.result.loss_fn
     use = chosen.loaded.recipe.loss.use
     if use.startswith(f"{LIVE}:"):
         raise UsageError(

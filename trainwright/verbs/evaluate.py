@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainwright.engine.evaluate import EvaluationResult, evaluating
 from trainwright.engine.evaluate import evaluate as evaluate_batches
 from trainwright.engine.loss import Batch, Loss, called_with
-from trainwright.engine.metrics import Metric, joined, metric_set, on_host
+from trainwright.engine.metrics import NO_METRICS, Metric, MetricSet, joined, metric_set, on_host
 from trainwright.engine.refusals import explaining
 from trainwright.errors import UsageError
 from trainwright.runlog.storage import storage_error
 from trainwright.training.own_objects import named_metrics
 from trainwright.training.result import Result
-from trainwright.verbs.chosen_model import batches_of, chosen_model, loss_of
+from trainwright.verbs.chosen_model import ChosenModel, batches_of, chosen_model, loss_of
 
 
 def evaluate(
@@ -41,8 +41,9 @@ def evaluate(
         of: A model, the result of ``tw.fit``, or a run folder, whose recipe says how its model is built.
         data: Any form that ``tw.fit`` takes; of a run folder also ``"val"``, ``"train"``, a dataset in the box or
             ``"package.module:callable"``.
-        loss: As in ``tw.fit``. None: that of the run's recipe; of a model, the loss that it returns itself.
-        metrics: As in ``tw.fit``. None: those of the run's recipe.
+        loss: As in ``tw.fit``. None: that of the result or of the run's recipe; of a model, the loss that it returns
+            itself.
+        metrics: As in ``tw.fit``. None: those of the result or of the run's recipe.
         model: Of a run folder that ``tw.fit`` wrote: a model such as it was given, which gets the weights.
         which: The checkpoint of a run folder: last, best or a step; else the best if there is one.
         batch: Samples per forward pass.
@@ -51,10 +52,16 @@ def evaluate(
     Raises UsageError for what is not there.
     """
     chosen = chosen_model(of, model, str(which), average=average)
-    found = metric_set(dict(named_metrics(chosen.loaded)) if metrics is None and chosen.loaded else metrics or {})
+    found = _metrics_of(chosen) if metrics is None else metric_set(metrics)
     found.to(chosen.device)
     batches = batches_of(chosen, data, batch)
     return evaluate_batches(chosen.model, loss_of(chosen, loss), batches, metrics=found)
+
+
+def _metrics_of(chosen: ChosenModel) -> MetricSet:
+    if chosen.loaded is not None:
+        return metric_set(dict(named_metrics(chosen.loaded)))
+    return NO_METRICS if chosen.result is None else chosen.result.metric_set
 
 
 def predict(
@@ -117,9 +124,8 @@ class EvaluationReport:
 def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average: bool) -> EvaluationReport:
     """``trainwright evaluate``."""
     chosen = chosen_model(run, None, which, average=average)
-    assert chosen.loaded is not None
-    metrics = metric_set(dict(named_metrics(chosen.loaded)))
-    found = evaluate_batches(chosen.model, loss_of(chosen, None), batches_of(chosen, data, batch), metrics=metrics)
+    batches = batches_of(chosen, data, batch)
+    found = evaluate_batches(chosen.model, loss_of(chosen, None), batches, metrics=_metrics_of(chosen))
     return EvaluationReport(run, chosen.step, found)
 
 
