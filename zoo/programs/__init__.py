@@ -18,18 +18,23 @@ from zoo.programs import embeddings as f
 from zoo.programs import episodes as q
 from zoo.programs import estimators as e
 from zoo.programs import everyday as y
+from zoo.programs import generators as x
 from zoo.programs import gradients_by_hand as h
 from zoo.programs import kept_out as k
 from zoo.programs import kept_out_rules as r
 from zoo.programs import latents as v
+from zoo.programs import limits as i
 from zoo.programs import loops as p
 from zoo.programs import losses as l
+from zoo.programs import memories as t
 from zoo.programs import models as m
 from zoo.programs import nested as n
+from zoo.programs import renewal as z
 from zoo.programs import rounds as o
 from zoo.programs import stages as g
 from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
+from zoo.programs import unlabelled as j
 from zoo.programs import without_backward as w
 from zoo.programs.training import Training, training
 
@@ -220,6 +225,22 @@ TABLE: dict[Technique, str] = {
     y.temporal_ensemble: "image",
     q.recurrent_actor_critic: "table",
     q.hindsight: "table",
+    z.recycled_units: "table",
+    z.replaced_units: "table",
+    z.population: "table",
+    j.hebbian: "rebuild",
+    j.decorrelated: "image",
+    j.embedded_clusters: "image",
+    j.propagated_labels: "image",
+    x.moment_matching: "rebuild",
+    x.clipped_critic: "rebuild",
+    x.self_conditioned: "rebuild",
+    t.pointer: "series",
+    t.turing_machine: "series",
+    t.slots: "table",
+    i.proximal: "table regress",
+    i.linearised: "table regress",
+    i.smoothed_adversary: "image",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
