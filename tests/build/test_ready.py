@@ -105,6 +105,36 @@ def test_the_digest_of_every_batch_that_an_older_checkpoint_has_is_compared_as_i
     assert later.digest == list(islice(of_all.steps(1), 38))[-1][1].digest  # and goes on so
 
 
+class Counting:
+    """Says how many of its batches it has given."""
+
+    def __init__(self, fixed: list[Tensor]) -> None:
+        self.fixed, self.given = fixed, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.fixed[self.given :]:
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@each_row("at", [1, 15, 16, 17, 32, 33])
+def test_a_digest_goes_on_where_the_loader_goes_on_from_its_own_state(at: int) -> None:
+    fixed = list(torch.randn(40, 2, 3))
+    cursors = [each.cursor for each in take(Counting(fixed), 40)]
+    start = Cursor.from_state_dict(cursors[at - 1].state_dict())
+    stream = StepBatches(unwrap(Counting(fixed)).dataset, LOADING, cursor=start)
+    last = list(islice(stream, 39 - at))[-1].cursor
+    again = StepBatches(unwrap(lambda: iter(fixed)).dataset, LOADING, cursor=Cursor(0, last.position, last.digest))
+    assert next(iter(again)).cursor.position == 80 and "they are the same as before" in again.resumed
+    assert "from its own state" in stream.resumed and last.position == 78
+
+
 def test_a_shorter_second_pass_is_told() -> None:
     cursor = take(lambda: batches(5), 4)[3].cursor
     stream = StepBatches(unwrap(lambda: batches(2)).dataset, LOADING, cursor=cursor)

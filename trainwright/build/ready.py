@@ -148,7 +148,7 @@ class Pass:
         if state is not None:
             self._generators.restore(state.rng())
         self._around_next = nullcontext() if _draws_in_workers(made) else self._generators
-        self._covers_all = covers_all or self.is_stateful  # one that goes on from a state does not know its number
+        self._covers_all = covers_all
 
     def next(self) -> MicroBatch | None:
         """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
@@ -199,7 +199,7 @@ class Pass:
                 f"the state of the loader is not kept, a resume reads its batches again: {text_of(error, lines=1)}"
             )
             return None
-        return StreamState(own, self._generators.read())
+        return StreamState(own, self._generators.read(), self.number)
 
 
 def silent(line: str) -> None:
@@ -271,7 +271,7 @@ class ReadyStream:
         if start.stream is not None:
             one = self._pass(epoch, start.stream)
             if one.is_stateful:
-                one.position, one.digest = start.position, start.digest
+                one.number, one.position, one.digest = start.stream.number, start.position, start.digest
                 self.resumed = "the loader goes on from its own state, as exactly as that says where it was"
                 return one
         one = self._pass(epoch)

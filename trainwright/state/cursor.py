@@ -23,11 +23,13 @@ Ids = NDArray[np.int64]
 class StreamState(NamedTuple):
     """What ``state_dict()`` of the user's own iterator gave after a batch, and the random state that it draws from.
 
-    ``rng`` gives that random state: to make it takes 50 us, and of most batches nobody asks for it.
+    ``rng`` gives that random state: to make it takes 50 us, and of most batches nobody asks for it. ``number`` is how
+    many batches of the epoch had come.
     """
 
     own: Tree
     rng: Callable[[], RngBag]
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,20 @@ class Cursor:
 
     def state_dict(self) -> StateDict:
         """Plain values and tensors, for a checkpoint."""
-        own = {"own": self.stream.own, "rng": self.stream.rng().state_dict()} if self.stream else None
+        stream = self.stream
+        own = {"own": stream.own, "rng": stream.rng().state_dict(), "number": stream.number} if stream else None
         return {"epoch": self.epoch, "position": self.position, "digest": self.digest, "stream": own}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
-        """The inverse of ``state_dict``; a checkpoint of an older version has no digest and no stream."""
+        """The inverse of ``state_dict``; one of an older version has no digest, no stream, or no number in that."""
         stream = saved.get("stream")
         digest = saved.get("digest", "")
         if not stream:
             return cls(saved["epoch"], saved["position"], digest)
         rng = RngBag.from_state_dict(stream["rng"])
-        return cls(saved["epoch"], saved["position"], digest, StreamState(stream["own"], lambda: rng))
+        state = StreamState(stream["own"], lambda: rng, int(stream.get("number", 0)))
+        return cls(saved["epoch"], saved["position"], digest, state)
 
 
 class MicroBatch(NamedTuple):
