@@ -35,14 +35,15 @@ class Linearised(nn.Module):
         self.network = network.requires_grad_(False)
         self.moves = nn.ParameterList([nn.Parameter(torch.zeros_like(p)) for p in network.parameters()])
 
-    @torch.enable_grad()
     def forward(self, x: Tensor) -> Tensor:
+        learns = torch.is_grad_enabled()
         weights = {name: p.detach().requires_grad_() for name, p in self.network.named_parameters()}
-        out = functional_call(self.network, weights, (x,))
-        along = torch.zeros_like(out, requires_grad=True)
-        slopes = torch.autograd.grad(out, list(weights.values()), along, create_graph=True)
-        (change,) = torch.autograd.grad(slopes, along, list(self.moves), create_graph=True)  # linear in the moves
-        return out.detach() + change
+        with torch.enable_grad():
+            out = functional_call(self.network, weights, (x,))
+            along = torch.zeros_like(out, requires_grad=True)
+            slopes = torch.autograd.grad(out, list(weights.values()), along, create_graph=True)
+            change = torch.autograd.grad(slopes, along, list(self.moves), create_graph=learns)[0]
+        return out.detach() + change  # the change is linear in the moves
 
 
 def linearised(t: Training) -> None:
