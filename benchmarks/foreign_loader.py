@@ -2,7 +2,7 @@
 
     python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--quick] [--threads 1]
 
-Both loops of a round train the same MLP (64-512-512-10, batches of 64: some milliseconds a step) with AdamW and
+Both loops of a round train the same MLP (64-512-512-10, batches of 64: a millisecond a step or two) with AdamW and
 clipping on the same kind of loader, one after the other; the next round begins with the other one. ``tw.fit`` has
 everything at its default: doctor, checkpoints, log. The figures of a loader:
 
@@ -34,7 +34,7 @@ Loader = Callable[[Task], Any]
 
 
 class Wide(Task):
-    """A step of some milliseconds."""
+    """A step of a millisecond or two."""
 
     def make_model(self) -> nn.Module:
         widths = (64, 512, 512)

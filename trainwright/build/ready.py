@@ -323,7 +323,7 @@ def _as_tensors(data: Batch) -> Batch:
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
         return torch.from_numpy(np.require(data, requirements=["C", "W"]))
     if type(data) is tuple or type(data) is list:
-        return type(data)(_as_tensors(each) for each in data)
+        return type(data)([each if isinstance(each, Tensor) else _as_tensors(each) for each in data])
     return {key: _as_tensors(value) for key, value in data.items()} if type(data) is dict else data
 
 

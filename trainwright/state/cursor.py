@@ -141,9 +141,15 @@ def tensors_in(data: object) -> list[Tensor]:
     """Every tensor of a batch of any nesting."""
     if isinstance(data, Tensor):
         return [data]
+    found: list[Tensor] = []
     if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
-        return [tensor for each in data for tensor in tensors_in(each)]
-    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
+        for each in data:  # in each step: of a flat batch there is one call
+            if isinstance(each, Tensor):
+                found.append(each)
+            else:
+                found += tensors_in(each)
+        return found
+    return tensors_in(list(data.values())) if isinstance(data, Mapping) else found
 
 
 def count_rows(data: object) -> int | None:
