@@ -254,6 +254,19 @@ def test_a_long_row_keeps_the_last_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "lock").stat().st_size == 512
 
 
+def test_between_beats_only_the_step_is_written_and_the_line_is_whole(tmp_path: Path) -> None:
+    lock = RunLock.acquire(tmp_path)
+    for step in (1, 2, 9, 10, 10**15):
+        lock.beat(step)
+        assert (tmp_path / "lock").stat().st_size == 512
+        assert content(tmp_path)["step"] == step and content(tmp_path)["starting"] is (step < 9)
+    lock.excuse()
+    lock.beat(3)
+    assert (content(tmp_path)["step"], content(tmp_path)["excused"]) == (3, True)
+    lock.release(clean=True)
+    assert content(tmp_path)["step"] is None
+
+
 def test_a_release_that_is_not_clean_leaves_the_step_behind(tmp_path: Path) -> None:
     Holding(tmp_path, "failed").end()
     lock = RunLock.acquire(tmp_path)

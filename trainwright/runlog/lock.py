@@ -2,7 +2,7 @@
 
 ``<run>/lock`` is one line of JSON, padded to a fixed size, which ``cat`` shows:
 
-    {"excused": false, "pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step": 417,
+    {"excused": false, "pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step":              417,
      "starting": false, "died_in_step": null, "dead": [], "sure": 0}
 
 The lock is an flock, which belongs to one open file description. The kernel releases it when the process ends, in
@@ -29,6 +29,7 @@ from trainwright.errors import UsageError
 from trainwright.runlog.storage import open_own, storage_error
 
 SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
+STEP_SIZE = 16  # of the number of the step, which mostly is all that is new in the line
 MOST_DEAD = 8  # pids that are kept of a series of deaths
 MANY_DEATHS = 4
 """Deaths in one step in a row that are no chance, even of processes that had only just started."""
@@ -84,7 +85,7 @@ class RunLock:
         self._fd, self._identity = fd, _identity(fd)
         self._row = _row_left_by(before)
         self.died_in_step, self.dead, _ = self._row
-        self._around_step: tuple[tuple[DeathsInStep, bool, int], bytes, bytes] | None = None  # and what it follows from
+        self._written: tuple[DeathsInStep, bool] | None = None  # what all but the step follows from
         self.is_loop = self._row.sure > 0 or self.deaths >= MANY_DEATHS
         self._step: int | None = None
         self._first_step: int | None = None
@@ -94,7 +95,8 @@ class RunLock:
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        self._me = json.dumps(me)[1:-1]
+        self._before_step = f'{json.dumps(me)[1:-1]}, "step": '.encode()
+        self._step_at = len(_COUNTED) + len(self._before_step)
 
     @property
     def deaths(self) -> int:
@@ -119,7 +121,7 @@ class RunLock:
                     raise UsageError(f"{path} is being trained by this very process", remedy=remedy)
                 exclusive = _lock(fd, path)
                 lock = cls(fd, _holder(fd), exclusive=exclusive)
-                os.pwrite(fd, _COUNTED + lock._rest(None), 0)
+                os.pwrite(fd, _COUNTED + lock._rest(_padded(None), starting=False), 0)
             except OSError as error:
                 raise storage_error(error, file, "write") from error
             _held[lock._identity] = lock
@@ -164,26 +166,24 @@ class RunLock:
             os.close(fd)
 
     def _write(self, step: int | None) -> None:
-        self._step = step
-        try:  # noqa: SIM105  in each step: a context takes as long as the write
-            os.pwrite(self._fd, self._rest(step), len(_COUNTED))
+        self._step, first, number = step, self._first_step, _padded(step)
+        starting = step is not None and first is not None and step < first + FEW_STEPS
+        follows_from = self._row, starting
+        try:
+            if self._written == follows_from:
+                os.pwrite(self._fd, number, self._step_at)
+                return
+            os.pwrite(self._fd, self._rest(number, starting=starting), len(_COUNTED))
+            self._written = follows_from
         except OSError:
             pass
 
-    def _rest(self, step: int | None) -> bytes:
+    def _rest(self, number: bytes, *, starting: bool) -> bytes:
         """The line after the part that says whether the process is excused."""
-        first, row = self._first_step, self._row
-        starting = step is not None and first is not None and step < first + FEW_STEPS
-        number = _json(step)
-        follows_from = row, starting, len(number)
-        if self._around_step is None or self._around_step[0] != follows_from:
-            before = f'{self._me}, "step": '
-            died = f'"died_in_step": {_json(row.step)}, "dead": {list(row.dead)}, "sure": {row.sure}}}'
-            after = f', "starting": {json.dumps(starting)}, {died}'
-            after = after.ljust(SIZE - len(_COUNTED) - len(before) - len(number) - 1)
-            self._around_step = follows_from, before.encode(), after.encode() + b"\n"
-        _, begin, end = self._around_step
-        return begin + number.encode() + end
+        row = self._row
+        died = f'"died_in_step": {json.dumps(row.step)}, "dead": {list(row.dead)}, "sure": {row.sure}}}'
+        after = f', "starting": {json.dumps(starting)}, {died}'.encode()
+        return (self._before_step + number + after).ljust(SIZE - len(_COUNTED) - 1) + b"\n"
 
 
 class NoLock:
@@ -238,8 +238,9 @@ def _leave_to_the_parent() -> None:
     _held.clear()
 
 
-def _json(step: int | None) -> str:
-    return "null" if step is None else str(step)
+def _padded(step: int | None) -> bytes:
+    """A step as JSON, always as long: another number is written in its place."""
+    return b"null".rjust(STEP_SIZE) if step is None else b"%*d" % (STEP_SIZE, step)
 
 
 def _identity(fd: int) -> tuple[int, int]:
