@@ -69,3 +69,13 @@ def test_between_two_busy_steps_nothing_is_due() -> None:
         at_least = step + 1 if is_due or is_compared else compared_at
         busy_at = min(at_least, looks.next_at(step), snapshots.next_at(step))
     assert busy_at == 400
+
+
+@pytest.mark.parametrize("step", [3, 40, 61, 63, 64, 200])
+@pytest.mark.parametrize("cost_s", [1e-5, 0.0013, 0.0027, 1.0])
+def test_after_64_steps_a_state_is_kept_where_sixteen_steps_are_closed(step: int, cost_s: float) -> None:
+    snapshots = SnapshotSchedule(32)
+    snapshots.paid(step, cost_s, 0.01)
+    due = next(each for each in range(step + 1, step + 400) if snapshots.is_due(each))
+    assert due <= 64 or due % 16 == 0
+    assert due - step <= 4 * 32 + 16

@@ -53,7 +53,8 @@ def listen(steps: int, disturbed_at: int | None = None) -> Heard:
         listener.step = step
         call_each(methods_of([listener], "on_zero_grad"), root)
         call_each(methods_of([listener], "on_gradients"))
-        resting.judged(step, calm=step != disturbed_at)
+        if step == disturbed_at:
+            resting.disturb(step)
         resting.prepare_next(step)
     return listener
 

@@ -16,16 +16,17 @@ class StepClosing(Listener):
     They wait at most until something happens that is no part of a plain step, so that such a probe has all steps before
     it hears of a loss scale, an epoch, an evaluation, ... Must be told of these before the probes are.
     ``interrupted`` is called at these, but for the calls of a scaler and of autograd.grad: they come in every step.
+    ``at_once`` are the probes that do not wait.
     """
 
     def __init__(self, probes: Sequence[Probe], interrupted: Callable[[], None]) -> None:
         self._interrupted = interrupted
-        late = [each for each in probes if each.closes_late]
-        at_once = [each for each in probes if not each.closes_late]
-        self._methods, one_by_one = methods_of(at_once, "on_closed", Probe), methods_of(late, "on_closed", Probe)
+        late = methods_of([each for each in probes if each.closes_late], "on_closed", Probe)
+        at_once = [each for each in probes if not each.closes_late and type(each).on_closed is not Probe.on_closed]
+        self.at_once, self._methods = at_once, methods_of(at_once, "on_closed", Probe)
         self._late: Methods = [
             (each, partial(_of_last if each.hears_last else _of_all, call), rests)  # type: ignore[attr-defined]
-            for each, call, rests in one_by_one
+            for each, call, rests in late
         ]
         self._steps: list[RecordedStep] = []
 

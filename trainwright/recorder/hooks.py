@@ -36,7 +36,7 @@ from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
-from trainwright.state.transforms import is_transformed
+from trainwright.state.transforms import innermost_transform
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     begins_without_grad = methods_of(group, "on_forward_without_grad")
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if thread != threading.get_ident() or inside.backward or is_transformed() or not has_listeners():
+        if thread != threading.get_ident() or inside.backward or innermost_transform() or not has_listeners():
             return
         first.depth += 1
         if first.depth > 1:
@@ -86,7 +86,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if thread != threading.get_ident() or inside.backward or is_transformed() or not has_listeners():
+        if thread != threading.get_ident() or inside.backward or innermost_transform() or not has_listeners():
             return
         first.depth = max(0, first.depth - 1)
         if not first.depth:

@@ -113,9 +113,9 @@ class NotedStep(RecordedStep):
         """Of one that was noted. They stay what they are when it is written down."""
         if self._program is not None:
             return begin_reading(self)()
-        losses, norm = tuple(self._noted(_write_backward, 3)), self.grad_norm
+        losses = (self.loss_sum,) if len(self.losses) == 1 else tuple(self._noted(_write_backward, 3))
         clips = tuple([found for found in self._noted(_write_clip, 4) if found is not None])
-        return Numbers.of(losses, self.loss_sum / len(losses), float(norm or 0.0), clips)
+        return Numbers.of(losses, self.loss_sum / len(losses), float(self.grad_norm or 0.0), clips)
 
 
 class NotingRecorder(LoopRecorder):

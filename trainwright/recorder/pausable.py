@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 class PausableMode(TorchFunctionMode):
@@ -19,7 +20,7 @@ class PausableMode(TorchFunctionMode):
     def start(self) -> None:
         self.running = True
         if not self.pushed:
-            _push_mode(self)  # type: ignore[no-untyped-call]
+            _push_on_torch_function_stack(self)
             self.pushed = True
 
     def stop(self) -> None:
@@ -29,14 +30,14 @@ class PausableMode(TorchFunctionMode):
             return
         num_modes = torch._C._len_torch_function_stack()
         if num_modes and torch._C._get_function_stack_at(num_modes - 1) is self:  # nearly always
-            _pop_mode()  # type: ignore[no-untyped-call]
+            _pop_torch_function_stack()
             self.pushed = False
             return
         if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             return  # it is around the function that this is called from: the next stop will find it
         above = []
-        while (top := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
+        while (top := _pop_torch_function_stack()) is not self:
             above.append(top)
         for mode in reversed(above):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            _push_on_torch_function_stack(mode)
         self.pushed = False

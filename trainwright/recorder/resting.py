@@ -26,10 +26,9 @@ class Resting:
         self._disturbed_at = 0
         self.rests = self.is_calm = False
 
-    def judged(self, step: int, *, calm: bool) -> None:
-        """``step`` was judged. Not ``calm``: bad, spiked, or urgent; then all is heard from now on."""
-        if not calm:
-            self._disturbed_at = step
+    def disturb(self, step: int) -> None:
+        """``step`` was bad, spiked, or urgent: all is heard from now on."""
+        self._disturbed_at = step
 
     def prepare_next(self, step: int) -> None:
         """Must be called when ``step`` is over."""

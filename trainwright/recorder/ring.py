@@ -65,7 +65,7 @@ class Ring:
     def add(self, *steps: HeldStep) -> None:
         self._held += steps
         self._step_bytes += sum([step.num_bytes for step in steps])
-        if len(self._held) > self._most or self.num_bytes > self.budget_bytes:
+        if len(self._held) >= self._most or self.num_bytes > self.budget_bytes:
             self._shrink()
 
     def add_later(self, step: RecordedStep) -> None:

@@ -202,7 +202,8 @@ class SnapshotSchedule:
     def paid(self, step: int, cost_s: float, step_s: float) -> None:
         """A snapshot took ``cost_s``, where a step takes ``step_s``."""
         step_s = max(step_s, 1e-6)
-        least = 4 if step < 64 else 32
         most = max(self._keep, min(4 * self._keep, int(AGAIN_S / step_s)))
-        every = max(least, min(most, math.ceil(cost_s / (SHARE * step_s))))
-        self._every = every if step < 64 else AT_ONCE * math.ceil(every / AT_ONCE)
+        every = max(4, min(most, math.ceil(cost_s / (SHARE * step_s))))
+        if step + every > 64:  # from then on it is asked once in 16 steps
+            every = AT_ONCE * math.ceil(max(every, 2 * AT_ONCE) / AT_ONCE)
+        self._every = every

@@ -136,12 +136,10 @@ class WatchSession:
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
-        self._late, self._resting = (
-            lateness(self.recording.device),
-            Resting([self.recording, *self._probes], lambda: self.recording.current.events),
-        )
+        self._late = lateness(self.recording.device)
+        resting = [self.recording, *(each for each in self._probes if each.rests)]
+        self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
-        self._at_once = [probe for probe in self._probes if not probe.closes_late]
         self._group = [self.recording, self._closing, *self._probes]
         self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
@@ -206,7 +204,7 @@ class WatchSession:
         self._closing.close(step)
         self.ring.add_later(step)
         self._unread.append((step, _begin_reading(step)))
-        if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step, self._at_once):
+        if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step, self._closing.at_once):
             self._veto.begin()  # all else that is due between two steps is due after the last of so many
             if step.step % AT_ONCE == 1:  # it was heard whole
                 self._resting.prepare_next(step.step)
@@ -247,7 +245,8 @@ class WatchSession:
         self.findings_log.note(step, numbers)
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
         odd, changed = "spike" in values, "changed" in values
-        self._resting.judged(step.step, calm=not (bad or urgent or odd or changed))
+        if bad or urgent or odd or changed:
+            self._resting.disturb(step.step)
         if changed:
             self.runner.begin_again()
         if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
