@@ -67,6 +67,13 @@ class TestPrecision:
         assert (found[0].found.where.module, found[0].found.where.op) == ("experts", "mul")
         assert not said(formats.values_underflow, exam("fp32_shadow", **SHADOW))
 
+    @pytest.mark.parametrize(
+        ("others", "expected"), [((0.01, 0.12), 0), ((0.01, 0.12, 0.11), 1), ((0.01, 0.12, 0.02), 0)]
+    )
+    def test_one_batch_may_cancel_by_chance(self, others: tuple[float, ...], expected: int) -> None:
+        exams = [exam("fp32_shadow", **(SHADOW | {"by_loss": share, "gradient_error": 0.2})) for share in others]
+        assert len(codes(formats.loss_cancels, *exams)) == expected
+
     @pytest.mark.parametrize(("by_loss", "expected"), [(0.12, ["prec.cancellation"]), (0.01, []), (None, [])])
     def test_cancellation_is_the_share_of_the_loss(self, by_loss: float | None, expected: list[str]) -> None:
         values = SHADOW | {"by_loss": by_loss, "gradient_error": 0.2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,6 +163,20 @@ def test_weights_that_somebody_else_writes_to(act: Act, severity: str, since: in
     broken = found(watch)["law.update.nothing_else_writes"]
     assert (broken.severity, broken.since_step) == (severity, since)
     assert broken.where.module == module
+
+
+def shrink(factor: float, step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(0.9, "warning"), (0.997, "info")])
+def test_a_factor_of_all_weights_is_judged_by_what_it_costs(factor: float, severity: str) -> None:
+    broken = found(watched(after=partial(shrink, factor), steps=16))["law.update.nothing_else_writes"]
+    assert (broken.severity, broken.since_step) == (severity, 2)
+    told = f"multiplied by {factor}" in broken.symptom
+    assert told == (severity == "warning")
 
 
 class Back:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 import torch
@@ -199,6 +200,28 @@ def test_a_violation_breaks_its_law(change: Change, law: str, module: str | None
     watch = watched(change)
     assert found(watch, f"law.vitals.{law}").where.module == module
     assert law in broken(watch, "vitals")
+
+
+@pytest.mark.parametrize("onset", [100, 112])
+def test_noise_that_comes_again_in_a_calm_loop_is_found_within_20_steps(onset: int) -> None:
+    def change(loop: Loop) -> None:
+        loop.end = lambda step: torch.manual_seed(0) if step >= onset else None
+
+    again = found(watched(change, steps=onset + 20), "law.vitals.noise_is_new")
+    assert again.severity == "warning"
+    assert onset < again.step <= onset + 20
+
+
+def test_steps_that_draw_nothing_between_those_that_do_begin_alike() -> None:
+    def change(loop: Loop) -> None:
+        loop.loss = lambda out, y: nn.functional.cross_entropy(out + 1e-3 * noise(), y)
+        steps = count(1)
+
+        def noise() -> Tensor:
+            return torch.randn(()) if next(steps) % 16 == 0 else torch.zeros(())
+
+    watch = watched(change, steps=132, model=lambda: net(0.0))
+    assert states(watch, "vitals")["noise_is_new"].state == "held"
 
 
 def test_what_nothing_uses_is_an_info_at_first() -> None:

@@ -33,6 +33,7 @@ class StepClosing(Listener):
     def close(self, step: RecordedStep) -> None:
         """``step`` is over."""
         call_each(self._methods, step)
+        self._newest_is_late()
         self._steps.append(step)
 
     def tell(self) -> None:
@@ -41,11 +42,16 @@ class StepClosing(Listener):
             steps, self._steps = self._steps, []
             call_each(self._late, steps)
 
+    def _newest_is_late(self) -> None:
+        if self._steps:
+            self._steps[-1].is_told_late = True
+
     def _before(self, *_: object) -> None:
+        self._newest_is_late()
         self.tell()
 
     def _interrupt(self, *_: object) -> None:
-        self.tell()
+        self._before()
         self._interrupted()
 
     # whatever they are told

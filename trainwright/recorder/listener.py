@@ -28,6 +28,8 @@ class Listener:
     rests: frozenset[str] = frozenset()
     """Names of methods that are not called while ``is_resting``."""
     is_resting = False
+    is_suspicious = False
+    """Wants to hear the next steps whole, each when it is over."""
     depth = 0
     """Of the first listener of a group: forward calls that the thread is in."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 from trainwright.recorder.listener import Listener, call_each, methods_of
@@ -11,6 +12,7 @@ CALM = 64
 """Steps without any reason to look, after which some methods of probes rest ..."""
 EVERY = 16
 """... but for one step in so many: that which a look may be due for."""
+_SUSPICIOUS = operator.attrgetter("is_suspicious")
 
 
 class Resting:
@@ -32,7 +34,7 @@ class Resting:
 
     def prepare_next(self, step: int) -> None:
         """Must be called when ``step`` is over."""
-        self.is_calm = step - self._disturbed_at >= CALM
+        self.is_calm = step - self._disturbed_at >= CALM and not any(map(_SUSPICIOUS, self._group))
         self._rest(self.is_calm and step % EVERY != 0)
 
     def wake(self) -> None:

@@ -8,11 +8,16 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Severity, finding, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
-from trainwright.doctor.update.facts import Differing, UpdateFacts, WritesFacts
+from trainwright.doctor.update.facts import Differing, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
+from trainwright.doctor.update.names.rates import last_quarter
 from trainwright.runlog.records import Where
 
+LOOKS_SHRUNK = 3
+"""At most so many looks are made again without what shrinks the weights."""
+SHRUNK_SINCE = 12
+"""Steps without which too few can be made again."""
 Looks = Sequence[tuple[int, UpdateFacts]]
 RISES = 0.01
 """A cosine above it is no rounding: between gradient and update those of real loops are below -0.1, or above 0.1."""
@@ -58,6 +63,11 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     if pinned := _pinned([facts for _, facts in looks if facts.is_compared]):
         yield _undone(case, pinned)
         return
+    if (harmful := _harmful(case)) is not None:
+        yield _shrinks(case, harmful, steps[0])
+        return
+    shrunk = [step for step, facts in seen.items() if common_factor(facts.written) and step > SHRUNK_SINCE]
+    yield from [ExperimentRequest(ShrunkFacts.experiment, step) for step in shrunk[:LOOKS_SHRUNK]]
     newest = max((step for step in seen), default=steps[-1])
     names = [each.name for each in seen[newest].written] if seen else []
     effects = {step: facts.loss - facts.replayed_loss for step, facts in looks if step in steps}
@@ -123,6 +133,41 @@ def _undone(case: Case, names: Sequence[str]) -> Finding:
         since_step=2,
         where=_where(names),
         evidence=[("weights that are put back", listed(names), "none")],
+    )
+
+
+def _harmful(case: Case) -> ShrunkFacts | None:
+    """What takes half of all that is learned without it, and a twenty-fifth of the first loss."""
+    first = case.watched[0].loss if case.watched else -math.inf
+    for _, facts in case.every(ShrunkFacts):
+        was, without = facts.shrunk, facts.without
+        if len(was) < SHRUNK_SINCE or len(was) != len(without) or not all(map(math.isfinite, (*was, *without))):
+            continue
+        start, lost = max(first, was[0]), last_quarter(was) - last_quarter(without)
+        if lost > max(0.5 * (start - last_quarter(without)), 0.04 * abs(start)):
+            return facts
+    return None
+
+
+def _shrinks(case: Case, facts: ShrunkFacts, since: int) -> Finding:
+    was, without = facts.shrunk, facts.without
+    return finding(
+        "law.update.nothing_else_writes",
+        "warning",
+        case.last_step,
+        symptom=f"after each update the weights are multiplied by {facts.factor:.4g}: {len(was)} steps take the "
+        f"loss from {was[0]:.4g} to {last_quarter(was):.4g}, and the same steps to {last_quarter(without):.4g} without",
+        cause="a weight decay by hand, or a factor in the loop, that is far too strong",
+        remedy="leave it out, and give the optimizer a weight_decay",
+        sure=0.9,
+        stage="update",
+        since_step=since,
+        evidence=[
+            ("factor of the weights between two steps", facts.factor, 1),
+            ("share of the weights", round(facts.share, 3), 0),
+            ("loss after the same steps, with the factor and without", [last_quarter(was), last_quarter(without)]),
+        ],
+        explains=("hw.not_reproducible",),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -82,3 +83,35 @@ class WritesFacts:
     compared: int
     steps: tuple[int, ...]
     restarts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShrunkFacts:
+    """The losses of the last recorded steps, made again from a state before them: with every weight that something else
+    shrinks made ``factor`` times as large after each update, and without that. ``share`` of the elements are such."""
+
+    experiment: ClassVar[str] = "weights_shrunk"
+    factor: float
+    share: float
+    shrunk: tuple[float, ...]
+    without: tuple[float, ...]
+
+
+NEAR = 1e-4
+"""Relative: two ratios of norms in float32, which are one."""
+BY_HAND = 2e-3
+"""Of its size that a weight loses in a step: what a decay of 0.2 takes off it at a rate of 0.01, which is strong."""
+
+
+def common_factor(tensors: Sequence[Differing]) -> float | None:
+    """By what all of these, two at least, were multiplied; None where they were not all by one number below 1."""
+    ratios = [(each.ratio, each) for each in tensors]
+    known = [(ratio, each) for ratio, each in ratios if ratio is not None]
+    if len(known) < max(2, len(tensors)):
+        return None
+    factor = known[0][0]
+    is_one = all(
+        abs(ratio - factor) < NEAR * factor and abs(each.live_sum - factor * each.replayed_sum) < NEAR * each.live_norm
+        for ratio, each in known
+    )
+    return factor if is_one and 0.0 < factor < 1.0 - BY_HAND else None

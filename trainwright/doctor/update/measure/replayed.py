@@ -227,6 +227,17 @@ def update_made(session: ReplaySession) -> Facts:
     return values
 
 
+def written_before(session: ReplaySession) -> tuple[Differing, ...]:
+    """The weights that something had written to before the first update of the step found them."""
+    step = next((each for each in session.recorded_step.program if isinstance(each, OptimizerStep)), None)
+    if step is None or step.weights is None:
+        return ()
+    with session.live():
+        found = sums_of(session.replayer.subject.parameters)
+    numbers = [n for n, p in enumerate(session.replayer.subject.parameters) if p.requires_grad]
+    return _differing(session, [(step.weights, found)], [numbers], most=len(numbers))
+
+
 def _owned(session: ReplaySession, made: _Made) -> list[int]:
     """The numbers of the parameters of the optimizer that made an update."""
     owned = {id(p) for p in owned_by(session.optimizers[made.optimizer])}
@@ -234,7 +245,10 @@ def _owned(session: ReplaySession, made: _Made) -> list[int]:
 
 
 def _differing(
-    session: ReplaySession, pairs: Sequence[tuple[Tensor | None, Tensor | None]], owned: Sequence[list[int]]
+    session: ReplaySession,
+    pairs: Sequence[tuple[Tensor | None, Tensor | None]],
+    owned: Sequence[list[int]],
+    most: int = MOST_NAMES,
 ) -> tuple[Differing, ...]:
     """The tensors whose sums differ by more than half of the digits of their dtype."""
     found: dict[str, Differing] = {}
@@ -248,7 +262,7 @@ def _differing(
             norm, total, other_norm, other_total = rows[number]
             if _differs(p, norm, total, other_norm, other_total):
                 found.setdefault(name, Differing(name, norm, other_norm, total, other_total))
-    return tuple(list(found.values())[:MOST_NAMES])
+    return tuple(list(found.values())[:most])
 
 
 def _differs(p: Tensor, norm: float, total: float, other_norm: float, other_total: float) -> bool:
