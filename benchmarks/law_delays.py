@@ -14,7 +14,7 @@ import argparse
 import fnmatch
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,13 +23,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.runlog.records import Found
 
 CLASSES, WIDTH, BATCH, ROWS = 4, 8, 16, 512
 ALLOWED = {"precision": 0, "data": ROWS // BATCH}
 """Steps of delay that a family may have; all others 20."""
 WARNED = ("critical", "warning")
-HARMLESS = frozenset({"one half of the gradient"})
-"""Its law is broken, and the updates are what they were."""
+HARMLESS = {"one half of the gradient": "law.update.gradients_are_those_made"}
+"""This law is broken, and the updates are what they were: an info."""
 
 
 class Net(nn.Module):
@@ -129,10 +130,15 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 """Each with the family of laws that it breaks."""
 
 
-def delay_of(
-    fault: Fault, onset: int, steps: int, severities: tuple[str, ...] = WARNED
-) -> tuple[int | None, list[str]]:
-    """After how many steps something was found (None: never; ``steps``: at the end), and its codes."""
+def delay_of(fault: Fault, onset: int, steps: int, code: str | None = None) -> tuple[int | None, list[str]]:
+    """After how many steps something was found (None: never; ``steps``: at the end), and its codes.
+
+    Something: a warning, or a finding with this ``code``.
+    """
+
+    def found_in(findings: Sequence[Found]) -> list[str]:
+        return [each.code for each in findings if (each.severity in WARNED if code is None else each.code == code)]
+
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH)
     data = TensorDataset(x, (x @ torch.randn(WIDTH, CLASSES)).argmax(1))
@@ -152,9 +158,9 @@ def delay_of(
                 loop.before_update()
                 loop.optimizer.step()
                 loop.after_update()
-                if found is None and any(each.severity in severities for each in watch.findings()):
+                if found is None and found_in(watch.findings()):
                     found = step - onset
-    codes = [each.code for each in watch.findings() if each.severity in severities]
+    codes = found_in(watch.findings())
     return (steps if codes else None) if found is None else found, codes
 
 
@@ -174,7 +180,7 @@ def main() -> None:
             continue
         allowed, cells, codes = ALLOWED.get(family, 20), [], []
         for onset in options.onsets:
-            delay, codes = delay_of(fault, onset, options.steps, ("info",) if name in HARMLESS else WARNED)
+            delay, codes = delay_of(fault, onset, options.steps, HARMLESS.get(name))
             delays[onset].append((float("inf") if delay is None else delay, delay is not None and delay <= allowed))
             cells.append("never" if delay is None else "end" if delay == options.steps else str(delay))
         print(f"{name:38} {family:10} {allowed:7}" + "".join(f"  {c:>10}" for c in cells) + f"  {', '.join(codes[:2])}")

@@ -137,7 +137,7 @@ class WatchSession:
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._late = lateness(self.recording.device)
-        resting = [self.recording, *(each for each in self._probes if each.rests)]
+        resting = [self.recording, *(each for each in self._probes if each.rests or each.closes_late)]
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
         self._group = [self.recording, self._closing, *self._probes]
