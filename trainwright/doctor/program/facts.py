@@ -189,6 +189,27 @@ class MisplacedSum:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BrokenBest:
+    """A best value so far, which begins at infinity in ``line``. It is ``never set``, ``never beaten`` by what it is
+    compared with, ``set to another`` value than the one that beat it, or ``set in each round``.
+    """
+
+    kind: str
+    name: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangedArguments:
+    """Two arguments of a call of ``function``, of which each has the name of the other's parameter."""
+
+    function: str
+    names: tuple[str, str]
+    parameters: tuple[str, str]
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class WrittenFacts:
     """What the source of a loop shows, with that of the functions of its ``file`` that it may call.
 
@@ -203,6 +224,8 @@ class WrittenFacts:
     functions: int
     unread: tuple[UnreadValue, ...] = ()
     misplaced: tuple[MisplacedSum, ...] = ()
+    bests: tuple[BrokenBest, ...] = ()
+    exchanged: tuple[ExchangedArguments, ...] = ()
     evaluated_by: tuple[int, ...] = ()
     periods: tuple[int, ...] = ()
     unset: tuple[str, ...] = ()

@@ -1,4 +1,6 @@
-"""Laws of what the source shows: what is made is read, and sums are made where their terms are."""
+"""Laws of what the source shows: what is made is read, sums are made where their terms are, a best value is the best,
+and arguments are given in their order.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import finding, listed
 from trainwright.doctor.law import Holds, Verdict
-from trainwright.doctor.program.facts import MisplacedSum, UnreadValue, WrittenFacts
+from trainwright.doctor.program.facts import BrokenBest, ExchangedArguments, MisplacedSum, UnreadValue, WrittenFacts
 from trainwright.runlog.records import Where
 
 _UNREAD = {
@@ -29,6 +31,12 @@ _MISPLACED = {
     "the same": ("gets the same as another sum of its dictionary", "add what belongs to its key"),
     "multiplied": ("is multiplied by another sum of its loop, or by the number of its terms", "divide by the count"),
     "twice": ("gets the same twice in a row", "leave one of the two lines out"),
+}
+_BESTS = {
+    "never set": ("is infinite at the begin, and is never set to what beats it", "every value is taken for the best"),
+    "never beaten": ("is infinite at the begin, and is compared so that nothing can beat it", "nothing is ever kept"),
+    "set to another": ("is set to another value than the one that has beaten it", "it is compared with other values"),
+    "set in each round": ("is set in each round, whether it was beaten or not", "it is no more than the last value"),
 }
 
 
@@ -77,6 +85,56 @@ def sums_are_made_in_their_loop(case: Case) -> Iterator[Verdict]:
         stage="loop",
         where=Where(source=f"{facts.file}:{first.line}"),
         evidence=[("sums in the wrong place", _listed(facts.misplaced), [])],
+    )
+
+
+def bests_are_the_best(case: Case) -> Iterator[Verdict]:
+    """The best value so far begins where every value beats it, and is set to what has beaten it."""
+    facts = case.newest(WrittenFacts)
+    if facts is None:
+        return
+    if not facts.bests:
+        yield Holds(f"{facts.functions} functions of {facts.file}")
+        return
+    first: BrokenBest = facts.bests[0]
+    what, why = _BESTS[first.kind]
+    yield finding(
+        "law.program.bests_are_the_best",
+        "warning",
+        max(1, case.last_step),
+        symptom=f"{first.name} {what}",
+        cause=f"{why}: the line that sets it, or the condition in front of it, is gone or another",
+        remedy=f"if value < {first.name}: {first.name} = value, from float('inf') on; or > from -float('inf') on",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=f"{facts.file}:{first.line}"),
+        evidence=[
+            ("best values that are not kept so", [f"{each.name} (line {each.line})" for each in facts.bests], [])
+        ],
+    )
+
+
+def arguments_are_in_order(case: Case) -> Iterator[Verdict]:
+    """No two arguments of a call have the names of each other's parameters."""
+    facts = case.newest(WrittenFacts)
+    if facts is None:
+        return
+    if not facts.exchanged:
+        yield Holds(f"{facts.functions} functions of {facts.file}")
+        return
+    first: ExchangedArguments = facts.exchanged[0]
+    (one, two), (to, other) = first.names, first.parameters
+    yield finding(
+        "law.program.arguments_are_in_order",
+        "warning",
+        max(1, case.last_step),
+        symptom=f"{first.function} is given {one} as its {to} and {two} as its {other}",
+        cause="two arguments have changed places",
+        remedy=f"give {two} as {to} and {one} as {other}, or both by name",
+        sure=0.8,
+        stage="loop",
+        where=Where(source=f"{facts.file}:{first.line}"),
+        evidence=[("arguments, in their order", [one, two], [to, other])],
     )
 
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainwright.doctor.program.bests import broken_bests
 from trainwright.doctor.program.evaluated import evaluations, figures, periods, worked_with
+from trainwright.doctor.program.exchanged import exchanged_arguments
 from trainwright.doctor.program.facts import WrittenFacts
 from trainwright.doctor.program.sums import misplaced_sums
 from trainwright.doctor.program.syntax import ProgramSyntax
@@ -60,6 +62,8 @@ def _facts(watched: WatchedObjects) -> WrittenFacts | None:
         functions=len(program.functions),
         unread=tuple(unread_values(program)),
         misplaced=tuple(misplaced_sums(program)),
+        bests=tuple(broken_bests(program)),
+        exchanged=tuple(exchanged_arguments(program)),
         evaluated_by=tuple(each.lineno for each in evaluated),
         periods=tuple(periods(program, evaluated, numbers)),
         unset=_unset(figures(program, evaluated), watched),
