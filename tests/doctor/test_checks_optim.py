@@ -206,6 +206,8 @@ def test_a_leftover_window_is_longer_than_the_others() -> None:
     assert said(accumulation.leftover_window, *leaked) == ["accum.leftover_window"]
     across = [*usual, watched(5, *[BACKWARD] * 4, STEP), seen(5, split_windows=[[5, 2, 4]])]
     assert said(accumulation.leftover_window, *across) == []
+    by_tokens = [watched(n, *[BACKWARD] * (3 + n % 3), STEP) for n in range(1, 10)]
+    assert said(accumulation.leftover_window, *by_tokens, seen(8, split_windows=[[8, 1, 5]])) == []
 
 
 def test_a_wish_is_for_the_step_that_was_seen() -> None:

@@ -41,6 +41,13 @@ def test_targets_of_the_models_own_say_nothing_of_scales(loss: Loss) -> None:
         assert broken(case, law) == [], law
 
 
+def test_a_difference_that_the_loss_is_linear_in_is_no_distance() -> None:
+    """A divergence less a likelihood."""
+    little = torch.linspace(0, 1e-3, 16)
+    assert broken(case_of(lambda out: (little - 40 * out.sum(1)).mean()), "starts_at_chance") == []
+    assert broken(case_of(lambda out: (little - 40 * out.sum(1)).square().mean()), "starts_at_chance")
+
+
 def test_a_target_from_outside_beside_one_of_the_models_own() -> None:
     loss = lambda out: F.cross_entropy(50 * out, Y16) + F.mse_loss(out, 0.1 * out.detach().sign())  # noqa: E731
     assert broken(case_of(loss), "starts_at_chance")
@@ -138,7 +145,12 @@ def attacked(model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(model((near + 0.1 * slope.sign()).detach()), x[:, :1])
 
 
-@each_row("loss", [langevin, denoised, attacked], ids=lambda each: each.__name__)
+def of_a_part(model: nn.Module, x: Tensor) -> Tensor:
+    """A part of the model that is called alone makes the target."""
+    return (40 * model(x) - 1e-3 * model.get_submodule("0")(x)[:, :1]).square().mean()
+
+
+@each_row("loss", [langevin, denoised, attacked, of_a_part], ids=lambda each: each.__name__)
 def test_steps_along_a_gradient_by_the_input(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 1))

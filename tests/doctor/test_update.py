@@ -144,6 +144,18 @@ def clamp(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
         p.data.clamp_(-0.1, 0.1)
 
 
+def draw_first(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    """A part begins anew, and the moments stay."""
+    if step in (4, 6):
+        model[0].reset_parameters()
+
+
+def draw_all(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step == 9:
+        for number in (0, 3):
+            model[number].reset_parameters()
+
+
 def scale_last(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
     if step in (4, 6):
         with torch.no_grad():
@@ -155,6 +167,8 @@ def scale_last(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
     [
         (Earlier(6, 9), "warning", 8, None),
         (clamp, "info", 2, None),
+        (draw_first, "info", 6, "0"),
+        (draw_all, "warning", 11, None),
         (scale_last, "warning", 6, "3"),
     ],
 )

@@ -26,10 +26,14 @@ class Slot:
 
 @dataclass(slots=True, eq=False)  # not frozen: it would take three times as long to make, in every step
 class Constant:
-    """A tensor from outside of the program: an input, a target, a mask; with its version when it was recorded."""
+    """A tensor from outside of the program: an input, a target, a mask; with its version when it was recorded.
+
+    ``was_cut``: it had a graph that the program does not know, so a model has made it.
+    """
 
     tensor: Tensor
     version: int
+    was_cut: bool = False
 
     @property
     def is_unchanged(self) -> bool:

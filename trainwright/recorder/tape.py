@@ -141,7 +141,7 @@ class Tape(PausableMode):
             return self._constant(leaf)
         self.grafted |= leaf.grad_fn is not None
         copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
-        return Constant(copy, copy._version)
+        return Constant(copy, copy._version, leaf.grad_fn is not None)
 
     def _constant(self, leaf: Tensor) -> Constant:
         """Of a tensor that nothing was computed from a weight for: it is held, not copied."""

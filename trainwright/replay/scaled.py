@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from trainwright.recorder.program import mapped
@@ -16,6 +17,11 @@ OTHER_OUTPUTS = (*((factor, 0.0) for factor in FACTORS), (1.0, 1e3), (1.0, -1e3)
 softmax has no gradient left), less sure, of the opposite opinion. What one of them left out has a part in the loss
 with one of these.
 """
+
+
+def without_zeros(tensor: Tensor) -> Tensor:
+    """For ``Intervention.constants``: numbers that are all 0, such as weights that a schedule raises, are 1."""
+    return torch.ones_like(tensor) if tensor.is_floating_point() and not tensor.any() else tensor
 
 
 @contextmanager

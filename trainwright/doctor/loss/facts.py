@@ -10,11 +10,13 @@ from typing import ClassVar
 class ComparedFacts:
     """One call of a loss function. Its value, and what it would be of other predictions.
 
-    ``blank``: of outputs that are 0 (probabilities: all the same). ``constant``: of the best prediction that is the
+    ``blank``: of predictions that are 0 (probabilities: all the same), or of classes what those are that the loop makes
+    of outputs of 0 where that is more. ``constant``: of the best prediction that is the
     same for all ``targets``. ``bound`` is the function that bounds the prediction, and ``outside`` the share of targets
     that it cannot reach. ``smoothed``: where targets are smoothed, the lowest value there is, and that of equal shares.
     ``swapped``: the target has a graph and the prediction has none. ``itself``: both have the same values.
-    ``made``: the target is another with other weights, so it is none that data bring.
+    ``made``: the target is another with other weights, so it is none that data bring. ``of_distances``: the prediction
+    is made of sums of squares.
     """
 
     op: str
@@ -31,6 +33,7 @@ class ComparedFacts:
     bounded: tuple[float, float] = (0.0, 0.0)
     mass: float = -1.0
     made: bool = False
+    of_distances: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
     first = next((facts for step, facts in case.every(ComparisonsFacts) if step == 1), None)
     if first is None:
         return
-    calls = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value) and not each.made]
+    known = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value)]
+    calls = [each for each in known if not each.made and not each.of_distances]
     if not calls:
-        yield NotApplicable(
-            "the model makes its own targets" if first.calls else "no loss function that compares with targets"
-        )
+        own = "the model makes its own targets, or scores are distances"
+        yield NotApplicable(own if known else "no loss function that compares with targets")
         return
     bad = [each for each in calls if _is_far_above(each)]
     if not bad:

@@ -11,6 +11,8 @@ from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
+LATE = 0.75
+"""Of a run: what a schedule is to raise has been raised."""
 WHOLE, NOTHING, TRIES, LONG = 16, 1e-5, 4, 128
 """Steps after which a penalty that begins at 0 has left it; between the gradients of two terms: with less, a hundred
 thousand steps go as far as one should; looks at terms, of which some may not be possible; steps after which a
@@ -31,7 +33,8 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         for n, term in enumerate(terms)
         if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
     ]
-    idle = [term["name"] for term in never if not term.get("chosen")]
+    switched = [term["name"] for term in never if term.get("switched")]
+    idle = [term["name"] for term in never if not term.get("chosen") and (not term.get("switched") or case.finished)]
     weak = None if never else _without_effect([e.values["terms"] for e in every])
     if weak is not None and every[-1].step < WHOLE:
         if case.last_step >= WHOLE and len(case.outcomes("terms")) < TRIES:
@@ -39,6 +42,12 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         return
     if weak is not None:
         yield _weak(every[-1], weak)
+        return
+    if switched and not case.finished:
+        yield NotApplicable(f"{switched[0]} is multiplied by zeros, which a schedule may raise")
+        return
+    if switched and every[-1].step < LATE * case.last_step and len(every) <= TRIES:
+        yield ExperimentRequest("terms")
         return
     if never and not idle:
         yield from _left_out(case, every[-1], never[0]["name"])

@@ -10,6 +10,7 @@ from itertools import pairwise
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew
 from trainwright.doctor.update.facts import Differing, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
 from trainwright.doctor.update.names.rates import last_quarter
 from trainwright.runlog.records import Where
@@ -50,7 +51,7 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     looks = [(step, facts) for step, facts in _looks(case) if step > 1]  # before the first anything may be loaded
     heard = case.newest(WritesFacts)
     restarts = set(heard.restarts if heard else ())
-    seen = {step: facts for step, facts in looks if facts.is_compared and facts.written and step not in restarts}
+    seen = {step: facts for step, facts in looks if facts.written and step not in restarts}
     steps = sorted({*seen, *(heard.steps if heard else ())} - restarts)
     if not steps and restarts:
         yield _restarted(sorted(restarts))
@@ -68,6 +69,10 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         return
     shrunk = [step for step, facts in seen.items() if common_factor(facts.written) and step > SHRUNK_SINCE]
     yield from [ExperimentRequest(ShrunkFacts.experiment, step) for step in shrunk[:LOOKS_SHRUNK]]
+    begin = next((facts.begin for _, facts in _looks(case)), {})
+    if seen and all(is_drawn_anew(facts, begin) for facts in seen.values()):
+        yield drawn_anew(max(seen), [each.name for each in seen[max(seen)].written], steps)
+        return
     newest = max((step for step in seen), default=steps[-1])
     names = [each.name for each in seen[newest].written] if seen else []
     effects = {step: facts.loss - facts.replayed_loss for step, facts in looks if step in steps}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 
@@ -23,6 +23,15 @@ class Differing:
         if not self.replayed_norm > 0.0 or self.live_norm != self.live_norm:
             return None
         return self.live_norm / self.replayed_norm
+
+
+@dataclass(frozen=True)
+class FirstSums:
+    """Of a tensor as the first update that is looked at found it."""
+
+    norm: float
+    sum: float
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class UpdateFacts:
 
     ``is_compared``: the step has live sums. ``has_same_loss``: nothing that the loss depends on was another in the
     replay; where weights were, ``loss`` and ``replayed_loss`` tell what they have changed. ``is_grafted``: a part of
-    the loss is made of what a model computes and does not return; the replay does not have its graph.
+    the loss is made of what a model computes and does not return; the replay does not have its graph. ``begin``: the
+    sums of the weights, at the first step alone.
     """
 
     experiment: ClassVar[str] = "update_made"
@@ -68,6 +78,7 @@ class UpdateFacts:
     optimizers: tuple[str, ...]
     maximises: bool
     is_grafted: bool = False
+    begin: dict[str, FirstSums] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

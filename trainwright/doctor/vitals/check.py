@@ -66,6 +66,7 @@ def _parts_that_stand(case: Case, facts: VitalsFacts) -> Iterator[Verdict]:
     still = [effects[name] for name in facts.still if name in effects]
     needed = [each for each in still if each.effect]
     unused = [each.name for each in still if not each.effect]
+    cancels = all(each.cancels for each in still if not each.effect)
     if needed:
         names = [each.name for each in needed]
         yield finding(
@@ -92,11 +93,13 @@ def _parts_that_stand(case: Case, facts: VitalsFacts) -> Iterator[Verdict]:
     elif unused:
         yield finding(
             "law.vitals.weights_move",
-            "warning" if facts.updates >= LATE or len(unused) == facts.tensors else "info",
+            "warning" if (facts.updates >= LATE and not cancels) or len(unused) == facts.tensors else "info",
             facts.steps,
             symptom=f"{listed(unused)} learned nothing in {facts.updates} updates: the loss does not depend on "
             + ("it" if len(unused) == 1 else "them"),
-            cause="the forward pass does not use it, or what it gives is dropped or multiplied by 0",
+            cause="the loss is made of differences, in which a bias cancels out"
+            if cancels
+            else "the forward pass does not use it, or what it gives is dropped or multiplied by 0",
             remedy="use it in forward(), or leave it out of the model",
             sure=0.6,
             stage="forward",

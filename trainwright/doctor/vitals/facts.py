@@ -86,12 +86,14 @@ class SteadyFacts:
 @dataclass(frozen=True, kw_only=True)
 class StillTensor:
     """A trainable tensor that got no gradient but 0 in a step. ``effect``: how far the loss changes where it changes,
-    relative to the loss; 0: the loss does not depend on it. ``reached``: it got a gradient, of 0.
+    relative to the loss; 0: the loss does not depend on it. ``reached``: it got a gradient, of 0. ``cancels``: so did a
+    bias beside a weight that learns; the loss is made of differences of what both give.
     """
 
     name: str
     effect: float
     reached: bool
+    cancels: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

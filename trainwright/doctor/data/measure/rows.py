@@ -52,7 +52,7 @@ class InputRows(Probe):
         self._far: list[float] = []
         self._partly = 0
         self._is_continuous: bool | None = None
-        self._waiting: list[tuple[int, list[list[Tensor]]]] = []
+        self._waiting: list[tuple[int, list[list[Tensor]], bool]] = []  # whether all passes are of the same models
         self._one_of = 0
         self._loaders: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._source = 0
@@ -82,10 +82,12 @@ class InputRows(Probe):
         self._end_gap()
         if (step.step > EVERY_STEP and step.step % PERIOD >= WINDOW) or not step.calls:
             return
-        groups = [[each for call in calls for each in _digests_of(call)] for calls in _by_backward(step)]
+        passes = [*_by_backward(step)]
+        groups = [[each for call in calls for each in _digests_of(call)] for calls in passes]
         if any(groups):
             self._note_source(step.calls[0])
-            self._waiting.append((step.step, groups))
+            of_one = all({c.root for c in calls} == {c.root for c in passes[0]} for calls in passes)
+            self._waiting.append((step.step, groups, of_one))
         is_end = step.step % OFTEN == 0 if step.step <= EVERY_STEP else step.step % PERIOD == WINDOW - 1
         if is_end and self._longest < SAME - 1 and not any(each.is_cuda for group in groups for each in group):
             self._take_waiting()
@@ -102,10 +104,11 @@ class InputRows(Probe):
                 self._whole = max(self._whole, len(base))
 
     def _take_waiting(self) -> None:
-        for step, groups in self._waiting:
+        for step, groups, of_one in self._waiting:
             rows = [[row for digests in group for row in self._read(digests)] for group in groups]
             self._add(step, [row for group in rows for row in group])
-            self._note_micro([sorted(group) for group in rows])
+            if of_one:
+                self._note_micro([sorted(group) for group in rows])
         self._waiting = []
 
     def _read(self, digests: Tensor) -> list[int]:

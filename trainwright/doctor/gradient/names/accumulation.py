@@ -132,11 +132,16 @@ def grads_discarded(case: Case) -> Iterator[Finding]:
 def leftover_window(case: Case) -> Iterator[Finding]:
     """A window that was incomplete at the end of an epoch stayed open, and a whole window was added to it.
 
-    A window that runs across epochs on purpose has the usual length in all.
+    A window that runs across epochs on purpose has the usual length in all. Where windows are as long as their
+    contents make them (a number of tokens), there is no usual length.
     """
     counts = {record.step: len(kinds(record, "backward")) for record in case.watched}
     usual, times = Counter(counts.values()).most_common(1)[0] if counts else (1, 0)
-    for step, before, total in case.facts("contract").get("split_windows") or ():
+    split = case.facts("contract").get("split_windows") or ()
+    within = [count for step, count in counts.items() if step not in {step for step, _, _ in split}]
+    if len(within) - within.count(usual) > max(1, len(split)):
+        return
+    for step, before, total in split:
         if usual < 2 or times < 3 or total != usual + before or before >= usual:
             continue
         record = of_step(case, step)

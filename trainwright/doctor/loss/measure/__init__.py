@@ -28,10 +28,10 @@ from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
-from trainwright.doctor.loss.measure.made import other_weights, others_among
+from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
+from trainwright.doctor.loss.measure.made import other_outputs, other_weights, others_among
 from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.reductions import summed_among_means
-from trainwright.doctor.loss.measure.scored import ScoredDifferences
 from trainwright.doctor.loss.measure.scores import SAMPLES, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
@@ -40,6 +40,7 @@ from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import change_leaves, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult, Upto
+from trainwright.replay.scaled import scaled_outputs
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -78,7 +79,11 @@ def comparisons(session: ReplaySession) -> Facts:
     recorded = session.recorded_step
     calls = _calls(session, recorded)
     made = _made(session, recorded, [call for call, _ in calls])
-    found = [replace(_looked_at(*call), made=n in made) for n, call in enumerate(calls)]
+    blank = _of_blank_outputs(session, recorded, [call for call, _ in calls])
+    found = [
+        replace(facts, made=n in made, blank=max(facts.blank, blank[n]))
+        for n, facts in enumerate(_looked_at(call, module) for call, module in calls)
+    ]
     return dict(strict(vars(ComparisonsFacts(tuple(found), summed_among_means(recorded), added_to_targets(recorded)))))
 
 
@@ -86,8 +91,21 @@ def _made(session: ReplaySession, recorded: RecordedStep, calls: list[ComparedLo
     """The numbers of the calls whose targets are others with other weights."""
     if not calls:
         return set()
-    again = _calls(session, recorded, weights=partial(other_weights, session))
+    again = _calls(session, recorded, weights=partial(other_weights, session), constants=other_outputs(recorded))
     return others_among([call.target.detach() for call in calls], [call.target.detach() for call, _ in again])
+
+
+def _of_blank_outputs(session: ReplaySession, recorded: RecordedStep, calls: list[ComparedLoss]) -> list[float]:
+    """What the losses over classes are where the models say 0: a margin is a part of the scores that the loop makes of
+    outputs. 0 for other losses, and where that cannot be computed.
+    """
+    if not any(call.name in CLASSES for call in calls):
+        return [0.0] * len(calls)
+    again = _calls(session, recorded, weights=partial(scaled_outputs, session, 0.0))
+    if [call.name for call, _ in again] != [call.name for call in calls]:
+        return [0.0] * len(calls)
+    values = [call.value(call.x.detach(), call.target.detach()) for call, _ in again]
+    return [value if call.name in CLASSES and math.isfinite(value) else 0.0 for value, call in zip(values, calls)]
 
 
 def _calls(
@@ -98,13 +116,14 @@ def _calls(
     upto: Upto = "forward",
     hear: Callable[[ComparedLoss, Tensor], object] | None = None,
     weights: Weights = nullcontext,
+    constants: Callable[[Tensor], Tensor] | None = None,
 ) -> list[tuple[ComparedLoss, str | None]]:
     """The calls in a step, each with the module that makes it. ``names`` gets those of all functions.
 
-    ``hear`` gets the gradient of the prediction of each call. ``weights`` is a context around the step. A difference
-    that becomes a score is none of a prediction and its target, and is left out.
+    ``hear`` gets the gradient of the prediction of each call. ``weights`` is a context around the step, ``constants``
+    changes what comes from outside. A difference that is no distance is left out.
     """
-    modules, scores = ModuleStack(session.modules), ScoredDifferences()
+    modules, differences, squares = ModuleStack(session.modules), FollowedDifferences(), SummedSquares()
     found: list[tuple[ComparedLoss, str | None]] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -113,16 +132,19 @@ def _calls(
         if len(found) < MAX_CALLS:
             call = compared(function, args, kwargs, outside=modules.innermost is None)
             if call is not None and call.x.numel() <= MAX_ELEMENTS:
+                call = replace(call, of_distances=squares.is_one(call.x))
                 if hear is not None and call.x.requires_grad:
                     call.x.register_hook(partial(hear, call))  # type: ignore[no-untyped-call]
                 found.append((call, modules.innermost))
-                return scores.begin(call, scores.followed(function, args, kwargs))
-        return scores.followed(function, args, kwargs)
+                return differences.begin(call, differences.followed(function, args, kwargs))
+        result = differences.followed(function, args, kwargs)
+        squares.follow(function, args, kwargs, result)
+        return result
 
     with session.live():
-        change = Intervention(ops=collect, model=_both(modules, weights), mode=mode)
+        change = Intervention(ops=collect, model=_both(modules, weights), constants=constants, mode=mode)
         session.replayer.run(recorded, change, upto=upto)
-    return [(call, module) for call, module in found if id(call) not in scores.found]
+    return [(call, module) for call, module in found if differences.is_distance(call)]
 
 
 def _calls_of_what_counts(session: ReplaySession, recorded: RecordedStep) -> list[tuple[ComparedLoss, str | None]]:
@@ -153,6 +175,7 @@ def _looked_at(call: ComparedLoss, module: str | None) -> ComparedFacts:
         outside=outside,
         bounded=_bounded(call),
         mass=call.mass() if call.name == "nll_loss" else -1.0,
+        of_distances=call.of_distances,
         swapped=call.name in ORDERED and call.target.requires_grad and not call.x.requires_grad,
         itself=x.shape == target.shape and x.numel() > 1 and torch.equal(x.double(), target.double()),
     )
@@ -289,7 +312,7 @@ def _made_differences(session: ReplaySession) -> set[int]:
     the model says, as a sampler's gradient or the value of a surrogate is.
     """
 
-    def targets(weights: Weights) -> list[tuple[str, Tensor]]:
+    def targets(weights: Weights, constants: Callable[[Tensor], Tensor] | None = None) -> list[tuple[str, Tensor]]:
         modules, found = ModuleStack(session.modules), list[tuple[str, Tensor]]()
 
         def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -297,13 +320,13 @@ def _made_differences(session: ReplaySession) -> set[int]:
                 found.append((call.name, call.target.detach().clone()))
             return function(*args, **kwargs)
 
-        session.run(Intervention(ops=collect, model=_both(modules, weights)), upto="forward")
+        session.run(Intervention(ops=collect, model=_both(modules, weights), constants=constants), upto="forward")
         return found
 
     first = targets(nullcontext)
     if RESIDUALS.isdisjoint(name for name, _ in first):
         return set()
-    again = targets(partial(other_weights, session))
+    again = targets(partial(other_weights, session), other_outputs(session.recorded_step))
     made = others_among([target for _, target in first], [target for _, target in again])
     return {n for n in made if first[n][0] in RESIDUALS}
 

@@ -25,13 +25,17 @@ SURE = 30.0
 
 @dataclass(frozen=True)
 class ComparedLoss:
-    """One call: the function, its prediction ``x`` and its ``target``, and its other arguments."""
+    """One call: the function, its prediction ``x`` and its ``target``, and its other arguments.
+
+    ``of_distances``: the prediction is made of sums of squares.
+    """
 
     name: str
     function: TorchFunction
     x: Tensor
     target: Tensor
     rest: Kwargs
+    of_distances: bool = False
 
     def value(self, x: Tensor, target: Tensor) -> float:
         """The mean of what the function returns for these."""

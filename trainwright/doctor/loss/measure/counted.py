@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from trainwright.doctor.loss.facts import CountedFacts
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention, NotReplayable
-from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs
+from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs, without_zeros
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -30,14 +30,23 @@ def rows_that_count(session: ReplaySession) -> Facts:
     never = idle
     for factor, more in OTHER_OUTPUTS:
         never = never & _without_gradient(session, size, factor, more) if never else never
+    never = never & _without_gradient(session, size, constants=without_zeros) if never else never
     are_samples = any(ids is not None and len(ids) == size for ids in session.ids)
     total = float(session.inputs[0].double().sum())
     facts = CountedFacts(size, tuple(sorted(idle)), are_samples, total, tuple(sorted(idle - never)))
     return dict(strict(vars(facts)))
 
 
-def _without_gradient(session: ReplaySession, size: int, factor: float = 1.0, more: float = 0.0) -> set[int]:
-    """The rows of the outputs to which the loss has a gradient of 0, where these are other outputs."""
+def _without_gradient(
+    session: ReplaySession,
+    size: int,
+    factor: float = 1.0,
+    more: float = 0.0,
+    constants: Callable[[Tensor], Tensor] | None = None,
+) -> set[int]:
+    """The rows of the outputs to which the loss has a gradient of 0, where these, or what comes from outside, are
+    others.
+    """
     counts = torch.zeros(size, dtype=torch.bool)
     heard: list[bool] = []
 
@@ -60,7 +69,7 @@ def _without_gradient(session: ReplaySession, size: int, factor: float = 1.0, mo
             for handle in handles:
                 handle.remove()
 
-    result = session.run(Intervention(model=listening))
+    result = session.run(Intervention(model=listening, constants=constants))
     if result.error is not None:
         raise result.error
     if not heard:

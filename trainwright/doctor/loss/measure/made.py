@@ -1,13 +1,15 @@
-"""Which targets of comparisons a model makes itself: those that become others with other weights."""
+"""Which targets of comparisons a model makes itself: those that become others with other weights, and with others in
+place of what a model has made on a way that the program of the step does not know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.replay.session import ReplaySession
 
 SIZE = 1.0
@@ -24,6 +26,17 @@ def other_weights(session: ReplaySession) -> Iterator[None]:
             size = float(p.detach().double().square().mean().sqrt()) or 1.0
             p.data.add_((SIZE * size * torch.randn(p.shape, generator=generator)).to(p))
     yield
+
+
+def other_outputs(recorded: RecordedStep) -> Callable[[Tensor], Tensor]:
+    """For ``Intervention.constants``: what had a graph that the program does not know has other values."""
+    operations = [each for each in recorded.program if isinstance(each, Operation)]
+    cut = {id(c.tensor) for each in operations for c in constants_of((each.args, each.kwargs)) if c.was_cut}
+
+    def other(tensor: Tensor) -> Tensor:
+        return tensor + SIZE * tensor.std(correction=0) + SIZE if id(tensor) in cut else tensor
+
+    return other
 
 
 def others_among(targets: list[Tensor], now: list[Tensor]) -> set[int]:

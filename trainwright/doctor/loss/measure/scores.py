@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -17,7 +18,7 @@ from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, clas
 from trainwright.replay.experiments import experiment
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
-from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs
+from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs, without_zeros
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
 from trainwright.runlog.json_values import Facts
@@ -110,6 +111,8 @@ class _Losses(StepInspector):
         if len(pair) < 2 or pair[0].dim() == pair[1].dim() or (self.stack and not named):
             return
         low, high = sorted(pair, key=lambda each: each.dim())
+        if low.dim() > 1 and high._base is not None and high._base.dim() < high.dim():
+            return  # rows of several columns, to which a view of the data has added a dimension: pairs on purpose
         if not low.dim() or low.shape[0] != high.shape[0] or low.shape[0] < 2:
             return
         count = math.prod(torch.broadcast_shapes(low.shape, high.shape))  # type: ignore[no-untyped-call]
@@ -295,7 +298,8 @@ def terms(session: ReplaySession) -> Facts:
     """The terms that the loss is the sum of: the weight of each, and the norm of its gradient with that weight.
 
     ``shared`` is the norm over the parameters that every term reaches. ``chosen``: a term has no gradient, and would
-    have one with larger, smaller or opposite outputs, which a threshold of them then lets in. ``grafted``: a part of
+    have one with larger, smaller or opposite outputs, which a threshold of them then lets in. ``switched``: it would
+    have one if a tensor from outside were not all zeros, such as weights that a schedule raises. ``grafted``: a part of
     the loss is made of what a model computes and does not return, whose graph a replay does not have. Runs in float32,
     so that a term that is small without the loss scale does not vanish.
     """
@@ -312,22 +316,33 @@ def terms(session: ReplaySession) -> Facts:
             and any(_has_any(_gradients(session, term, other)) for other in OTHER_OUTPUTS)
             for term, each in zip(parts, grads)
         ]
+        switched = [
+            not _norm(each, set(each))
+            and not is_chosen
+            and _has_any(_gradients(session, term, constants=without_zeros))
+            for term, each, is_chosen in zip(parts, grads, chosen)
+        ]
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
     facts = []
-    for term, each, is_chosen in zip(parts, grads, chosen):
+    for term, each, is_chosen, is_switched in zip(parts, grads, chosen, switched):
         facts.append({
             "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
-            "chosen": is_chosen,
+            "chosen": is_chosen, "switched": is_switched,
         })  # fmt: skip
     return {"terms": facts, "shared": len(common), "grafted": bool(session.recorded_step.values.get("grafted"))}
 
 
-def _gradients(session: ReplaySession, term: Term, other: tuple[float, float] = (1.0, 0.0)) -> Grads:
-    """Of one term alone, with other outputs."""
+def _gradients(
+    session: ReplaySession,
+    term: Term,
+    other: tuple[float, float] = (1.0, 0.0),
+    constants: Callable[[Tensor], Tensor] | None = None,
+) -> Grads:
+    """Of one term alone, with other outputs, and with others in place of what comes from outside."""
     model = partial(scaled_outputs, session, *other)
-    change = Intervention(dtype="fp32", model=model)
+    change = Intervention(dtype="fp32", model=model, constants=constants)
     result = session.replayer.run(alone(session.recorded_step, term), change, upto="backward")
     for parameter in session.replayer.subject.parameters:
         parameter.grad = None

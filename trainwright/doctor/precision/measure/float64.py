@@ -62,8 +62,9 @@ def in_float64(session: ReplaySession) -> Facts:
 
 
 def _first(session: ReplaySession) -> range | None:
-    """The first micro-batches, where there are more than are compared."""
-    return range(MICRO_BATCHES) if len(session.recorded_step.losses) > MICRO_BATCHES else None
+    """The first micro-batches, where there are more than are compared; several updates have gradients of their own."""
+    recorded = session.recorded_step
+    return range(MICRO_BATCHES) if len(recorded.losses) > MICRO_BATCHES and len(recorded.updates) < 2 else None
 
 
 def _run(session: ReplaySession, intervention: Intervention) -> ReplayResult:

@@ -156,8 +156,8 @@ class ObjectsProbe(Probe):
         return StrayScheduler(schedule.kind, schedule.calls, schedule.since, shares)
 
     def _copy(self, copy: _Copy) -> EvaluatedCopy:
-        """One that is called in most steps is a teacher, whose weights may stand."""
-        is_rare = len(copy.steps) <= max(2, self._steps // 2)
+        """One that is called in most steps, as long as it is used, is a teacher, whose weights may stand."""
+        is_rare = len(copy.steps) <= (copy.steps[-1] - copy.steps[0] + 1) // 2
         return EvaluatedCopy(
             kind=type(copy.module).__name__,
             evaluations=len(copy.steps) if is_rare else 0,

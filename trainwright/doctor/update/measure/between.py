@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainwright.doctor.update.facts import WritesFacts
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.live_sums import sums_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -36,7 +37,8 @@ class WritesProbe(Probe):
         small = sorted((p for p in owned.values() if 1 < p.numel() <= MOST_ELEMENTS), key=Tensor.numel)
         device = small[0].device if small else None
         self._weights = [p for p in small if p.device == device and type(p) is nn.Parameter][:SAMPLED]
-        self._optimizers = watched.subject.optimizers
+        self._optimizers, self._all = watched.subject.optimizers, watched.subject.parameters
+        self._found: Tensor | None = None  # of all weights, where somebody else has written to them
         self._first = self._weights[0].detach().flatten().clone() if self._weights else None
         self._state: list[tuple[int, int]] = []
         self._after: list[float] | Tensor | None = None
@@ -72,10 +74,14 @@ class WritesProbe(Probe):
         self._written = [*self._written[-31:], self._step + 1]
         if self._begins_again(before):
             self._restarts = [*self._restarts[-31:], self._step + 1]
-        self.urgent = self.urgent or len(self._written) <= URGENT
+        if len(self._written) <= URGENT:
+            self.urgent, self._found = True, sums_of(self._all)
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
+        if self._found is not None and step.updates and step.updates[0].weights is None:
+            step.updates[0].weights = self._found  # a replay tells which they were
+        self._found = None
         if self._weights:
             self._after, self._state = self._now(), self._of_state()
 

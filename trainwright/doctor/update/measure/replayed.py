@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.doctor.update.facts import Differing, RuleFacts, UpdateFacts
+from trainwright.doctor.update.facts import Differing, FirstSums, RuleFacts, UpdateFacts
 from trainwright.doctor.update.measure.again import tolerance_of
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.live_sums import sums_of
@@ -30,8 +30,8 @@ BY_ELEMENT = frozenset(
     ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 )
 """Optimizers of torch whose update of an element depends on nothing but its own gradient and state."""
-MOST_NAMES = 16
-"""Tensors that are named in the facts."""
+MOST_NAMES, MOST_BEGINS = 16, 512
+"""Tensors that are named in the facts, and of which the first sums are."""
 ROUNDINGS = 16
 """Operations of an update that round, one after the other: Adam with weight decay has 12."""
 
@@ -202,7 +202,8 @@ def update_made(session: ReplaySession) -> Facts:
     pairs = list(zip(steps, updates.made)) if len(steps) == len(updates.made) else []
     compared = [(step, made) for step, made in pairs if step.left is not None]
     owned = [_owned(session, made) for _, made in compared]
-    of_weights = [(step.weights, made.weights) for step, made in compared]
+    found = [(step, made) for step, made in pairs if step.weights is not None]
+    of_weights = [(step.weights, made.weights) for step, made in found]
     of_gradients = [(step.gradients, made.gradients) for step, made in compared]
     of_left = [(step.left, made.left) for step, made in compared]
     losses = [float(each) for each in session.recorded_step.losses]
@@ -211,7 +212,7 @@ def update_made(session: ReplaySession) -> Facts:
         is_compared=bool(compared),
         edited="edited" in session.recorded_step.values,
         tensors=max((made.rule.tensors for _, made in pairs if made.rule), default=len(session.replayer.names)),
-        written=_differing(session, of_weights, owned),
+        written=_differing(session, of_weights, [_owned(session, made) for _, made in found]),
         regraded=_differing(session, of_gradients, owned),
         left=_differing(session, of_left, owned),
         has_same_loss=math.isclose(loss, result.loss, rel_tol=tolerance_of(session)),
@@ -222,6 +223,7 @@ def update_made(session: ReplaySession) -> Facts:
         optimizers=tuple(type(session.optimizers[made.optimizer]).__name__ for made in updates.made),
         maximises=any(bool(group.get("maximize")) for o in session.optimizers for group in o.param_groups),
         is_grafted=bool(session.recorded_step.values.get("grafted")),
+        begin=_begin(session, steps),
     )
     values: Facts = strict(vars(facts))
     return values
@@ -236,6 +238,15 @@ def written_before(session: ReplaySession) -> tuple[Differing, ...]:
         found = sums_of(session.replayer.subject.parameters)
     numbers = [n for n, p in enumerate(session.replayer.subject.parameters) if p.requires_grad]
     return _differing(session, [(step.weights, found)], [numbers], most=len(numbers))
+
+
+def _begin(session: ReplaySession, steps: Sequence[OptimizerStep]) -> dict[str, FirstSums]:
+    """The sums of the first weights; nothing at later steps."""
+    if len(session.recorded_steps) > 1 or not steps or steps[0].weights is None:
+        return {}
+    rows: list[tuple[float, float]] = steps[0].weights.tolist()
+    sums = [FirstSums(*row, p.numel()) for row, p in zip(rows, session.replayer.subject.parameters)]
+    return dict(list(zip(session.replayer.names, sums))[:MOST_BEGINS])
 
 
 def _owned(session: ReplaySession, made: _Made) -> list[int]:

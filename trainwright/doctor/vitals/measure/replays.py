@@ -45,7 +45,13 @@ def stillness(session: ReplaySession) -> Facts:
     else:
         effects = {name: _effect(session, [name], loss) for name in still[:MOST_TENSORS]}
     reached = {name for name in still if grads.get(name) is not None}
-    rows = [StillTensor(name=name, effect=effects[name], reached=name in reached) for name in effects]
+    cancels = {
+        name for name in reached if name.endswith("bias") and _has_any(grads.get(name.removesuffix("bias") + "weight"))
+    }
+    rows = [
+        StillTensor(name=name, effect=effects[name], reached=name in reached, cancels=name in cancels)
+        for name in effects
+    ]
     return dict(strict(vars(StillnessFacts(tensors=tuple(rows)))))
 
 

@@ -1,0 +1,96 @@
+"""What becomes of a difference, and what scores are made of: by the functions that are called on the way."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainwright.doctor.loss.measure.comparing import BINARY, CLASSES, RESIDUALS, ComparedLoss
+from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.functions import function_name
+
+OF_SCORES = CLASSES | BINARY | {"softmax", "log_softmax", "logsumexp", "sigmoid", "logsigmoid", "argmax", "multinomial"}
+SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub", "neg", "negative", "mean", "sum", "stack", "cat"})
+PRODUCTS = frozenset({"mul", "rmul", "imul", "multiply", "div", "divide", "truediv", "itruediv"})
+VIEWS = frozenset(
+    {"float", "double", "to", "type", "squeeze", "unsqueeze", "view", "reshape", "flatten", "getitem", "contiguous"}
+)
+SQUARES = frozenset({"square", "pow", "abs", "absolute"})
+DISTANCES = frozenset({"cdist"})
+
+
+class FollowedDifferences:
+    """Follows differences through the functions that are called on them, up to the loss.
+
+    A logit less a constant becomes a score. A difference of which the loss is a linear function, as of a divergence
+    less a likelihood, has no least value: there is nothing that the one should be equal to.
+    """
+
+    def __init__(self) -> None:
+        self._scored: set[int] = set()
+        self._bent: set[int] = set()
+        self._made_of: dict[int, tuple[Tensor, set[int]]] = {}
+
+    def is_distance(self, call: ComparedLoss) -> bool:
+        """Whether a call compares a prediction with its target; of differences, once all functions were called."""
+        return call.name not in RESIDUALS or (id(call) in self._bent and id(call) not in self._scored)
+
+    def begin(self, call: ComparedLoss, result: object) -> object:
+        """Follows the result of a call from here on where it is a difference."""
+        if call.name in RESIDUALS and isinstance(result, Tensor):
+            self._made_of[id(result)] = (result, {id(call)})
+        return result
+
+    def followed(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        """Calls a function."""
+        result = function(*args, **kwargs)
+        if not self._made_of:
+            return result
+        given = [self._made_of[id(each)][1] for each in tensors_of((args, kwargs)) if id(each) in self._made_of]
+        calls = set[int]().union(*given)
+        if not calls:
+            return result
+        if function_name(function) in OF_SCORES:
+            self._scored |= calls
+            return result
+        made = tensors_of(result)
+        if any(each.requires_grad for each in made) and not _is_linear(function_name(function).strip("_"), len(given)):
+            self._bent |= calls
+        self._made_of |= {id(each): (each, calls) for each in made}
+        return result
+
+
+class SummedSquares:
+    """Follows sums of squares of what learns, as long as nothing but a linear function is taken of them.
+
+    Scores that are distances have the size of the number of features, and not that of an output.
+    """
+
+    def __init__(self) -> None:
+        self._squares: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+
+    def is_one(self, x: Tensor) -> bool:
+        """Whether this is one, or a linear function of some."""
+        return id(x) in self._sums
+
+    def follow(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        """After each call of a function."""
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        name = function_name(function).strip("_")
+        given = tensors_of((args, kwargs))
+        squares, sums = (any(id(each) in of for each in given) for of in (self._squares, self._sums))
+        learning = sum(each.requires_grad for each in given)
+        if name in SQUARES:
+            self._squares[id(result)] = result
+        elif name in DISTANCES or (name == "sum" and squares):
+            self._sums[id(result)] = result
+        elif _is_linear(name, learning) and (squares or sums):
+            of = self._sums if sums else self._squares
+            of[id(result)] = result
+
+
+def _is_linear(name: str, given: int) -> bool:
+    """Whether a function is linear in what was made of differences. ``given``: how many such arguments it has."""
+    return name in SUMS | VIEWS or (name in PRODUCTS and given == 1)
