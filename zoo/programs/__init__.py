@@ -32,6 +32,7 @@ from zoo.programs import nested as n
 from zoo.programs import renewal as z
 from zoo.programs import rounds as o
 from zoo.programs import stages as g
+from zoo.programs import subsets, update_rules
 from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
 from zoo.programs import unlabelled as j
@@ -241,21 +242,33 @@ TABLE: dict[Technique, str] = {
     i.proximal: "table regress",
     i.linearised: "table regress",
     i.smoothed_adversary: "image",
+    subsets.overlap: "image",
+    subsets.neural_process: "regress",
+    subsets.hard_examples: "table",
+    subsets.batch_ensemble: "table",
+    subsets.movement_pruning: "table",
+    subsets.clustered: "image",
+    update_rules.eligible_spikes: "series",
+    update_rules.damped_gauss_newton: "regress",
+    update_rules.quadratic_program: "regress",
+    update_rules.entropy_regularised_agent: "table",
+    update_rules.polyak_step: "image",
+    update_rules.mirrored_bits: "image",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
-    k.overlap: "image",
-    k.neural_process: "regress",
-    k.hard_examples: "table",
-    k.batch_ensemble: "table",
-    k.movement_pruning: "table",
-    k.clustered: "image",
-    r.eligible_spikes: "series",
-    r.damped_gauss_newton: "regress",
-    r.quadratic_program: "regress",
-    r.entropy_regularised_agent: "table",
-    r.polyak_step: "image",
-    r.mirrored_bits: "image",
+    k.packed_documents: "text",
+    k.prompt_tuned: "text",
+    k.mixed_softmaxes: "text",
+    k.two_dropouts: "series",
+    k.proxies: "image",
+    k.sparse_rows: "regress",
+    r.finite_steps: "regress",
+    r.layer_after_layer: "image",
+    r.ranked: "regress",
+    r.ranked_lists: "regress",
+    r.labelled_contrast: "image",
+    r.not_forgotten: "table",
 }
 
 
