@@ -22,6 +22,9 @@ MUCH, PER_WAY = 0.02, 0.01
 BEYOND = 0.25
 """Of what the last way took off the loss: where three times as far takes off as much again, the lowest point of a
 parabola lies beyond twice the way."""
+FAR = 4 / 3
+"""Times what the last way took off: where three times as far takes off so much more, the lowest point of a parabola
+lies beyond five times the way. A short healthy run that still falls comes to 1."""
 STEADY = 0.5
 """Of the highest rate: below it the rate is in its warm-up or at its end."""
 DOWN, EARLY = 0.1, 0.4
@@ -61,7 +64,7 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
         "law.vitals.way_is_used",
-        "warning" if last.until >= LONG or (case.finished and _is_no_trial(case, last)) else "info",
+        "warning" if _is_far(last) and (last.until >= LONG or (case.finished and _is_no_trial(case, last))) else "info",
         case.last_step,
         symptom=f"steps {last.since} to {last.until} took the loss of their batches from {last.before:.4g} to "
         f"{last.now:.4g}; three times as far in the same direction it is {last.beyond:.4g}",
@@ -177,6 +180,10 @@ def _why_not_paced(case: Case, facts: HigherRatesFacts) -> str | None:
 def _is_straight(facts: ReachFacts) -> bool:
     forgone = facts.now - facts.beyond
     return facts.surely and facts.before > facts.now and forgone > MUCH * abs(facts.now)
+
+
+def _is_far(facts: ReachFacts) -> bool:
+    return facts.now - facts.beyond >= FAR * (facts.before - facts.now)
 
 
 def _is_steady(case: Case, until: int) -> bool:
