@@ -92,8 +92,8 @@ def test_a_log_probability_is_weighed_with_both_signs(sign: float) -> None:
     ("law", "loss"),
     [
         ("starts_at_chance", lambda out: F.cross_entropy(50 * out, Y16)),
-        ("starts_at_chance", lambda out: F.mse_loss(100 * out, R16)),
-        ("starts_at_chance", lambda out: ((out + 9 - R16) ** 2).mean()),
+        ("starts_at_chance", lambda out: F.binary_cross_entropy_with_logits(50 * out, (R16 > 0).float())),
+        ("starts_at_chance", lambda out: F.nll_loss((out + 30 * F.one_hot(1 - Y16 % 2, 3)).log_softmax(1), Y16)),
         ("targets_are_the_minimum", lambda out: -F.mse_loss(out, R16)),
         ("targets_are_the_minimum", lambda out: 1 - F.cross_entropy(out, Y16)),
         ("targets_are_the_minimum", lambda out: -(F.cross_entropy(out, Y16, reduction="none") * COUNTED[:, 0]).sum()),
@@ -120,6 +120,12 @@ def test_a_log_probability_is_weighed_with_both_signs(sign: float) -> None:
 )
 def test_a_loss_that_is_computed_wrongly_is_found(law: str, loss: Loss) -> None:
     assert broken(case_of(loss), law)
+
+
+@each_row("loss", [lambda out: F.mse_loss(100 * out, R16), lambda out: ((out + 9 - R16) ** 2).mean()])
+def test_a_distance_that_starts_far_away_is_an_info(loss: Loss) -> None:
+    [verdict] = verdicts(case_of(loss), "starts_at_chance")
+    assert isinstance(verdict, Finding) and verdict.found.severity == "info"
 
 
 def test_a_thing_that_is_compared_with_itself_is_found_once_it_stays_so() -> None:

@@ -42,10 +42,10 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
     if not bad:
         yield Holds(", ".join(f"{named(each)} {each.value:.3g} against {each.blank:.3g}" for each in calls[:3]))
         return
-    worst = max(bad, key=lambda each: each.value / each.blank)
+    worst = max(bad, key=lambda each: (_is_over_classes(each), each.value / each.blank))
     yield finding(
         "law.loss.starts_at_chance",
-        "warning",
+        "warning" if _is_over_classes(worst) else "info",
         1,
         symptom=f"the first {named(worst)} is {worst.value:.4g}; outputs of 0 have {worst.blank:.4g}",
         cause="the outputs are much too large before anything was learned: the scale of inputs, weights or outputs",
@@ -60,9 +60,13 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
 
 def _is_far_above(call: ComparedFacts) -> bool:
     """For classes as far as ``init.too_large`` asks for; else outputs of ten times the size of the targets."""
-    if "entropy" in call.op or call.op == "nll_loss":
+    if _is_over_classes(call):
         return call.value > 1.5 * call.blank + 0.5
     return call.value > 100 * max(call.blank, call.constant)
+
+
+def _is_over_classes(call: ComparedFacts) -> bool:
+    return "entropy" in call.op or call.op == "nll_loss"
 
 
 def named(call: ComparedFacts | Learned) -> str:
