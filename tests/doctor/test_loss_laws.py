@@ -93,7 +93,7 @@ def test_a_log_probability_is_weighed_with_both_signs(sign: float) -> None:
     [
         ("starts_at_chance", lambda out: F.cross_entropy(50 * out, Y16)),
         ("starts_at_chance", lambda out: F.binary_cross_entropy_with_logits(50 * out, (R16 > 0).float())),
-        ("starts_at_chance", lambda out: F.nll_loss((out + 30 * F.one_hot(1 - Y16 % 2, 3)).log_softmax(1), Y16)),
+        ("starts_at_chance", lambda out: F.nll_loss((50 * out).log_softmax(1), Y16)),
         ("targets_are_the_minimum", lambda out: -F.mse_loss(out, R16)),
         ("targets_are_the_minimum", lambda out: 1 - F.cross_entropy(out, Y16)),
         ("targets_are_the_minimum", lambda out: -(F.cross_entropy(out, Y16, reduction="none") * COUNTED[:, 0]).sum()),
