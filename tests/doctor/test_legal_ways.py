@@ -15,7 +15,7 @@ from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.finding import Finding
-from trainwright.doctor.law import NotApplicable
+from trainwright.doctor.law import Holds, NotApplicable
 
 OWN = F.one_hot(Y16, 3)
 
@@ -38,6 +38,37 @@ def test_a_term_with_weights_of_zeros_is_judged_at_the_end() -> None:
     case = case_of(lambda out: F.cross_entropy(out, Y16) + (torch.zeros(16) * out.square().sum(1)).mean(), steps=2)
     assert isinstance(*verdicts(case, "every_term_matters"), NotApplicable)
     assert isinstance(*verdicts(Case(case.records, finished=True), "every_term_matters"), Finding)
+
+
+class TwoTasks(nn.Module):
+    """An answer for an old task, and one for a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.old, self.new = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return self.old(h), self.new(h)
+
+
+def test_a_term_of_a_frozen_part_is_judged_by_the_later_stage() -> None:
+    def train(thaw_at: int) -> Case:
+        torch.manual_seed(0)
+        model = TwoTasks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with tw.watch(model, optimizer, out=None, quiet=True, laws="loss") as watch:
+            for step in range(1, 9):
+                for part in (model.body, model.old):
+                    part.requires_grad_(step >= thaw_at)
+                optimizer.zero_grad()
+                old, new = model(X[:16])
+                (F.cross_entropy(new, Y16) + F.cross_entropy(old / 2, Y16)).backward()
+                optimizer.step()
+        return Case(watch.records, finished=True)
+
+    assert isinstance(*verdicts(train(thaw_at=5), "every_term_matters"), Holds)
+    assert isinstance(*verdicts(train(thaw_at=99), "every_term_matters"), Finding)
 
 
 def test_pairs_of_rows_with_columns_are_made_on_purpose() -> None:

@@ -1,14 +1,17 @@
-"""A step with outputs of its models that are so many times as large, for experiments of several families."""
+"""A step with outputs of its models that are so many times as large, or with frozen weights that are trained, for
+experiments of several families.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from trainwright.recorder.program import mapped
+from trainwright.recorder.program import Call, RecordedStep, mapped
 from trainwright.replay.session import ReplaySession
 
 FACTORS = (3.0, 10.0, 30.0, 100.0, 1e3, -10.0, -1e3, 1e-3)
@@ -22,6 +25,18 @@ with one of these.
 def without_zeros(tensor: Tensor) -> Tensor:
     """For ``Intervention.constants``: numbers that are all 0, such as weights that a schedule raises, are 1."""
     return torch.ones_like(tensor) if tensor.is_floating_point() and not tensor.any() else tensor
+
+
+def as_if_trained(recorded: RecordedStep, parameters: Sequence[Tensor], frozen: Sequence[Tensor]) -> RecordedStep:
+    """The step with these of the ``parameters`` of its replayer wanting a gradient."""
+    chosen = set(map(id, frozen))
+    program = [
+        replace(each, wanted=tuple(was or id(p) in chosen for was, p in zip(each.wanted, parameters)))
+        if isinstance(each, Call)
+        else each
+        for each in recorded.program
+    ]
+    return replace(recorded, program=program)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         for n, term in enumerate(terms)
         if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
     ]
-    switched = [term["name"] for term in never if term.get("switched")]
-    idle = [term["name"] for term in never if not term.get("chosen") and (not term.get("switched") or case.finished)]
+    later = [term for term in never if term.get("switched") or term.get("frozen")]
+    idle = [term["name"] for term in never if not term.get("chosen") and (term not in later or case.finished)]
     weak = None if never else _without_effect([e.values["terms"] for e in every])
     if weak is not None and every[-1].step < WHOLE:
         if case.last_step >= WHOLE and len(case.outcomes("terms")) < TRIES:
@@ -43,10 +43,10 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
     if weak is not None:
         yield _weak(every[-1], weak)
         return
-    if switched and not case.finished:
-        yield NotApplicable(f"{switched[0]} is multiplied by zeros, which a schedule may raise")
+    if later and not case.finished:
+        yield NotApplicable(f"{later[0]['name']} is {_AWAITS[bool(later[0].get('frozen'))]}")
         return
-    if switched and every[-1].step < LATE * case.last_step and len(every) <= TRIES:
+    if later and every[-1].step < LATE * case.last_step and len(every) <= TRIES:
         yield ExperimentRequest("terms")
         return
     if never and not idle:
@@ -70,6 +70,12 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         where=Where(op=idle[0]),
         evidence=[(f"gradient norm of {term['name']}", term["norm"]) for term in terms[:6]],
     )
+
+
+_AWAITS = {
+    False: "multiplied by zeros, which a schedule may raise",
+    True: "made of what is frozen, which may be trained in a later stage",
+}
 
 
 def _left_out(case: Case, look: Examined, name: str) -> Iterator[Verdict]:

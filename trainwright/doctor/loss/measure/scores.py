@@ -18,7 +18,7 @@ from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, clas
 from trainwright.replay.experiments import experiment
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
-from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs, without_zeros
+from trainwright.replay.scaled import OTHER_OUTPUTS, as_if_trained, scaled_outputs, without_zeros
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
 from trainwright.runlog.json_values import Facts
@@ -299,14 +299,16 @@ def terms(session: ReplaySession) -> Facts:
 
     ``shared`` is the norm over the parameters that every term reaches. ``chosen``: a term has no gradient, and would
     have one with larger, smaller or opposite outputs, which a threshold of them then lets in. ``switched``: it would
-    have one if a tensor from outside were not all zeros, such as weights that a schedule raises. ``grafted``: a part of
-    the loss is made of what a model computes and does not return, whose graph a replay does not have. Runs in float32,
-    so that a term that is small without the loss scale does not vanish.
+    have one if a tensor from outside were not all zeros, such as weights that a schedule raises. ``frozen``: it would
+    have one if frozen parameters were trained, as in a later stage. ``grafted``: a part of the loss is made of what a
+    model computes and does not return, whose graph a replay does not have. Runs in float32, so that a term that is
+    small without the loss scale does not vanish.
     """
     parts = terms_of(session.recorded_step)
     if not 2 <= len(parts) <= 8:
         raise NotReplayable("the loss is not a sum of a few terms")
     grads = []
+    every = session.replayer.subject.parameters
     with session.live():
         for term in parts:
             grads.append(_gradients(session, term))
@@ -322,14 +324,19 @@ def terms(session: ReplaySession) -> Facts:
             and _has_any(_gradients(session, term, constants=without_zeros))
             for term, each, is_chosen in zip(parts, grads, chosen)
         ]
+        recorded = as_if_trained(session.recorded_step, every, [p for p in every if p.is_floating_point()])
+        frozen = [
+            not _norm(each, set(each)) and _has_any(_gradients(session, term, recorded=recorded))
+            for term, each in zip(parts, grads)
+        ]
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
     facts = []
-    for term, each, is_chosen, is_switched in zip(parts, grads, chosen, switched):
+    for term, each, is_chosen, is_switched, is_frozen in zip(parts, grads, chosen, switched, frozen):
         facts.append({
             "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
-            "chosen": is_chosen, "switched": is_switched,
+            "chosen": is_chosen, "switched": is_switched, "frozen": is_frozen,
         })  # fmt: skip
     return {"terms": facts, "shared": len(common), "grafted": bool(session.recorded_step.values.get("grafted"))}
 
@@ -339,11 +346,12 @@ def _gradients(
     term: Term,
     other: tuple[float, float] = (1.0, 0.0),
     constants: Callable[[Tensor], Tensor] | None = None,
+    recorded: RecordedStep | None = None,
 ) -> Grads:
-    """Of one term alone, with other outputs, and with others in place of what comes from outside."""
+    """Of one term alone, with other outputs, with others in place of what comes from outside, of another step."""
     model = partial(scaled_outputs, session, *other)
     change = Intervention(dtype="fp32", model=model, constants=constants)
-    result = session.replayer.run(alone(session.recorded_step, term), change, upto="backward")
+    result = session.replayer.run(alone(recorded or session.recorded_step, term), change, upto="backward")
     for parameter in session.replayer.subject.parameters:
         parameter.grad = None
     if result.error is not None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.doctor.vitals.facts import FrozenFacts, FrozenTensor
-from trainwright.recorder.program import Call, RecordedStep, tensors_of
+from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.experiments import experiment
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
+from trainwright.replay.scaled import as_if_trained
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -173,19 +174,9 @@ def _calls(session: ReplaySession) -> _Calls:
 
 def _sizes(session: ReplaySession, chosen: Sequence[Tensor]) -> dict[str, float]:
     """The size of the gradient of each tensor, as if these were trained as well."""
+    replayer = session.replayer
     with session.live():
-        result = session.replayer.run(_as_if_trained(session, chosen), upto="backward")
+        result = replayer.run(
+            as_if_trained(session.recorded_step, replayer.subject.parameters, chosen), upto="backward"
+        )
     return {name: float(grad.abs().sum()) for name, grad in result.grads.items() if grad is not None}
-
-
-def _as_if_trained(session: ReplaySession, frozen: Sequence[Tensor]) -> RecordedStep:
-    """The step with these wanting a gradient."""
-    chosen = set(map(id, frozen))
-    parameters = session.replayer.subject.parameters
-    program = [
-        replace(each, wanted=tuple(was or id(p) in chosen for was, p in zip(each.wanted, parameters)))
-        if isinstance(each, Call)
-        else each
-        for each in session.recorded_step.program
-    ]
-    return replace(session.recorded_step, program=program)
