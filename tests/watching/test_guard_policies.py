@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.engine.spikes import OnSpike
 from trainwright.errors import UsageError
 from trainwright.recorder.veto import ALWAYS
 from trainwright.runlog.reader import read
@@ -132,6 +133,27 @@ def test_a_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
     skipped = [r.step for r in read(watch.folder.log).records if isinstance(r, Skipped)]
     assert skipped[-1] == 20 and skipped == list(range(skipped[0], 21)) and len(skipped) > 1
     assert torch.equal(weights[19], weights[skipped[0] - 2])
+
+
+@pytest.mark.parametrize("how", ["warn", "skip"])
+@pytest.mark.parametrize("by", ["another optimizer", "more is trained"])
+def test_a_stage_of_larger_gradients_is_no_spike(how: OnSpike, by: str) -> None:
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 4), nn.Linear(4, 3)
+    model = nn.Sequential(body, head)
+    first = torch.optim.SGD(model.parameters() if by == "more is trained" else head.parameters(), 0.01)
+    second = first if by == "more is trained" else torch.optim.SGD(body.parameters(), 0.01)
+    body.requires_grad_(by == "another optimizer")
+    with tw.watch(model, [first] if second is first else [first, second], out=None, quiet=True, on_spike=how) as watch:
+        for step in range(1, 41):
+            if step == 20:
+                body.requires_grad_(True)
+            model.zero_grad()
+            (F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))) * (100 if step >= 20 else 1)).backward()
+            before = head.weight.detach().clone(), body.weight.detach().clone()
+            (first if step < 20 else second).step()
+            assert not torch.equal(head.weight, before[0]) or not torch.equal(body.weight, before[1])
+    assert spikes_found(watch) == []
 
 
 @pytest.mark.slow

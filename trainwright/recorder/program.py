@@ -147,6 +147,7 @@ class RecordedStep:
     ``losses`` are those that backward was called on, without a loss scale; ``loss`` is their mean, where it is known.
 
     ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is the memory that its tensors keep.
+    ``trained`` is of what ``grad_norm`` is: a key of the optimizer, and the number of its gradients.
     ``is_told_late``: probes hear of it when weights and rates are those of a later step.
     """
 
@@ -157,6 +158,7 @@ class RecordedStep:
     losses: list[Tensor] = field(default_factory=list)
     loss: Tensor | float | None = None
     grad_norm: Tensor | float | None = None
+    trained: tuple[int, int] = (0, 0)
     lr: float = 0.0
     num_bytes: int = 0
     ended_s: float = 0.0

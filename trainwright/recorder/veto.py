@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -41,7 +42,7 @@ class Veto:
         skip: frozenset[frozenset[int]] = frozenset(),
     ) -> None:
         self.roots, self.how, self._on_spike, self._skip = list(roots), how, on_spike, skip
-        self._detectors: dict[int, SpikeDetector] = {}  # by optimizer: the players of a GAN have norms of their own
+        self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self.device_type = parameters[0].device.type if parameters else "cpu"
         self._is_partial = has_others() and any(own_part(p) is not p for p in parameters)
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
@@ -60,8 +61,10 @@ class Veto:
 
     def before_update(self, step: RecordedStep, optimizer: Optimizer, left_by_clip: float | None = None) -> None:
         """``left_by_clip`` is the norm that a clip right before has left, if it was of all gradients."""
-        norm, step.values["grads"] = self._norm(step.step, optimizer, left_by_clip)
-        step.grad_norm = norm if step.grad_norm is None else step.grad_norm
+        norm, counts = self._norm(step.step, optimizer, left_by_clip)
+        step.values["grads"], trained = counts, (id(optimizer), counts[0])
+        if step.grad_norm is None:
+            step.grad_norm, step.trained = norm, trained
         if self._skip and frozenset(i for of_batch in step.ids for i in of_batch or ()) in self._skip:
             self._hide(optimizer)
             step.values["vetoed"] = "skip list"
@@ -76,7 +79,7 @@ class Veto:
         elif not math.isfinite(norm):
             self._hide(optimizer)
             step.values["vetoed"] = "gradients"
-        elif self._on_spike != "warn" and (found := self._spike(step, optimizer, float(norm))) is not None:
+        elif self._on_spike != "warn" and (found := self._spike(step, trained, float(norm))) is not None:
             spike, action = found
             step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, action]
             if action != "warn":
@@ -91,23 +94,25 @@ class Veto:
         Measured in the first 64 steps and in every 16th, which a look may come after.
 
         Between these what a clip has left is taken for it, if the last measurement has found just that, to half of the
-        digits of its type: then the clip was of all gradients, and by this norm. To measure takes 1 % of a step of a
-        small GPT, 5 % of one of a small MLP.
+        digits of its type, and as many gradients: then the clip was of all of them, and by this norm. To measure takes
+        1 % of a step of a small GPT, 5 % of one of a small MLP.
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
-        if known is not None and step > ALWAYS and step % EVERY != 1 and id(optimizer) in self._trusted:
-            return known, self._trusted[id(optimizer)]
         owned = owned_by(optimizer)
         grads = [grad for p in owned if (grad := p.grad) is not None]
-        norm, counts = _norm(grads), [len(grads), len(owned)]
+        counts = [len(grads), len(owned)]
+        is_trusted = self._trusted.get(id(optimizer)) == counts
+        if known is not None and step > ALWAYS and step % EVERY != 1 and is_trusted:
+            return known, counts
+        norm = _norm(grads)
         self._trusted.pop(id(optimizer), None)
         if known is not None and math.isclose(norm, known, rel_tol=math.sqrt(torch.finfo(norm.dtype).eps)):
             self._trusted[id(optimizer)] = counts
         return norm, counts
 
-    def _spike(self, step: RecordedStep, optimizer: Optimizer, norm: float) -> tuple[Spike, SpikeAction] | None:
-        detector = self._detectors.setdefault(id(optimizer), SpikeDetector())
-        spike = detector.detect(step.step, _before_clipping(step, norm))
+    def _spike(self, step: RecordedStep, trained: tuple[int, int], norm: float) -> tuple[Spike, SpikeAction] | None:
+        """The players of a GAN, and what is trained in stages, have norms of their own."""
+        spike = self._detectors[trained].detect(step.step, _before_clipping(step, norm))
         if spike is None:
             return None
         action = action_for(self._on_spike, spike)

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class WatchSession:
             roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
         )
         self.recording.budget_bytes = options.budget_bytes
-        self._detector = SpikeDetector()  # of a watch that only warns: it reads the numbers late
+        self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)  # of one that only warns
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
@@ -241,7 +241,7 @@ class WatchSession:
         values = step.values
         bad = not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
         if self._options.on_spike == "warn" and not bad:
-            _warn_of_spike(self._detector, step, numbers)
+            _warn_of_spike(self._detectors[step.trained], step, numbers)
         self.findings_log.note(step, numbers)
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
         odd, changed = "spike" in values, "changed" in values
