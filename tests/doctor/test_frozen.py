@@ -46,6 +46,13 @@ def trained_before() -> nn.Module:
     return model
 
 
+def trained_a_little() -> nn.Module:
+    """Only a bias shows it."""
+    model = WithBranch()
+    model.middle.bias.data.mul_(1.5)
+    return model
+
+
 class Corrected(nn.Module):
     """``base`` stays as it is."""
 
@@ -168,6 +175,7 @@ def test_few_weights_that_nobody_trains() -> None:
         (freezing(), WithBranch, "not applicable"),
         (freezing("first"), WithBranch, "held"),
         (freezing("middle", "head", "up"), trained_before, "held"),
+        (freezing("middle"), trained_a_little, "held"),
         (freezing("middle.base", "head.base"), with_adapters, "held"),
         (freezing("middle.weight"), with_mask, "held"),
     ],

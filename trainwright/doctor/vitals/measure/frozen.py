@@ -32,12 +32,15 @@ SAMPLE, SIDE = 4096, 128
 EVEN, ABOVE = 1e-3, 2.5
 """Relative: singular values of an orthogonal matrix are equal. How far the largest one of independent draws lies above
 the sum of the roots of rows and columns, in the unit of Tracy and Widom's law: 0.2 % of draws lie beyond."""
+BIAS = 1.01
+"""Times the bound of torch's biases, which is that of its weights: 16-bit types round up."""
 
 
 @experiment(FrozenFacts.experiment, when="requested")
 def frozen(session: ReplaySession) -> Facts:
     """The frozen matrices that look fresh, and what share of the gradient would be theirs if they were trained."""
-    fresh = {name: p for name, p in session.parameters.items() if not p.requires_grad and p.dim() > 1 and _is_fresh(p)}
+    matrices = {name: p for name, p in session.parameters.items() if not p.requires_grad and p.dim() > 1}
+    fresh = {name: p for name, p in matrices.items() if _is_fresh(p) and not _was_trained(session, p)}
     chosen = dict(list(fresh.items())[:MOST])
     if not chosen:
         return dict(strict(vars(FrozenFacts())))
@@ -62,6 +65,21 @@ def _holders(session: ReplaySession, parameter: Tensor) -> set[str]:
     return {
         path for path, module in session.modules.items() if any(own is parameter for own in module._parameters.values())
     }
+
+
+def _was_trained(session: ReplaySession, parameter: Tensor) -> bool:
+    """Whether a frozen bias beside it is larger than torch draws one: a short training shows there before it shows in the
+    distribution of a matrix. Zeros, or one value for all as for a prior, are no sign of it.
+    """
+    if not bool(parameter.detach().any()):
+        return False
+    for path in _holders(session, parameter):
+        own = [p for p in session.modules[path]._parameters.values() if p is not None and p.is_floating_point()]
+        bound = max(_bound(p) for p in own if p.dim() > 1)
+        biases = [p.detach() for p in own if p.dim() == 1 and p.numel() > 1 and not p.requires_grad]
+        if any(float(p.abs().max()) > BIAS * bound and bool((p != p[0]).any()) for p in biases):
+            return True
+    return False
 
 
 def _masked(session: ReplaySession) -> set[str]:
