@@ -8,7 +8,7 @@ from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
 from trainwright.doctor.function.names import layers, structure
-from trainwright.runlog.records import Examined
+from trainwright.runlog.records import Examined, Watched
 
 
 def said(check: Check, *told: tuple[int, str, dict[str, Any]]) -> list[Finding | ExperimentRequest]:
@@ -99,6 +99,20 @@ def test_dead_units() -> None:
     constant = dead | {"varies": 0.0}  # the input is at fault
     for healthy in (sparse, constant):
         assert codes(layers.dead_relu, (1, "layers", look(relus={"1": healthy}))) == []
+
+
+@each_row(
+    ("share", "falls", "severity"),
+    [(0.5, True, "info"), (0.5, False, "warning"), (0.95, True, "warning")],
+)
+def test_units_that_died_while_the_others_learn(share: float, falls: bool, severity: str) -> None:
+    alive = {"dead": 0.0, "varies": 1.0, "rows": 64, "furthest": -1.0}
+    seen = [(16, alive), (32, alive | {"dead": share})]
+    looks = [Examined(time_s=0.0, step=n, experiment="layers", values=look(relus={"1": each})) for n, each in seen]
+    losses = [2.0 + 0.1 * (n % 3) - (n / 30 if falls else 0.0) for n in range(33)]
+    steps = [Watched(time_s=0.0, step=n, loss=loss, grad_norm=1.0, lr=0.1) for n, loss in enumerate(losses)]
+    [found] = [each for each in layers.dead_relu(Case([*steps, *looks])) if isinstance(each, Finding)]
+    assert found.found.severity == severity
 
 
 def test_a_short_last_batch_is_no_tiny_batch() -> None:

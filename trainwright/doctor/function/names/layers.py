@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
+from trainwright.doctor.trend import FALLS, slope_in_errors
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
@@ -19,7 +20,7 @@ def dead_relu(case: Case) -> Iterator[Finding]:
     """The inputs of many units of a ReLU lie below 0 by more than four of their own standard deviations.
 
     The inputs of a sparsely active unit reach 0 now and then. Where the inputs do not vary at all, the data is at
-    fault.
+    fault. Where a part of them died in training and the loss has fallen since, it is an info: the others do.
     """
     looks = _looks(case)
     if not looks:
@@ -30,9 +31,10 @@ def dead_relu(case: Case) -> Iterator[Finding]:
         return
     path, seen = worst
     from_start = first.values["relus"].get(path, {}).get("dead", 0.0) >= 0.4
+    harmless = seen["dead"] < 0.9 and not from_start and _learned_since_alive(case, path)
     yield finding(
         "model.dead_relu",
-        "critical" if seen["dead"] >= 0.9 and from_start else "warning",
+        "critical" if seen["dead"] >= 0.9 and from_start else "info" if harmless else "warning",
         now.step,
         symptom=f"{seen['dead']:.0%} of the units of {in_words(path)} are 0 for every sample",
         cause="their inputs lie far below 0" + ("" if from_start else ": updates have driven them there"),
@@ -44,6 +46,12 @@ def dead_relu(case: Case) -> Iterator[Finding]:
         trial=RemedyTrial("revived", {"module": path}),
         explains=("grad.vanishing", "grad.graph_cut"),
     )
+
+
+def _learned_since_alive(case: Case, path: str) -> bool:
+    """Whether the loss has fallen, by more than its noise, since the units of ``path`` were last seen alive."""
+    alive = max(exam.step for exam in _looks(case) if exam.values["relus"].get(path, {}).get("dead", 0.0) < 0.4)
+    return slope_in_errors([(each.step, each.loss) for each in case.watched if each.step > alive]) < FALLS
 
 
 def vanishing(case: Case) -> Iterator[Finding | ExperimentRequest]:

@@ -68,8 +68,8 @@ def _holders(session: ReplaySession, parameter: Tensor) -> set[str]:
 
 
 def _was_trained(session: ReplaySession, parameter: Tensor) -> bool:
-    """Whether a frozen bias beside it is larger than torch draws one: a short training shows there before it shows in the
-    distribution of a matrix. Zeros, or one value for all as for a prior, are no sign of it.
+    """Whether a frozen bias beside it is larger than torch draws one: a short training shows there before it shows in
+    the distribution of a matrix. Zeros, or one value for all as for a prior, are no sign of it.
     """
     if not bool(parameter.detach().any()):
         return False
