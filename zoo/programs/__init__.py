@@ -22,6 +22,7 @@ from zoo.programs import generators as x
 from zoo.programs import gradients_by_hand as h
 from zoo.programs import kept_out as k
 from zoo.programs import kept_out_rules as r
+from zoo.programs import language, likeness, rankings, subsets, transfer, update_rules
 from zoo.programs import latents as v
 from zoo.programs import limits as i
 from zoo.programs import loops as p
@@ -32,7 +33,6 @@ from zoo.programs import nested as n
 from zoo.programs import renewal as z
 from zoo.programs import rounds as o
 from zoo.programs import stages as g
-from zoo.programs import subsets, update_rules
 from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
 from zoo.programs import unlabelled as j
@@ -254,21 +254,33 @@ TABLE: dict[Technique, str] = {
     update_rules.entropy_regularised_agent: "table",
     update_rules.polyak_step: "image",
     update_rules.mirrored_bits: "image",
+    language.packed_documents: "text",
+    language.prompt_tuned: "text",
+    language.mixed_softmaxes: "text",
+    likeness.two_dropouts: "series",
+    likeness.proxies: "image",
+    likeness.sparse_rows: "regress",
+    y.finite_steps: "regress",
+    transfer.layer_after_layer: "image",
+    rankings.ranked: "regress",
+    rankings.ranked_lists: "regress",
+    likeness.labelled_contrast: "image",
+    transfer.not_forgotten: "table",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
-    k.packed_documents: "text",
-    k.prompt_tuned: "text",
-    k.mixed_softmaxes: "text",
-    k.two_dropouts: "series",
-    k.proxies: "image",
-    k.sparse_rows: "regress",
-    r.finite_steps: "regress",
-    r.layer_after_layer: "image",
-    r.ranked: "regress",
-    r.ranked_lists: "regress",
-    r.labelled_contrast: "image",
-    r.not_forgotten: "table",
+    k.sparse_shares: "series",
+    k.uncertain_tasks: "regress",
+    k.balanced_robustness: "image",
+    k.returns_in_quantiles: "table",
+    k.condensed: "image",
+    k.distilled_scores: "rebuild",
+    r.direct_feedback: "table",
+    r.bounded_rows: "table",
+    r.shortest_mixture: "table",
+    r.resilient: "regress",
+    r.clipped_by_unit: "image",
+    r.stein_particles: "regress",
 }
 
 

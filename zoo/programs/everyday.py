@@ -1,8 +1,9 @@
-"""Legal everyday practice with batches: counted tokens, sizes that grow, memories of tasks before, recomputation."""
+"""Legal everyday practice with batches: counted tokens, sizes that grow, memories, recomputation, steps passed over."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -148,3 +149,26 @@ def temporal_ensemble(t: Training) -> None:
 
     t.loss = loss
     t.each_epoch.append(ensemble)
+
+
+def finite_steps(t: Training) -> None:
+    """Everyday practice (Ott et al., 2019): batches with a missing reading are passed over, as are infinite steps."""
+    x, y = t.data.tensors
+    x = x.clone()
+    x[torch.randperm(len(x))[:6], 3] = torch.nan
+    t.data, t.epochs = TensorDataset(x, y), 8
+
+    def loop(training: Training) -> Iterator[Tensor]:
+        (optimizer,) = training.optimizers
+        for batch in (each for _ in range(training.epochs) for each in training.batches):
+            if not all(part.isfinite().all() for part in batch):
+                continue
+            optimizer.zero_grad()
+            loss = training.loss(training.model, batch)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(training.parameters(), 5.0)
+            if norm.isfinite():
+                optimizer.step()
+                yield loss.detach()
+
+    t.loop = loop

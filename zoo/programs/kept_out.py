@@ -2,205 +2,252 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Adam, Optimizer, SparseAdam
+from torch.optim import SGD, Adam
 from torch.utils.data import TensorDataset
 
-from zoo.host import TinyGPT, images, sequences
+from zoo.hosts.worlds import MODES
+from zoo.programs.agents import Board
 from zoo.programs.training import Batch, Training
 
 
-def _packed(documents: list[Tensor], length: int) -> Batch:
-    """Rows of ``length`` ids, each filled first-fit with whole documents; of which document an id is, 0 for padding."""
-    rows: list[list[Tensor]] = []
-    for document in sorted(documents, key=len, reverse=True):
-        free = next((row for row in rows if sum(map(len, row)) + len(document) <= length), None)
-        if free is None:
-            rows.append(free := [])
-        free.append(document)
-    ids, numbers = torch.zeros(2, len(rows), length, dtype=torch.long)
-    for at, row in enumerate(rows):
-        filled = torch.cat(row)
-        ids[at, : len(filled)] = filled
-        numbers[at, : len(filled)] = torch.arange(1, len(row) + 1).repeat_interleave(torch.tensor([*map(len, row)]))
-    return ids, numbers
+class Sparsemax(torch.autograd.Function):
+    """The nearest point of the simplex, by the last dimension; its Jacobian is written by hand."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ordered = x.sort(-1, descending=True).values
+        above = ordered.cumsum(-1) - 1
+        count = torch.arange(1, x.shape[-1] + 1)
+        size = (count * ordered > above).sum(-1, keepdim=True)
+        p = (x - above.gather(-1, size - 1) / size).clamp(min=0)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        held = (p > 0).to(p.dtype)
+        return held * (gradient - (held * gradient).sum(-1, keepdim=True) / held.sum(-1, keepdim=True))
 
 
-class DocumentGPT(nn.Module):
-    """Several documents in a row: none sees another, and each counts its positions from 0."""
+class SparseReader(nn.Module):
+    """Reads a series, and looks at few of its places."""
 
-    def __init__(self, vocab: int = 33, longest: int = 32, d: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, d, padding_idx=0), nn.Embedding(longest, d)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(d, 2, 64, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(2)
-        )
-        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocab, bias=False)
-
-    def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
-        at = torch.arange(ids.shape[1])
-        begins = numbers != F.pad(numbers, (1, 0), value=-1)[:, :-1]
-        x = self.tokens(ids) + self.positions(at - (begins * at).cummax(1).values)
-        seen = (numbers.unsqueeze(2) == numbers.unsqueeze(1)).tril()
-        hidden = ~seen.repeat_interleave(2, 0)  # for each of two heads
-        for layer in self.layers:
-            x = layer(x, src_mask=hidden)
-        return self.head(self.norm(x))
-
-
-def packed_documents(t: Training) -> None:
-    """Packing without cross-contamination (Krell et al., 2021): documents share a row, and do not see each other."""
-    lengths = torch.randint(5, 17, (1200,)).tolist()
-    documents = [ids[:length] for ids, length in zip(sequences(t.seed, 1200), lengths)]
-    t.data, t.model = TensorDataset(*_packed(documents, 32)), DocumentGPT()
-    t.batch_size, t.epochs = 16, 6
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        ids, numbers = batch
-        same = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, 1:] > 0)
-        wanted = ids[:, 1:].masked_fill(~same, -100)
-        return F.cross_entropy(model(ids, numbers)[:, :-1].flatten(0, 1), wanted.flatten(), ignore_index=-100)
-
-    t.loss = loss
-
-
-class Prompted(nn.Module):
-    """A language model that stands still, with vectors before its tokens that learn."""
-
-    def __init__(self, body: TinyGPT, length: int) -> None:
-        super().__init__()
-        self.body = body.requires_grad_(False)
-        self.prompt = nn.Parameter(body.tokens.weight[torch.randint(1, 33, (length,))].clone())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = torch.cat([self.prompt.expand(len(ids), -1, -1), self.body.tokens(ids)], 1)
-        x = x + self.body.positions(torch.arange(x.shape[1]))
-        for block in self.body.blocks:
-            x = block(x)
-        return self.body.head(self.body.norm(x))[:, len(self.prompt) :]
-
-
-def _counted(steps: Tensor) -> Tensor:
-    """A row of 12 ids for each step: one counts by it, modulo 32."""
-    start = torch.randint(32, (len(steps), 1))
-    return (start + steps.unsqueeze(1) * torch.arange(12)) % 32 + 1
-
-
-def prompt_tuned(t: Training) -> None:
-    """Prompt tuning (Lester et al., 2021): a pretrained model is frozen; a few vectors say what is wanted of it."""
-    body, steps, orders = TinyGPT(), torch.tensor([1, 5, 11, 18]), torch.randint(1, 33, (4, 4))
-    first = Adam(body.parameters(), lr=5e-3)
-    for _ in range(250):  # four orders in words, each with what it asks for
-        kind = torch.randint(4, (48,))
-        ids = torch.cat([orders[kind], _counted(steps[kind])], 1)
-        first.zero_grad()
-        F.cross_entropy(body(ids)[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()).backward()
-        first.step()
-    ids = _counted(steps[1].expand(640))
-    t.data, t.model, t.epochs = TensorDataset(ids, ids), Prompted(body, 4), 5
-    t.optimizers_of = lambda training: [Adam(training.parameters(), lr=5e-2)]
-
-
-class SoftmaxMixture(nn.Module):
-    """The log of a weighted mean of softmaxes, each of a context vector of its own."""
-
-    def __init__(self, d: int, vocab: int, parts: int) -> None:
-        super().__init__()
-        self.weights, self.contexts = nn.Linear(d, parts, bias=False), nn.Linear(d, parts * d)
-        self.out = nn.Linear(d, vocab)
+        self.cell, self.key = nn.GRU(1, 24, batch_first=True), nn.Linear(24, 1)
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        contexts = self.contexts(x).tanh().unflatten(-1, (-1, x.shape[-1]))
-        each = self.out(contexts).log_softmax(-1)  # (..., parts, vocab)
-        return (self.weights(x).log_softmax(-1).unsqueeze(-1) + each).logsumexp(-2)
+        states = self.cell(x)[0]
+        shares = Sparsemax.apply(self.key(states).squeeze(2))
+        return self.head(self.norm((shares.unsqueeze(2) * states).sum(1)))
 
 
-def mixed_softmaxes(t: Training) -> None:
-    """Mixture of softmaxes (Yang et al., 2018): a language model whose log-probabilities are of a higher rank."""
-    t.model.head, t.epochs = SoftmaxMixture(32, 33, 4), 6
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        ids = batch[0]
-        return F.nll_loss(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-
-    t.loss = loss
-
-
-def two_dropouts(t: Training) -> None:
-    """R-Drop (Liang et al., 2021): two passes with other dropouts shall agree, by the divergence in both directions."""
-    t.model.norm = nn.Sequential(nn.LayerNorm(24), nn.Dropout(0.3))
-    t.epochs = 8
+def sparse_shares(t: Training) -> None:
+    """Sparsemax (Martins and Astudillo, 2016): attention with zeros, and a loss whose gradient is a difference."""
+    t.model, t.epochs = SparseReader(), 10
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x, y = batch
-        logits = model(torch.cat([x, x]))
-        one, other = logits.log_softmax(1).chunk(2)
-        apart = F.kl_div(one, other, log_target=True, reduction="batchmean")
-        apart = apart + F.kl_div(other, one, log_target=True, reduction="batchmean")
-        return F.cross_entropy(logits, torch.cat([y, y])) + 0.5 * apart
+        z, wanted = model(x), F.one_hot(y, 4).float()
+        p = Sparsemax.apply(z).detach()  # at the maximum of p z - p p / 2, so it has no share in the gradient
+        return ((p - wanted) * z).sum(1).mean() + (1 - p.square().sum(1)).mean() / 2
 
     t.loss = loss
 
 
-def proxies(t: Training) -> None:
-    """Proxy-NCA (Movshovitz-Attias et al., 2017): near the proxy of its class, far from the proxies of the others."""
-    x, y = images(t.seed, 960, classes=12)
-    t.data = TensorDataset(x[y < 8], y[y < 8])  # the others are never seen
-    t.model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 16)
-    )
-    t.extra.append(nn.ParameterList([nn.Parameter(torch.randn(8, 16))]))
-    t.epochs = 8
+class Uncertain(nn.Module):
+    """Two values and two classes by one body, with the log of the variance of each of the three tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.values, self.classes = nn.Linear(64, 2), nn.Linear(64, 2)
+        self.log_variances = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.values(x), self.classes(x)
+
+
+def uncertain_tasks(t: Training) -> None:
+    """Uncertainty weighting (Kendall et al., 2018): the weights of tasks are learned, and the loss is a likelihood."""
+    x, y = t.data.tensors
+    small = 0.05 * (x[:, 8:10].sum(1, keepdim=True).cos() + 0.1 * torch.randn(len(x), 1))
+    high = (x[:, 10] + x[:, 11].abs() + 0.5 * torch.randn(len(x)) > 0.6).long()
+    t.data, t.model, t.epochs = TensorDataset(x, torch.cat([y, small], 1), high), Uncertain(), 8
     t.optimizers_of = lambda training: [
-        Adam([{"params": training.model.parameters()}, {"params": training.extra[0].parameters(), "lr": 3e-2}], lr=1e-3)
+        Adam([{"params": training.parameters()[1:]}, {"params": [training.model.log_variances], "lr": 0.02}], lr=3e-3)
     ]
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        rows, near = 3 * F.normalize(model(batch[0]), dim=1), 3 * F.normalize(t.extra[0][0], dim=1)
-        apart = (rows.unsqueeze(1) - near).square().sum(2)
-        own = F.one_hot(batch[1], 8).bool()
-        return (apart[own] + (-apart).masked_fill(own, -torch.inf).logsumexp(1)).mean()
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        x, y, high = batch
+        values, classes = model(x)
+        wrong = torch.cat([(values - y).square().mean(0) / 2, F.cross_entropy(classes, high).unsqueeze(0)])
+        return (wrong * (-model.log_variances).exp() + model.log_variances / 2).sum()
 
     t.loss = loss
 
 
-class Ratings(nn.Module):
-    """What a user gives a thing: by the product of two vectors, and by a network on both; gradients of rows alone."""
+def balanced_robustness(t: Training) -> None:
+    """TRADES (Zhang et al., 2019): right where nothing is moved, and the same answer where it changes the most."""
+    t.epochs, radius, rate = 12, 0.2, 0.07
 
-    def __init__(self, users: int, things: int, d: int = 8) -> None:
-        super().__init__()
-        self.users, self.things = nn.Embedding(users, d, sparse=True), nn.Embedding(things, d, sparse=True)
-        for table in (self.users, self.things):
-            nn.init.normal_(table.weight, std=0.3)
-        self.deep = nn.Sequential(nn.Linear(2 * d, 16), nn.ReLU(), nn.Linear(16, d), nn.ReLU())
-        self.out = nn.Linear(2 * d, 1)
+    def attack(model: nn.Module, x: Tensor) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            answer = model(x).softmax(1)
+        moved = x + 1e-3 * torch.randn_like(x)
+        for _ in range(4):
+            moved.requires_grad_()
+            apart = F.kl_div(model(moved).log_softmax(1), answer, reduction="sum")
+            (slope,) = torch.autograd.grad(apart, moved)
+            moved = x + (moved.detach() + rate * slope.sign() - x).clamp(-radius, radius)
+        model.train()
+        return moved
 
-    def forward(self, pairs: Tensor) -> Tensor:
-        user, thing = self.users(pairs[:, 0]), self.things(pairs[:, 1])
-        return self.out(torch.cat([user * thing, self.deep(torch.cat([user, thing], 1))], 1))
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x, y = batch
+        moved = attack(model, x)
+        logits = model(x)
+        apart = F.kl_div(model(moved).log_softmax(1), logits.softmax(1), reduction="batchmean")
+        return F.cross_entropy(logits, y) + 6.0 * apart
+
+    t.loss = loss
 
 
-def sparse_rows(t: Training) -> None:
-    """Neural matrix factorisation (He et al., 2017): sparse embeddings with a lazy Adam, the rest with another."""
-    pairs = torch.cartesian_prod(torch.arange(60), torch.arange(40))[torch.randperm(2400)]
-    tastes, kinds = torch.randn(60, 3), torch.randn(40, 3)
-    ratings = (tastes[pairs[:, 0]] * kinds[pairs[:, 1]]).sum(1, keepdim=True) + 0.2 * torch.randn(2400, 1)
-    t.data, t.model, t.epochs = TensorDataset(pairs[:2000], ratings[:2000]), Ratings(60, 40), 12
+def returns_in_quantiles(t: Training) -> None:
+    """QR-DQN (Dabney et al., 2018): a value is a distribution, of which quantiles are learned against quantiles."""
+    t.model, t.epochs = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4 * 16), nn.Unflatten(1, (4, 16))), 5
+    slow, board = copy.deepcopy(t.model).requires_grad_(False), Board(16)
+    t.optimizers_of = lambda training: [Adam(training.parameters(), lr=3e-3, eps=0.01 / 32)]
+    levels = (torch.arange(16) + 0.5) / 16
 
-    def both(training: Training) -> list[Optimizer]:
-        model = training.model
-        dense = [*model.deep.parameters(), *model.out.parameters()]
-        return [SparseAdam([model.users.weight, model.things.weight], lr=1e-2), Adam(dense, lr=3e-3)]
-
-    def update(training: Training, batch: Batch) -> Tensor:
-        for optimizer in training.optimizers:
+    def play(training: Training) -> Iterator[Tensor]:
+        (optimizer,), memory = training.optimizers, []
+        for step in range(100 * training.epochs):
+            if step % 25 == 0:
+                slow.load_state_dict(training.model.state_dict())
+            before = board.seen()
+            with torch.no_grad():
+                best = training.model(before).mean(2).argmax(1)
+            actions = torch.where(torch.rand(16) < max(0.05, 1 - step / 120), torch.randint(4, (16,)), best)
+            reward, arrived = board.step(actions)
+            memory = [*memory, (before, actions, reward, arrived, board.seen())][-300:]
+            replayed = [memory[number] for number in torch.randint(len(memory), (6,)).tolist()]
+            seen, taken, paid, done, after = (torch.cat(each) for each in zip(*replayed))
+            with torch.no_grad():
+                ahead = slow(after)
+                ahead = ahead[torch.arange(len(after)), ahead.mean(2).argmax(1)]
+                target = paid.unsqueeze(1) + 0.95 * (1 - done).unsqueeze(1) * ahead
+            quantiles = training.model(seen)[torch.arange(len(seen)), taken]
+            error = target.unsqueeze(1) - quantiles.unsqueeze(2)  # (rows, quantiles, targets)
+            bent = F.huber_loss(error, torch.zeros_like(error), reduction="none")
+            loss = ((levels.unsqueeze(1) - (error < 0).float()).abs() * bent).mean(2).sum(1).mean()
             optimizer.zero_grad()
-        loss = training.loss(training.model, batch)
-        loss.backward()
-        for optimizer in training.optimizers:
+            loss.backward()
             optimizer.step()
-        return loss.detach()
+            yield -reward.mean()
 
-    t.optimizers_of, t.update = both, update
+    t.loop, t.loaded = play, False
+
+
+class Condensed(nn.Module):
+    """One picture for each of four classes, which are to teach what the whole set teaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures = nn.Parameter(torch.randn(4, 1, 8, 8))
+
+    def forward(self) -> Tensor:
+        return self.pictures
+
+
+def pupil() -> nn.Sequential:
+    """A network that nobody has trained."""
+    first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.ReLU())
+    return nn.Sequential(*first, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 4))
+
+
+def _apart(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
+    """One minus the cosine, summed over the units of each matrix."""
+    pairs = [(one.flatten(1), other.flatten(1)) for one, other in zip(ours, theirs) if one.dim() > 1]
+    return torch.stack([(1 - F.cosine_similarity(one, other, dim=1)).sum() for one, other in pairs]).sum()
+
+
+def condensed(t: Training) -> None:
+    """Dataset condensation (Zhao et al., 2021): pictures learn to give fresh networks the gradients of true ones."""
+    x, y = t.data.tensors
+    kinds = [x[y == kind] for kind in range(4)]
+    t.model, t.epochs = Condensed(), 5
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.2, momentum=0.5)]
+
+    def gradients(network: nn.Module, x: Tensor, kind: int, learns: bool) -> tuple[Tensor, ...]:
+        loss = F.cross_entropy(network(x), torch.full((len(x),), kind))
+        return torch.autograd.grad(loss, tuple(network.parameters()), create_graph=learns)
+
+    def rounds(training: Training) -> Iterator[Tensor]:
+        (optimizer,) = training.optimizers
+        for _ in range(6 * training.epochs):
+            network = pupil()
+            below = SGD(network.parameters(), lr=0.05)
+            for _ in range(4):
+                pictures, loss = training.model(), torch.zeros(())
+                for kind, rows in enumerate(kinds):
+                    true = gradients(network, rows[torch.randint(len(rows), (32,))], kind, False)
+                    loss = loss + _apart(gradients(network, pictures[kind : kind + 1], kind, True), true)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                yield loss.detach()
+                for _ in range(3):
+                    below.zero_grad()
+                    F.cross_entropy(network(training.model().detach()), torch.arange(4)).backward()
+                    below.step()
+
+    t.loop, t.loaded = rounds, False
+
+
+def _noised(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What has become of x (n, 2) at random times, the times (n, 1), and the noise (n, 2)."""
+    time, noise = 0.02 + 0.96 * torch.rand(len(x), 1), torch.randn_like(x)
+    return (time * torch.pi / 2).cos() * x + (time * torch.pi / 2).sin() * noise, time, noise
+
+
+def distilled_scores(t: Training) -> None:
+    """Score distillation (Poole et al., 2023): what a frozen diffusion model would correct is the gradient."""
+    denoiser = nn.Sequential(nn.Linear(6, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+    first = Adam(denoiser.parameters(), lr=5e-3)
+    for _ in range(600):
+        kind = torch.randint(3, (128,))
+        noisy, time, noise = _noised(MODES[kind] + 0.12 * torch.randn(128, 2))
+        wish = F.one_hot(kind, 3) * (torch.rand(128, 1) > 0.15)
+        first.zero_grad()
+        F.mse_loss(denoiser(torch.cat([noisy, time, wish], 1)), noise).backward()
+        first.step()
+    denoiser.requires_grad_(False)
+    t.model, t.lr = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 2)), 3e-3
+
+    def draw(training: Training) -> Iterator[Tensor]:
+        (optimizer,) = training.optimizers
+        for _ in range(75 * training.epochs):
+            wish = F.one_hot(torch.randint(3, (64,)), 3).float()
+            x = training.model(torch.cat([wish, torch.randn(64, 2)], 1))
+            with torch.no_grad():
+                noisy, time, noise = _noised(x)
+                free, led = (denoiser(torch.cat([noisy, time, each], 1)) for each in (0 * wish, wish))
+                wrong = free + 1.5 * (led - free) - noise
+                force = (time * torch.pi / 2).sin().square() * wrong
+            optimizer.zero_grad()
+            x.backward(force / len(x))  # not through the denoiser
+            optimizer.step()
+            yield force.square().sum(1).mean()
+
+    t.loop, t.loaded = draw, False

@@ -2,186 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam
-from torch.utils.data import TensorDataset
+from torch.optim import SGD, Adagrad, Optimizer
 
-from zoo.host import table
 from zoo.programs.training import Batch, Training
 
 
-def finite_steps(t: Training) -> None:
-    """Everyday practice (Ott et al., 2019): batches with a missing reading are passed over, as are infinite steps."""
-    x, y = t.data.tensors
-    x = x.clone()
-    x[torch.randperm(len(x))[:6], 3] = torch.nan
-    t.data, t.epochs = TensorDataset(x, y), 8
+class DirectFeedback(nn.Module):
+    """Layers that see no gradient of each other; what each of them makes is kept."""
 
-    def loop(training: Training) -> Iterator[Tensor]:
-        (optimizer,) = training.optimizers
-        for batch in (each for _ in range(training.epochs) for each in training.batches):
-            if not all(part.isfinite().all() for part in batch):
-                continue
-            optimizer.zero_grad()
-            loss = training.loss(training.model, batch)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(training.parameters(), 5.0)
-            if norm.isfinite():
-                optimizer.step()
-                yield loss.detach()
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.states: list[Tensor] = []
 
-    t.loop = loop
+    def forward(self, x: Tensor) -> Tensor:
+        self.states = []
+        for stage in self.stages:
+            x = stage(x.detach())
+            self.states.append(x)
+        return x
 
 
-def layer_after_layer(t: Training) -> None:
-    """Greedy layer-wise pretraining (Bengio et al., 2007): each layer rebuilds its input, then all learn labels."""
-    sizes = [64, 48, 32, 16]
-    layers = [nn.Sequential(nn.Linear(into, out), nn.Sigmoid()) for into, out in pairwise(sizes)]
-    back = nn.ModuleList(nn.Linear(out, into) for into, out in pairwise(sizes))
-    t.model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(16, 4))
-    t.extra.append(back)
-    t.optimizers_of = lambda training: [
-        *(Adam([*layer.parameters(), *up.parameters()], lr=5e-3) for layer, up in zip(layers, back)),
-        Adam(training.model.parameters(), lr=3e-3),
-    ]
-
-    def stages(training: Training) -> Iterator[Tensor]:
-        *early, last = training.optimizers
-        for number, optimizer in enumerate(early):
-            for x, _ in (batch for _ in range(8) for batch in training.batches):
-                with torch.no_grad():
-                    below = training.model[: number + 1](x)
-                optimizer.zero_grad()
-                loss = F.mse_loss(back[number](layers[number](below)), below)
-                loss.backward()
-                optimizer.step()
-                yield loss.detach()
-        for batch in (batch for _ in range(8) for batch in training.batches):
-            last.zero_grad()
-            loss = training.loss(training.model, batch)
-            loss.backward()
-            last.step()
-            yield loss.detach()
-
-    t.loop = stages
-
-
-def _asked(n: int) -> Batch:
-    """Queries with 12 documents each (n, 12, 10), and how much each is to the point (n, 12), from 0 to 4."""
-    x = torch.randn(n, 12, 10)
-    worth = x[..., 0] + x[..., 1] * x[..., 2] + x[..., 3].abs() + 0.3 * torch.randn(n, 12)
-    return x, torch.bucketize(worth, torch.tensor([-0.5, 0.7, 1.6, 2.6])).float()
-
-
-def ranked(t: Training) -> None:
-    """LambdaRank (Burges et al., 2006): no loss, but the force on each score, by what a swap would do to the NDCG."""
-    t.data = TensorDataset(*_asked(768))
-    t.model, t.epochs = nn.Sequential(nn.Linear(10, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 1)), 8
+def direct_feedback(t: Training) -> None:
+    """Direct feedback alignment (Nøkland, 2016): the error of the output goes to each layer by a fixed random way."""
+    hidden = [nn.Sequential(nn.Linear(size, 64), nn.Tanh()) for size in (20, 64, 64)]
+    t.model, t.epochs = DirectFeedback(*hidden, nn.Linear(64, 10)), 8
+    ways = [(2 * torch.rand(10, 64) - 1) / 3 for _ in hidden]
 
     def update(training: Training, batch: Batch) -> Tensor:
         (optimizer,), (x, y) = training.optimizers, batch
-        scores = training.model(x).squeeze(2)
-        with torch.no_grad():
-            gain, discount = 2**y - 1, 1 / torch.arange(2.0, 14.0).log2()
-            best = (gain.sort(1, descending=True).values @ discount).clamp(min=1e-6)
-            here = discount[scores.argsort(1, descending=True).argsort(1)]
-            swap = (gain.unsqueeze(2) - gain.unsqueeze(1)) * (here.unsqueeze(2) - here.unsqueeze(1))
-            wrong = (scores.unsqueeze(1) - scores.unsqueeze(2)).sigmoid() * (y.unsqueeze(2) > y.unsqueeze(1))
-            force = wrong * swap.abs() / best[:, None, None]  # (queries, better, worse)
-            slope = (force.sum(1) - force.sum(2)) / len(x)
+        logits = training.model(x)
+        error = (logits.detach().softmax(1) - F.one_hot(y, 10)) / len(x)
         optimizer.zero_grad()
-        scores.backward(slope)
+        torch.autograd.backward(training.model.states, [*(error @ way for way in ways), error])
         optimizer.step()
-        return 1 - ((gain * here).sum(1) / best).mean()
+        return F.cross_entropy(logits.detach(), y)
 
     t.update = update
 
 
-def ranked_lists(t: Training) -> None:
-    """ListNet (Cao et al., 2007): how likely each document is the first, by the scores as by what is to the point."""
-    t.data = TensorDataset(*_asked(768))
-    t.model, t.epochs = nn.Sequential(nn.Linear(10, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 1)), 8
-    t.loss = lambda model, batch: F.cross_entropy(model(batch[0]).squeeze(2), batch[1].softmax(1))
-
-
-def labelled_contrast(t: Training) -> None:
-    """Supervised contrast (Khosla et al., 2020): views of one class attract; then a linear layer on what is frozen."""
-    encoder = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-    encoder.extend([nn.MaxPool2d(2), nn.Flatten()])
-    t.model = nn.Sequential(encoder, nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 16))
-    head = nn.Linear(256, 4)
-    t.extra.append(head)
+def bounded_rows(t: Training) -> None:
+    """Dropout with max-norm (Srivastava et al., 2014): after a step no unit has a vector of weights that is longer."""
+    t.model = nn.Sequential(
+        *(nn.Dropout(0.1), nn.Linear(20, 96), nn.ReLU(), nn.Dropout(0.3)),
+        *(nn.Linear(96, 96), nn.ReLU(), nn.Dropout(0.3), nn.Linear(96, 10)),
+    )
     t.epochs = 10
-    t.optimizers_of = lambda training: [
-        SGD(training.model.parameters(), lr=0.05, momentum=0.9), Adam(head.parameters(), lr=3e-3)
-    ]  # fmt: skip
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9)]
 
-    def begin(training: Training, epoch: int) -> None:
-        if epoch >= 6:
-            training.model.eval().requires_grad_(False)
+    @torch.no_grad()
+    def bound(training: Training) -> None:
+        for layer in training.model:
+            if isinstance(layer, nn.Linear):
+                layer.weight.copy_(layer.weight.renorm(2, 0, 1.0))
+
+    t.each_step.append(bound)
+
+
+def _shortest(products: Tensor) -> Tensor:
+    """The shares (n,) by which a mixture of vectors is the shortest, of their products (n, n): by Frank and Wolfe."""
+    shares = torch.full((len(products),), 1 / len(products))
+    for _ in range(20):
+        away = shares - F.one_hot((products @ shares).argmin(), len(products))
+        step = (shares @ products @ away) / (away @ products @ away).clamp(min=1e-12)
+        shares = shares - step.clamp(0, 1) * away
+    return shares
+
+
+def shortest_mixture(t: Training) -> None:
+    """MGDA-UB (Sener and Koltun, 2018): the body follows the shortest mixture of the gradients of three tasks."""
+    t.model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    heads = nn.ModuleList(nn.Linear(64, classes) for classes in (10, 2, 2))
+    t.extra.append(heads)
+    t.epochs = 8
 
     def update(training: Training, batch: Batch) -> Tensor:
-        (first, second), (x, y) = training.optimizers, batch
-        if not encoder.training:
-            second.zero_grad()
-            loss = F.cross_entropy(head(encoder(x)), y)
-            loss.backward()
-            second.step()
-            return loss.detach()
-        x, y = torch.cat([x, x]), torch.cat([y, y])
-        moved = torch.roll(x, tuple(torch.randint(-1, 2, (2,)).tolist()), (2, 3)) + 0.3 * torch.randn_like(x)
-        found, itself = F.normalize(training.model(moved), dim=1), torch.eye(len(x), dtype=torch.bool)
-        log_odds = (found @ found.T / 0.1).masked_fill(itself, -torch.inf).log_softmax(1)
-        alike = (y.unsqueeze(1) == y) & ~itself
-        loss = -(log_odds.masked_fill(~alike, 0.0).sum(1) / alike.sum(1)).mean()
-        first.zero_grad()
-        loss.backward()
-        first.step()
-        return loss.detach()
+        (optimizer,), (x, y) = training.optimizers, batch
+        optimizer.zero_grad()
+        found = training.model(x)
+        losses, gradients = [], []
+        for head, target in zip(heads, (y, y % 2, (y > 4).long())):
+            seen = found.detach().requires_grad_()
+            losses.append(F.cross_entropy(head(seen), target))
+            losses[-1].backward()  # a head follows its own task alone
+            assert seen.grad is not None
+            gradients.append(seen.grad)
+        each = torch.stack(gradients)
+        shares = _shortest(each.flatten(1) @ each.flatten(1).T)
+        found.backward((shares[:, None, None] * each).sum(0))
+        optimizer.step()
+        return torch.stack(losses).detach().mean()
 
-    t.each_epoch.append(begin)
     t.update = update
 
 
-class OldAndNew(nn.Module):
-    """What an old task has learned, with a second answer for a new one."""
+class ResilientSteps(Optimizer):
+    """Each weight has a step of its own: by signs it grows or shrinks, and a step too far is taken back."""
 
-    def __init__(self, body: nn.Sequential) -> None:
+    def __init__(self, params: list[nn.Parameter], first: float = 0.01) -> None:
+        super().__init__(params, {"first": first})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["slope"], state["move"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["size"] = torch.full_like(p, group["first"])
+                turn = (state["slope"] * p.grad).sign()
+                factor = torch.where(turn > 0, 1.2, torch.where(turn < 0, 0.5, 1.0))
+                state["size"].mul_(factor).clamp_(1e-6, 1.0)
+                state["move"] = torch.where(turn < 0, -state["move"], -p.grad.sign() * state["size"])
+                state["slope"] = torch.where(turn < 0, 0.0, p.grad)
+                p.add_(state["move"])
+        return loss
+
+
+def resilient(t: Training) -> None:
+    """Rprop (Riedmiller and Braun, 1993): the sizes of gradients do not count; all rows are in each batch."""
+    t.batches_of = lambda training: [training.data.tensors] * 24
+    t.optimizers_of = lambda training: [ResilientSteps(training.parameters(), 1e-3)]
+    t.loaded, t.epochs = False, 6
+
+
+def clipped_by_unit(t: Training) -> None:
+    """Adaptive gradient clipping (Brock et al., 2021): no gradient of a unit is large against the unit's weights."""
+    t.model = nn.Sequential(
+        *(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU()),
+        *(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(192, 4)),
+    )
+    t.epochs = 8
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9, nesterov=True)]
+
+    def norms(x: Tensor) -> Tensor:
+        """Of the units of a weight; a bias has one."""
+        return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())) or 0, keepdim=True)
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,) = training.optimizers
+        optimizer.zero_grad()
+        loss = training.loss(training.model, batch)
+        loss.backward()
+        with torch.no_grad():
+            for p in training.parameters()[:-2]:  # the last layer is left out
+                assert p.grad is not None
+                most = 0.05 * norms(p).clamp(min=1e-3)
+                p.grad.mul_((most / norms(p.grad).clamp(min=1e-6)).clamp(max=1))
+        optimizer.step()
+        return loss.detach()
+
+    t.update = update
+
+
+class ManyNetworks(nn.Module):
+    """Networks of one form side by side; what comes out is (networks, rows, 1)."""
+
+    def __init__(self, networks: int, into: int, width: int) -> None:
         super().__init__()
-        self.body, self.old, self.new = body[:-1], body[-1], nn.Linear(body[-1].in_features, 10)
+        self.first = nn.Parameter(torch.randn(networks, into, width) / into**0.5)
+        self.bias = nn.Parameter(torch.zeros(networks, 1, width))
+        self.last = nn.Parameter(torch.randn(networks, width, 1) / width**0.5)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.body(x)
-        return self.old(x), self.new(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first + self.bias).relu() @ self.last
 
 
-def not_forgotten(t: Training) -> None:
-    """Learning without forgetting (Li and Hoiem, 2016): on rows of a new task the old head answers as it did."""
-    x, y = t.data.tensors
-    first = Adam(t.model.parameters(), lr=3e-3)
-    for rows in [each for _ in range(8) for each in torch.randperm(len(x)).split(32)]:  # the old task
-        first.zero_grad()
-        F.cross_entropy(t.model(x[rows]), y[rows]).backward()
-        first.step()
-    x, y = table(t.seed + 1000, 1024)
-    with torch.no_grad():
-        before = t.model(x).div(2).softmax(1)
-    t.data, t.model, t.epochs = TensorDataset(x, y, before), OldAndNew(t.model), 10
-    t.optimizers_of = lambda training: [SGD(training.model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)]
+def stein_particles(t: Training) -> None:
+    """SVGD (Liu and Wang, 2016): networks are particles; they share their slopes, and keep away from each other."""
+    t.model, t.epochs, variance = ManyNetworks(10, 12, 32), 12, 0.1
+    t.optimizers_of = lambda training: [Adagrad(training.parameters(), lr=0.05)]
 
-    def warm_up(training: Training, epoch: int) -> None:
-        for part in (training.model.body, training.model.old):
-            part.requires_grad_(epoch >= 2)
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,), (x, y), model = training.optimizers, batch, training.model
+        out = model(x)
+        fit = (out - y).square().mean((1, 2)) * len(training.data) / (2 * variance)
+        prior = torch.stack([p.square().flatten(1).sum(1) for p in model.parameters()]).sum(0) / 2
+        slopes = torch.autograd.grad((fit + prior).sum(), list(model.parameters()))
+        with torch.no_grad():
+            at = torch.cat([p.flatten(1) for p in model.parameters()], 1)
+            slope = torch.cat([each.flatten(1) for each in slopes], 1)
+            apart = torch.cdist(at, at).square()
+            width = apart.median() / math.log(len(at))
+            near = (-apart / width).exp()
+            push = 2 / width * (near.sum(1, keepdim=True) * at - near @ at)
+            force = (near @ slope - push) / len(at)  # against the direction in which the particles shall go
+            parts = force.split([p[0].numel() for p in model.parameters()], 1)
+        for p, part in zip(model.parameters(), parts):
+            p.grad = part.view_as(p).contiguous()
+        optimizer.step()
+        return F.mse_loss(out.mean(0), y).detach()
 
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        x, y, before = batch
-        old, new = model(x)
-        return F.cross_entropy(new, y) + F.cross_entropy(old / 2, before)
-
-    t.each_epoch.append(warm_up)
-    t.loss = loss
+    t.update = update
