@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -123,3 +123,28 @@ def test_a_teacher_that_comes_late_is_no_stale_copy() -> None:
             loss.backward()
             optimizer.step()
     assert "law.program.objects_belong_together" not in {each.code for each in watch.findings()}
+
+
+class SignedSteps(torch.optim.Optimizer):
+    """An optimizer of a user's own, whose groups have no learning rate."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"size": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["size"] * p.grad.sign())
+
+
+def test_an_optimizer_without_a_learning_rate() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = SignedSteps(model.parameters())
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(24):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(16, 6)), Y16).backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    assert not [each for each in watch.findings() if "rate" in each.code]

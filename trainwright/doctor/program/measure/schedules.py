@@ -53,6 +53,7 @@ class ScheduleProbe(Probe):
         self._schedulers = {
             id(s): _SchedulerCalls(s, True, 0) for s in watched.schedulers if _is_ours(s, self._optimizers)
         }
+        self._has_rates = any("lr" in group for o in self._optimizers for group in o.param_groups)
         self._steps = self._backwards = self._epochs = 0
         self._length: int | None = None
         self._changes: deque[list[float]] = deque(maxlen=KEPT)
@@ -100,7 +101,12 @@ class ScheduleProbe(Probe):
         self._backwards = 0
         if step.losses:
             self._window_losses.append(step.losses[0])
-        rates = [step.lr] if step.is_told_late else [float(g["lr"]) for o in self._optimizers for g in o.param_groups]
+        if self._has_rates:
+            self._hear_rate(step)
+
+    def _hear_rate(self, step: RecordedStep) -> None:
+        groups = [] if step.is_told_late else [group for o in self._optimizers for group in o.param_groups]
+        rates = [step.lr] if step.is_told_late else [float(group["lr"]) for group in groups if "lr" in group]
         lr = max(rates, default=0.0)
         self._zero_steps += lr == 0.0
         if not self._changes or lr != self._changes[-1][1]:
