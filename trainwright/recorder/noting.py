@@ -52,6 +52,7 @@ class NotedStep(RecordedStep):
             return
         self.step, self.notes, self.ids, self.losses, self.values = step, [], [], [], {}
         self._program = self._events = self.loss = self.grad_norm = self.blind = None
+        self.trained = (0, 0)
         self.lr = self.ended_s = self.loss_sum = 0.0
         self.num_bytes, self.is_told_late = 0, False
 
