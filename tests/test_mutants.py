@@ -11,7 +11,7 @@ from benchmarks import laws
 from trainwright.doctor.diagnose import LAWS
 from zoo import mutant_bed, programs
 from zoo.mutant_runs import Outcome, harm, host_outcomes, run_plainly, silent_watch, verdict
-from zoo.mutate import HOSTS, by_name, drawn, is_kept_out, program, sites
+from zoo.mutate import FURTHER, HOSTS, by_name, drawn, is_kept_out, program, sites
 from zoo.mutation_operators import OPERATORS
 
 BEST = {"lora": 0.9, "contrast": 0.9, "policy": -0.8, "diffusion": 0.55, "gan": 0.06, "multitask": 1.1}
@@ -83,6 +83,16 @@ def test_the_wide_bed_has_further_sites_of_open_pairs_alone() -> None:
     assert wide and not set(wide) & set(mutant_bed.judged())
     assert not any(by_name(name).kept_out for name in wide)
     assert not any(mutant_bed.is_stale(host, wide=True) for host in HOSTS)
+
+
+def test_the_further_verdicts_are_on_mutants_of_the_further_hosts() -> None:
+    further = [by_name(name) for name in mutant_bed.judged(further=True)]
+    assert {each.host for each in further} == set(FURTHER)
+    for mutant in further:
+        compile(mutant.source, mutant.name, "exec")
+        assert mutant.source != program(mutant.host).source and not mutant.kept_out
+    assert not any(mutant_bed.is_stale(host) for host in FURTHER)
+    assert {name.split(":")[0] for name in mutant_bed.bed(further=True)} == set(FURTHER)
 
 
 @pytest.mark.slow

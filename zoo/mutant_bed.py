@@ -3,6 +3,7 @@
 ``mutants.json`` holds the verdicts. They are measured by ``python -m benchmarks.mutants --judge``, and stale as soon as
 a host, what judges it or an operator changes. ``mutants_wide.json`` holds those on further sites of the open pairs, by
 ``--judge --wide``: laws that were written for the mutants of the first file are measured with those of the second.
+``mutants_further.json`` holds those on the further hosts, some operators of each, judged over 5 seeds of the host.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import torch
 
 from trainwright.runlog.records import Found
 from zoo.mutant_runs import Verdict, Watched, verdict, watched_mutant
-from zoo.mutate import FOLDER, HOSTS, Mutant, by_name, drawn, is_kept_out, program
+from zoo.mutate import FOLDER, FURTHER, FURTHER_FOLDER, HOSTS, Mutant, by_name, drawn, is_kept_out, program
 
-VERDICTS, WIDE_VERDICTS = (Path(__file__).parent / name for name in ("mutants.json", "mutants_wide.json"))
+VERDICTS, WIDE_VERDICTS, FURTHER_VERDICTS = (
+    Path(__file__).parent / name for name in ("mutants.json", "mutants_wide.json", "mutants_further.json")
+)
 DRAWN, TRIED = 1, 4
 """Of each operator and host so many mutants that do harm, found among so many sites."""
 WIDE_DRAWN, WIDE_TRIED = 2, 4
 """The same for the sites that were not tried so."""
 SHARED = ("worlds.py", "corridor.py", "quality.py", "report.py")
+FURTHER_SHARED = ("worlds.py", "quality.py")
 OPERATED = ("program.py", "mutation_operators.py")
 
 FAMILIES = {
@@ -110,31 +114,37 @@ class Stored(TypedDict):
     verdicts: dict[str, list[str]]
 
 
-def judged(*, wide: bool = False) -> dict[str, Verdict]:
+def judged(*, wide: bool = False, further: bool = False) -> dict[str, Verdict]:
     """The verdicts that are stored, by the name of the mutant."""
-    return {name: Verdict(*each) for name, each in _stored(wide)["verdicts"].items()}
+    return {name: Verdict(*each) for name, each in _stored(_file(wide, further))["verdicts"].items()}
 
 
-def _stored(wide: bool) -> Stored:
-    file = WIDE_VERDICTS if wide else VERDICTS
+def _file(wide: bool, further: bool) -> Path:
+    return FURTHER_VERDICTS if further else WIDE_VERDICTS if wide else VERDICTS
+
+
+def _stored(file: Path) -> Stored:
     return cast(Stored, json.loads(file.read_text())) if file.exists() else Stored(hosts={}, verdicts={})
 
 
-def bed(*, kept_out: bool = False, wide: bool = False) -> list[str]:
-    """Names of the mutants that do harm, of one part. The wide bed has none that is kept out."""
-    names = [name for name, each in judged(wide=wide).items() if each.kind == "harmful"]
+def bed(*, kept_out: bool = False, wide: bool = False, further: bool = False) -> list[str]:
+    """Names of the mutants that do harm, of one part. The wide bed and the further one have none that is kept out."""
+    names = [name for name, each in judged(wide=wide, further=further).items() if each.kind == "harmful"]
     return [name for name in names if is_kept_out(name.split(":")[1], name.split(":")[0]) == kept_out]
 
 
 def state_of(host: str) -> str:
     """A hash of what the verdicts on a host depend on, comments left out."""
-    files = [FOLDER / name for name in (f"{host}.py", *SHARED)] + [FOLDER.parent / name for name in OPERATED]
+    files = [FOLDER / name for name in (f"{host}.py", *SHARED)]
+    if host in FURTHER:
+        files = [FURTHER_FOLDER / name for name in (f"{host}.py", *FURTHER_SHARED)] + [FOLDER / "report.py"]
+    files += [FOLDER.parent / name for name in OPERATED]
     texts = [ast.unparse(ast.parse(path.read_text())) for path in files]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def is_stale(host: str, *, wide: bool = False) -> bool:
-    return bool(_stored(wide)["hosts"].get(host) != state_of(host))
+    return bool(_stored(_file(wide, host in FURTHER))["hosts"].get(host) != state_of(host))
 
 
 def judge(host: str, operators: Sequence[str], wide: bool = False) -> dict[str, list[str]]:
@@ -162,13 +172,15 @@ def _tried(host: str, operator: str, wide: bool) -> Sequence[Mutant]:
     return [] if is_kept_out(operator, host) else new[:WIDE_TRIED]
 
 
-def store(verdicts: Mapping[str, Sequence[str]], fresh: Sequence[str], *, wide: bool = False) -> None:
+def store(
+    verdicts: Mapping[str, Sequence[str]], fresh: Sequence[str], *, wide: bool = False, further: bool = False
+) -> None:
     """Writes the verdicts; ``fresh`` are the hosts that were judged with every operator."""
-    order = {host: i for i, host in enumerate(HOSTS)}
+    file, order = _file(wide, further), {host: i for i, host in enumerate((*HOSTS, *FURTHER))}
     names = sorted(verdicts, key=lambda each: (order[each.split(":")[0]], each))
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(list(verdicts[name]))}" for name in names)
-    hosts = json.dumps({**_stored(wide)["hosts"], **{host: state_of(host) for host in fresh}}, indent=1)
-    (WIDE_VERDICTS if wide else VERDICTS).write_text(f'{{"hosts": {hosts},\n "verdicts": {{\n{lines}\n}}}}\n')
+    hosts = json.dumps({**_stored(file)["hosts"], **{host: state_of(host) for host in fresh}}, indent=1)
+    file.write_text(f'{{"hosts": {hosts},\n "verdicts": {{\n{lines}\n}}}}\n')
 
 
 def twin(host: str, seed: int) -> Watched:
@@ -183,11 +195,12 @@ def score(name: str, seed: int, known: Set[str]) -> Score:
     mutant = by_name(name)
     seen = watched_mutant(mutant, mutant.host, seed)
     new = [each for each in seen.alarms if each.code not in known]
+    verdicts = judged() | judged(wide=True) | judged(further=True)
     families = [fits_family(each.code, mutant) for each in new]
     lines = [fits_line(each, mutant) for each in new]
     right = [line or (family and fits_module(each, mutant, seen)) for each, family, line in zip(new, families, lines)]
     return Score(
-        name, seed, mutant.diff, (judged() | judged(wide=True)).get(name, Verdict("")).why, mutant.kept_out,
+        name, seed, mutant.diff, verdicts.get(name, Verdict("")).why, mutant.kept_out,
         bool(new), any(families), any(lines), any(right),
         [f"{each.code}@{each.step}" for each in new], [f"{each.code}@{each.step}" for each in seen.found],
         seen.seconds, seen.error or "; ".join(seen.failures) or None,

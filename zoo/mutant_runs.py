@@ -26,9 +26,11 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.law import State
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import Watch as WatchOf
-from zoo.hosts.quality import Quality, quality_of
+from zoo.further import quality as further_quality
+from zoo.hosts import quality
+from zoo.hosts.quality import Quality
 from zoo.hosts.report import Report, Watch
-from zoo.mutate import Mutant, program
+from zoo.mutate import FURTHER, Mutant, program
 
 Train = Callable[[Watch, int], object]
 PLAIN_S, WATCHED_S = 6, 60
@@ -152,8 +154,9 @@ def run_plainly(host: str, source: str, seed: int) -> Outcome:
     finally:
         counted.remove()
         torch.set_grad_enabled(True)
+    judges = further_quality if host in FURTHER else quality
     try:
-        return Outcome(steps, None, bits, quality_of(host, report), shown, holds)
+        return Outcome(steps, None, bits, judges.quality_of(host, report), shown, holds)
     except Exception:
         return Outcome(steps, None, bits, {}, shown, holds)
 
