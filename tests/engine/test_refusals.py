@@ -67,12 +67,23 @@ def test_what_torch_was_given_and_what_to_do(name: str) -> None:
     assert isinstance(raised.value.__cause__, RuntimeError | ValueError | IndexError)  # with the line that raised it
 
 
-def test_an_error_of_the_users_own_stays_what_it_is() -> None:
-    def fail() -> None:
-        raise ValueError("no such colour")
+class Picky(nn.Module):
+    """A module of a user's own, whose input has another dtype than its weights on purpose."""
 
-    with pytest.raises(ValueError, match="no such colour") as raised, explaining(head()):
-        fail()
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(15, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if int(ids.max()) > 9:
+            raise ValueError("no such colour")
+        return self.weight[ids].sum(1)
+
+
+def test_an_error_of_the_users_own_stays_what_it_is() -> None:
+    model = Picky()
+    with pytest.raises(ValueError, match="no such colour") as raised, explaining(model):
+        model(IDS)
     assert type(raised.value) is ValueError
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,14 @@ def refusal(error: Exception, model: nn.Module) -> UsageError | None:
             f"a value that the backward pass needs was overwritten: {text_of(error, lines=1)[:200]}",
             remedy="look for inplace=True, += and x[...] = y between the layers, and make a new tensor instead",
         )
-    call = _refusing_call(error.__traceback__, model)
-    remedies = [] if call is None else [found for rule in _RULES if (found := rule(call))]
-    if call is None or not remedies:
+    call = _refusing_call(error, model)
+    if call is None:
+        return None
+    try:
+        remedies = [found for rule in _RULES if (found := rule(call))]
+    except RuntimeError:  # of a GPU that an id out of range has stopped nothing can be read
+        return None
+    if not remedies:
         return None
     got = ", ".join(f"{name} {_shown(tensor)}" for name, tensor in call.inputs.items())
     return UsageError(
@@ -55,8 +60,12 @@ def refusal(error: Exception, model: nn.Module) -> UsageError | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a module or of a function of torch that raised: its tensors by the names of its parameters."""
+    """A call that raised, of a module or of a function of torch: its tensors by the names of its parameters.
 
+    ``text`` is what torch said.
+    """
+
+    text: str
     name: str
     function: str
     module: nn.Module | None
@@ -72,17 +81,18 @@ class _Call:
         return isinstance(self.module, nn.Embedding) or self.function == "embedding"
 
 
-def _refusing_call(trace: TracebackType | None, model: nn.Module) -> _Call | None:
+def _refusing_call(error: Exception, model: nn.Module) -> _Call | None:
     """The innermost call that was given tensors."""
     found = None
     names = {module: name for name, module in model.named_modules()}
+    trace = error.__traceback__
     while trace is not None:
-        found = _call_of(trace.tb_frame, names) or found
+        found = _call_of(trace.tb_frame, names, str(error)) or found
         trace = trace.tb_next
     return found
 
 
-def _call_of(frame: FrameType, names: Mapping[nn.Module, str]) -> _Call | None:
+def _call_of(frame: FrameType, names: Mapping[nn.Module, str], text: str) -> _Call | None:
     code, values = frame.f_code, frame.f_locals
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     tensors = {name: values[name] for name in parameters if isinstance(values.get(name), Tensor)}
@@ -92,10 +102,10 @@ def _call_of(frame: FrameType, names: Mapping[nn.Module, str]) -> _Call | None:
     if not inputs:
         return None
     if module is None:
-        return _Call(code.co_name, code.co_name, None, inputs, weights)
+        return _Call(text, code.co_name, code.co_name, None, inputs, weights)
     at = f" ({names[module]!r} of the model)" if names.get(module) else ""
     own = dict(module.named_parameters(recurse=False))
-    return _Call(f"{type(module).__name__}{at}", code.co_name, module, inputs, {**own, **weights})
+    return _Call(text, f"{type(module).__name__}{at}", code.co_name, module, inputs, {**own, **weights})
 
 
 def _shown(tensor: Tensor) -> str:
@@ -123,7 +133,7 @@ def _ids(call: _Call) -> str:
 
 def _other_type(call: _Call) -> str:
     floats = [each for each in call.weights.values() if each.is_floating_point()]
-    if call.is_embedding or not floats or call.first.dtype == floats[0].dtype:
+    if "type" not in call.text or call.is_embedding or not floats or call.first.dtype == floats[0].dtype:
         return ""
     if not call.first.is_floating_point():
         bytes_too = "; for pictures of bytes x.float() / 255" if call.first.dtype == torch.uint8 else ""
