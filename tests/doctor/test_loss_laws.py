@@ -54,6 +54,11 @@ def masked(each: Tensor) -> Tensor:
     return (each * COUNTED).sum() / COUNTED.sum()
 
 
+def in_two_parts(out: Tensor, shares: Tensor) -> Tensor:
+    """A loss of whose two terms only the first has a gradient, that of both, as those of sparsemax."""
+    return ((shares - F.one_hot(Y16, 3)) * out).sum(1).mean() + (1 - shares.square().sum(1)).mean() / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
@@ -85,6 +90,16 @@ def test_a_log_probability_is_weighed_with_both_signs(sign: float) -> None:
     advantages = sign * torch.linspace(-3.0, 1.0, 16)
     case = case_of(lambda out: (F.cross_entropy(out, Y16, reduction="none") * advantages).mean())
     assert isinstance(*verdicts(case, "targets_are_the_minimum"), NotApplicable)
+
+
+def test_what_enters_a_loss_by_its_derivative_is_not_to_become_small() -> None:
+    """As where gradients are matched: the loss that they are of is no part of the loss."""
+
+    def unlike(out: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(F.cross_entropy(out, Y16), out, create_graph=True)
+        return 1 - slope.square().sum()
+
+    assert isinstance(*verdicts(case_of(unlike), "targets_are_the_minimum"), NotApplicable)
 
 
 @pytest.mark.slow
@@ -143,6 +158,7 @@ def test_a_thing_that_is_compared_with_itself_is_found_once_it_stays_so() -> Non
         (lambda out: F.cross_entropy(out, Y16) + 0.1 * F.mse_loss(out, R16).detach(), "detach"),
         (lambda out: F.mse_loss(out.detach(), R16) + 0.01 * out.pow(2).mean(), "mse_loss"),
         (lambda out: F.cross_entropy(out, Y16) + 0.1 * F.mse_loss(out, R16), None),
+        (lambda out: in_two_parts(out, out.softmax(1).detach()), None),
     ],
     ids=str,
 )

@@ -33,9 +33,10 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         for n, term in enumerate(terms)
         if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
     ]
+    never, values = ([term for term in never if bool(term.get("valued")) is kind] for kind in (False, True))
     later = [term for term in never if term.get("switched") or term.get("frozen")]
     idle = [term["name"] for term in never if not term.get("chosen") and (term not in later or case.finished)]
-    weak = None if never else _without_effect([e.values["terms"] for e in every])
+    weak = None if never or values else _without_effect([e.values["terms"] for e in every])
     if weak is not None and every[-1].step < WHOLE:
         if case.last_step >= WHOLE and len(case.outcomes("terms")) < TRIES:
             yield ExperimentRequest("terms")
@@ -51,6 +52,9 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         return
     if never and not idle:
         yield from _left_out(case, every[-1], never[0]["name"])
+        return
+    if values and not idle:
+        yield _of_values(every[-1], values[0]["name"])
         return
     if not idle or len(idle) == len(terms):
         yield Holds(f"{len(terms)} terms: {', '.join(str(term['name']) for term in terms)}")
@@ -76,6 +80,23 @@ _AWAITS = {
     False: "multiplied by zeros, which a schedule may raise",
     True: "made of what is frozen, which may be trained in a later stage",
 }
+
+
+def _of_values(look: Examined, name: str) -> Finding:
+    """Of a term that makes the number what it should be, where another has its gradient."""
+    return finding(
+        "law.loss.every_term_matters",
+        "info",
+        look.step,
+        symptom=f"the term {name} of the loss has no gradient",
+        cause="all of it was detached, and another term is made of the same values: on purpose, where that one has the "
+        "gradient of both",
+        remedy="nothing, where that is so; else keep the graph of what the term is made of",
+        sure=0.5,
+        stage="loss",
+        where=Where(op=name),
+        evidence=[(f"gradient norm of {name}", 0.0)],
+    )
 
 
 def _left_out(case: Case, look: Examined, name: str) -> Iterator[Verdict]:

@@ -243,7 +243,7 @@ def _bounded(call: ComparedLoss) -> tuple[float, float]:
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
     moved: list[str] = []
-    no_targets = _weighed_both_ways(session) | _made_differences(session)
+    no_targets = _not_to_become_small(session) | _made_differences(session)
 
     def losses_after(step: float) -> ReplayResult:
         modules, number = ModuleStack(session.modules), count()
@@ -284,27 +284,35 @@ def _differentiable(function: TorchFunction, args: Args, kwargs: Kwargs, modules
     return None if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS else call
 
 
-def _weighed_both_ways(session: ReplaySession) -> set[int]:
+def _not_to_become_small(session: ReplaySession) -> set[int]:
     """The numbers of the comparisons of which some samples are to become small and others large, as the log-probability
-    of what was drawn does, which is weighed by how good it was.
+    of what was drawn does, which is weighed by how good it was; and of those that have a part in the loss by their
+    derivative alone, as what is matched to a gradient, or the loss of an inner loop.
     """
-    found: set[int] = set()
-    modules, number = ModuleStack(session.modules), count()
+    both_ways, direct, derived = set[int](), set[int](), set[int]()
+    modules, number, inside = ModuleStack(session.modules), count(), list[bool]()
 
-    def hear(which: int, gradient: Tensor) -> None:
-        if bool((gradient > 0).any()) and bool((gradient < 0).any()):
-            found.add(which)
+    def hear(which: int, weighs: bool, gradient: Tensor) -> None:
+        (derived if inside else direct).add(which)
+        if weighs and bool((gradient > 0).any()) and bool((gradient < 0).any()):
+            both_ways.add(which)
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        call, result = _differentiable(function, args, kwargs, modules), function(*args, **kwargs)
+        call = _differentiable(function, args, kwargs, modules)
+        if function is torch.autograd.grad:
+            inside.append(True)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            inside.clear()
         if call is not None:
             which = next(number)
-            if call.name not in RESIDUALS and isinstance(result, Tensor) and result.requires_grad:
-                result.register_hook(partial(hear, which))  # type: ignore[no-untyped-call]
+            if isinstance(result, Tensor) and result.requires_grad:
+                result.register_hook(partial(hear, which, call.name not in RESIDUALS))  # type: ignore[no-untyped-call]
         return result
 
     session.run(Intervention(ops=collect, model=modules.following), upto="backward")
-    return found
+    return both_ways | (derived - direct)
 
 
 def _made_differences(session: ReplaySession) -> set[int]:

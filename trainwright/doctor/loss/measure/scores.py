@@ -20,7 +20,7 @@ from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.scaled import OTHER_OUTPUTS, as_if_trained, scaled_outputs, without_zeros
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.terms import Term, terms_of
+from trainwright.replay.terms import Term, is_of_shared_values, terms_of
 from trainwright.runlog.json_values import Facts
 
 Grads: TypeAlias = dict[str, Tensor | None]
@@ -300,7 +300,8 @@ def terms(session: ReplaySession) -> Facts:
     ``shared`` is the norm over the parameters that every term reaches. ``chosen``: a term has no gradient, and would
     have one with larger, smaller or opposite outputs, which a threshold of them then lets in. ``switched``: it would
     have one if a tensor from outside were not all zeros, such as weights that a schedule raises. ``frozen``: it would
-    have one if frozen parameters were trained, as in a later stage. ``grafted``: a part of the loss is made of what a
+    have one if frozen parameters were trained, as in a later stage. ``valued``: all that it is made of was detached,
+    and another term with a gradient is made of the same. ``grafted``: a part of the loss is made of what a
     model computes and does not return, whose graph a replay does not have. Runs in float32, so that a term that is
     small without the loss scale does not vanish.
     """
@@ -329,14 +330,19 @@ def terms(session: ReplaySession) -> Facts:
             not _norm(each, set(each)) and _has_any(_gradients(session, term, recorded=recorded))
             for term, each in zip(parts, grads)
         ]
+    learned = [term.slot for term, each in zip(parts, grads) if _norm(each, set(each))]
+    valued = [
+        term.slot not in learned and is_of_shared_values(session.recorded_step, term.slot, learned) for term in parts
+    ]
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
     facts = []
-    for term, each, is_chosen, is_switched, is_frozen in zip(parts, grads, chosen, switched, frozen):
+    for term, each, is_chosen, is_switched, is_frozen, is_valued in zip(parts, grads, chosen, switched, frozen, valued):
         facts.append({
             "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
             "chosen": is_chosen, "switched": is_switched, "frozen": is_frozen,
+            "valued": is_valued,
         })  # fmt: skip
     return {"terms": facts, "shared": len(common), "grafted": bool(session.recorded_step.values.get("grafted"))}
 
