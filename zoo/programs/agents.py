@@ -1,4 +1,4 @@
-"""Legal training of agents, which make their data themselves: replayed steps, slow targets, traces, searches."""
+"""Legal training of agents, which make their data themselves: replays, slow targets, traces, searches, quantiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
 
 from zoo.programs.training import Training
@@ -185,5 +185,41 @@ def expert_iteration(t: Training) -> None:
                 loss.backward()
                 optimizer.step()
             yield -torch.stack(rewards).mean()
+
+    t.loop, t.loaded = play, False
+
+
+def returns_in_quantiles(t: Training) -> None:
+    """QR-DQN (Dabney et al., 2018): a value is a distribution, of which quantiles are learned against quantiles."""
+    t.model, t.epochs = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4 * 16), nn.Unflatten(1, (4, 16))), 5
+    slow, board = copy.deepcopy(t.model).requires_grad_(False), Board(16)
+    t.optimizers_of = lambda training: [Adam(training.parameters(), lr=3e-3, eps=0.01 / 32)]
+    levels = (torch.arange(16) + 0.5) / 16
+
+    def play(training: Training) -> Iterator[Tensor]:
+        (optimizer,), memory = training.optimizers, []
+        for step in range(100 * training.epochs):
+            if step % 25 == 0:
+                slow.load_state_dict(training.model.state_dict())
+            before = board.seen()
+            with torch.no_grad():
+                best = training.model(before).mean(2).argmax(1)
+            actions = torch.where(torch.rand(16) < max(0.05, 1 - step / 120), torch.randint(4, (16,)), best)
+            reward, arrived = board.step(actions)
+            memory = [*memory, (before, actions, reward, arrived, board.seen())][-300:]
+            replayed = [memory[number] for number in torch.randint(len(memory), (6,)).tolist()]
+            seen, taken, paid, done, after = (torch.cat(each) for each in zip(*replayed))
+            with torch.no_grad():
+                ahead = slow(after)
+                ahead = ahead[torch.arange(len(after)), ahead.mean(2).argmax(1)]
+                target = paid.unsqueeze(1) + 0.95 * (1 - done).unsqueeze(1) * ahead
+            quantiles = training.model(seen)[torch.arange(len(seen)), taken]
+            error = target.unsqueeze(1) - quantiles.unsqueeze(2)  # (rows, quantiles, targets)
+            bent = F.huber_loss(error, torch.zeros_like(error), reduction="none")
+            loss = ((levels.unsqueeze(1) - (error < 0).float()).abs() * bent).mean(2).sum(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield -reward.mean()
 
     t.loop, t.loaded = play, False

@@ -281,3 +281,37 @@ class TwoStreams(nn.Module):
 def reversible(t: Training) -> None:
     """RevNet (Gomez et al., 2017): activations are not kept, the backward pass computes them from the output."""
     behind_first(t, TwoStreams)
+
+
+class DirectFeedback(nn.Module):
+    """Layers that see no gradient of each other; what each of them makes is kept."""
+
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.states: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.states = []
+        for stage in self.stages:
+            x = stage(x.detach())
+            self.states.append(x)
+        return x
+
+
+def direct_feedback(t: Training) -> None:
+    """Direct feedback alignment (Nøkland, 2016): the error of the output goes to each layer by a fixed random way."""
+    hidden = [nn.Sequential(nn.Linear(size, 64), nn.Tanh()) for size in (20, 64, 64)]
+    t.model, t.epochs = DirectFeedback(*hidden, nn.Linear(64, 10)), 8
+    ways = [(2 * torch.rand(10, 64) - 1) / 3 for _ in hidden]
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,), (x, y) = training.optimizers, batch
+        logits = training.model(x)
+        error = (logits.detach().softmax(1) - F.one_hot(y, 10)) / len(x)
+        optimizer.zero_grad()
+        torch.autograd.backward(training.model.states, [*(error @ way for way in ways), error])
+        optimizer.step()
+        return F.cross_entropy(logits.detach(), y)
+
+    t.update = update

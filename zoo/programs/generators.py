@@ -1,12 +1,15 @@
-"""Legal ways to learn to draw points: moments, a critic of small weights, a denoiser that sees its guess."""
+"""Legal ways to learn to draw points: moments, a critic of small weights, a denoiser that sees its guess or teaches."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import RMSprop
+from torch.optim import Adam, RMSprop
 
+from zoo.hosts.worlds import MODES
 from zoo.programs.densities import _in_the_plane
 from zoo.programs.training import Batch, Training
 
@@ -87,3 +90,41 @@ def self_conditioned(t: Training) -> None:
         return F.mse_loss(model(noisy, guess, time), x)
 
     t.loss = loss
+
+
+def _noised(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What has become of x (n, 2) at random times, the times (n, 1), and the noise (n, 2)."""
+    time, noise = 0.02 + 0.96 * torch.rand(len(x), 1), torch.randn_like(x)
+    return (time * torch.pi / 2).cos() * x + (time * torch.pi / 2).sin() * noise, time, noise
+
+
+def distilled_scores(t: Training) -> None:
+    """Score distillation (Poole et al., 2023): what a frozen diffusion model would correct is the gradient."""
+    denoiser = nn.Sequential(nn.Linear(6, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+    first = Adam(denoiser.parameters(), lr=5e-3)
+    for _ in range(600):
+        kind = torch.randint(3, (128,))
+        noisy, time, noise = _noised(MODES[kind] + 0.12 * torch.randn(128, 2))
+        wish = F.one_hot(kind, 3) * (torch.rand(128, 1) > 0.15)
+        first.zero_grad()
+        F.mse_loss(denoiser(torch.cat([noisy, time, wish], 1)), noise).backward()
+        first.step()
+    denoiser.requires_grad_(False)
+    t.model, t.lr = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 2)), 3e-3
+
+    def draw(training: Training) -> Iterator[Tensor]:
+        (optimizer,) = training.optimizers
+        for _ in range(75 * training.epochs):
+            wish = F.one_hot(torch.randint(3, (64,)), 3).float()
+            x = training.model(torch.cat([wish, torch.randn(64, 2)], 1))
+            with torch.no_grad():
+                noisy, time, noise = _noised(x)
+                free, led = (denoiser(torch.cat([noisy, time, each], 1)) for each in (0 * wish, wish))
+                wrong = free + 1.5 * (led - free) - noise
+                force = (time * torch.pi / 2).sin().square() * wrong
+            optimizer.zero_grad()
+            x.backward(force / len(x))  # not through the denoiser
+            optimizer.step()
+            yield force.square().sum(1).mean()
+
+    t.loop, t.loaded = draw, False

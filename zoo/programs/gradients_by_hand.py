@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
-from torch.optim import Adam
+from torch.optim import Adagrad, Adam
 from torch.utils.data import TensorDataset
 
 from zoo.programs.places import bodies, score
@@ -236,5 +237,83 @@ def gradient_normalised(t: Training) -> None:
         for optimizer in training.optimizers:
             optimizer.step()
         return progress.mean()
+
+    t.update = update
+
+
+def _shortest(products: Tensor) -> Tensor:
+    """The shares (n,) by which a mixture of vectors is the shortest, of their products (n, n): by Frank and Wolfe."""
+    shares = torch.full((len(products),), 1 / len(products))
+    for _ in range(20):
+        away = shares - F.one_hot((products @ shares).argmin(), len(products))
+        step = (shares @ products @ away) / (away @ products @ away).clamp(min=1e-12)
+        shares = shares - step.clamp(0, 1) * away
+    return shares
+
+
+def shortest_mixture(t: Training) -> None:
+    """MGDA-UB (Sener and Koltun, 2018): the body follows the shortest mixture of the gradients of three tasks."""
+    t.model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    heads = nn.ModuleList(nn.Linear(64, classes) for classes in (10, 2, 2))
+    t.extra.append(heads)
+    t.epochs = 8
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,), (x, y) = training.optimizers, batch
+        optimizer.zero_grad()
+        found = training.model(x)
+        losses, gradients = [], []
+        for head, target in zip(heads, (y, y % 2, (y > 4).long())):
+            seen = found.detach().requires_grad_()
+            losses.append(F.cross_entropy(head(seen), target))
+            losses[-1].backward()  # a head follows its own task alone
+            assert seen.grad is not None
+            gradients.append(seen.grad)
+        each = torch.stack(gradients)
+        shares = _shortest(each.flatten(1) @ each.flatten(1).T)
+        found.backward((shares[:, None, None] * each).sum(0))
+        optimizer.step()
+        return torch.stack(losses).detach().mean()
+
+    t.update = update
+
+
+class ManyNetworks(nn.Module):
+    """Networks of one form side by side; what comes out is (networks, rows, 1)."""
+
+    def __init__(self, networks: int, into: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(networks, into, width) / into**0.5)
+        self.bias = nn.Parameter(torch.zeros(networks, 1, width))
+        self.last = nn.Parameter(torch.randn(networks, width, 1) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first + self.bias).relu() @ self.last
+
+
+def stein_particles(t: Training) -> None:
+    """SVGD (Liu and Wang, 2016): networks are particles; they share their slopes, and keep away from each other."""
+    t.model, t.epochs, variance = ManyNetworks(10, 12, 32), 12, 0.1
+    t.optimizers_of = lambda training: [Adagrad(training.parameters(), lr=0.05)]
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,), (x, y), model = training.optimizers, batch, training.model
+        out = model(x)
+        fit = (out - y).square().mean((1, 2)) * len(training.data) / (2 * variance)
+        prior = torch.stack([p.square().flatten(1).sum(1) for p in model.parameters()]).sum(0) / 2
+        slopes = torch.autograd.grad((fit + prior).sum(), list(model.parameters()))
+        with torch.no_grad():
+            at = torch.cat([p.flatten(1) for p in model.parameters()], 1)
+            slope = torch.cat([each.flatten(1) for each in slopes], 1)
+            apart = torch.cdist(at, at).square()
+            width = apart.median() / math.log(len(at))
+            near = (-apart / width).exp()
+            push = 2 / width * (near.sum(1, keepdim=True) * at - near @ at)
+            force = (near @ slope - push) / len(at)  # against the direction in which the particles shall go
+            parts = force.split([p[0].numel() for p in model.parameters()], 1)
+        for p, part in zip(model.parameters(), parts):
+            p.grad = part.view_as(p).contiguous()
+        optimizer.step()
+        return F.mse_loss(out.mean(0), y).detach()
 
     t.update = update

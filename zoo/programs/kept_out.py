@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,243 +10,204 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.utils.data import TensorDataset
 
-from zoo.hosts.worlds import MODES
-from zoo.programs.agents import Board
+from zoo.host import TinyGPT
 from zoo.programs.training import Batch, Training
 
 
-class Sparsemax(torch.autograd.Function):
-    """The nearest point of the simplex, by the last dimension; its Jacobian is written by hand."""
+class Translations(nn.Module):
+    """How far a thing, moved by a relation, is from another thing."""
 
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        ordered = x.sort(-1, descending=True).values
-        above = ordered.cumsum(-1) - 1
-        count = torch.arange(1, x.shape[-1] + 1)
-        size = (count * ordered > above).sum(-1, keepdim=True)
-        p = (x - above.gather(-1, size - 1) / size).clamp(min=0)
-        ctx.save_for_backward(p)
-        return p
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
-        (p,) = ctx.saved_tensors
-        held = (p > 0).to(p.dtype)
-        return held * (gradient - (held * gradient).sum(-1, keepdim=True) / held.sum(-1, keepdim=True))
-
-
-class SparseReader(nn.Module):
-    """Reads a series, and looks at few of its places."""
-
-    def __init__(self) -> None:
+    def __init__(self, things: int, relations: int, size: int = 16) -> None:
         super().__init__()
-        self.cell, self.key = nn.GRU(1, 24, batch_first=True), nn.Linear(24, 1)
-        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 4)
+        self.things, self.relations = nn.Embedding(things, size), nn.Embedding(relations, size)
+        nn.init.uniform_(self.things.weight, -6 / size**0.5, 6 / size**0.5)
+        nn.init.uniform_(self.relations.weight, -6 / size**0.5, 6 / size**0.5)
+        with torch.no_grad():
+            self.relations.weight.copy_(F.normalize(self.relations.weight, dim=1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        states = self.cell(x)[0]
-        shares = Sparsemax.apply(self.key(states).squeeze(2))
-        return self.head(self.norm((shares.unsqueeze(2) * states).sum(1)))
+    def forward(self, triples: Tensor) -> Tensor:
+        head, relation, tail = triples.unbind(1)
+        return (self.things(head) + self.relations(relation) - self.things(tail)).norm(dim=1)
 
 
-def sparse_shares(t: Training) -> None:
-    """Sparsemax (Martins and Astudillo, 2016): attention with zeros, and a loss whose gradient is a difference."""
-    t.model, t.epochs = SparseReader(), 10
+def translated(t: Training) -> None:
+    """TransE (Bordes et al., 2013): true triples are nearer than corrupted ones by a margin; things have length one."""
+    place, side = torch.arange(256), 16
+    right, below = place // side * side + (place + 1) % side, (place + side) % 256
+    twice = (place + 2 * side) % 256
+    facts = torch.cat(
+        [torch.stack([place, torch.full_like(place, k), to], 1) for k, to in enumerate((right, below, twice))]
+    )
+    t.data, t.model, t.epochs = TensorDataset(facts, torch.zeros(len(facts))), Translations(256, 3), 40
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=1.0)]
+
+    @torch.no_grad()
+    def to_the_sphere(training: Training) -> None:
+        training.model.things.weight.copy_(F.normalize(training.model.things.weight, dim=1))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        true = batch[0]
+        other, at_head = torch.randint(256, (len(true),)), torch.rand(len(true)) < 0.5
+        false = true.clone()
+        false[:, 0] = torch.where(at_head, other, true[:, 0])
+        false[:, 2] = torch.where(at_head, true[:, 2], other)
+        return F.relu(0.5 + model(true) - model(false)).mean()
+
+    to_the_sphere(t)
+    t.each_step.append(to_the_sphere)
+    t.loss = loss
+
+
+def never_below_zero(t: Training) -> None:
+    """Non-negative PU learning (Kiryo et al., 2017): where the risk of the unlabelled is below zero, it is climbed."""
+    x, y = t.data.tensors
+    positive = y < 4
+    prior, labelled = float(positive.float().mean()), positive & (torch.rand(len(y)) < 0.4)
+    t.data, t.batch_size, t.epochs = TensorDataset(x, labelled), 128, 50
+    t.model[-1] = nn.Linear(64, 1)
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,), (x, labelled) = training.optimizers, batch
+        z = training.model(x).squeeze(1)
+        known = z[labelled]
+        of_known = prior * (-known).sigmoid().mean()
+        of_rest = z.sigmoid().mean() - prior * known.sigmoid().mean()  # of all, less the share of the positive
+        optimizer.zero_grad()
+        (of_known + of_rest if of_rest >= 0 else -of_rest).backward()
+        optimizer.step()
+        return (of_known + of_rest.clamp(min=0)).detach()
+
+    t.update = update
+
+
+def environments(t: Training) -> None:
+    """Invariant risk minimisation (Arjovsky et al., 2019): one scale of the logits is best in all environments."""
+    x, y = t.data.tensors
+    high, place = (y > 4).float(), torch.randint(2, (len(x),))
+    misled = torch.rand(len(x)) < torch.where(place == 0, 0.1, 0.3)
+    hint = torch.where(misled, 1 - high, high)
+    x = torch.cat([x[:, :-1], 2 * hint.unsqueeze(1) - 1], 1)
+    t.data, t.batch_size, t.epochs = TensorDataset(x, high, place), 128, 40
+    t.model[-1] = nn.Linear(64, 1)
+    t.optimizers_of = lambda training: [Adam(training.parameters(), lr=3e-3, weight_decay=1e-4)]
+
+    def update(training: Training, batch: tuple[Tensor, ...]) -> Tensor:
+        (optimizer,), (x, high, place) = training.optimizers, batch
+        z, errors, penalties = training.model(x).squeeze(1), [], []
+        for number in range(2):
+            here, scale = place == number, torch.ones((), requires_grad=True)
+            errors.append(F.binary_cross_entropy_with_logits(scale * z[here], high[here]))
+            (slope,) = torch.autograd.grad(errors[-1], scale, create_graph=True)
+            penalties.append(slope.square())
+        error, penalty = torch.stack(errors).mean(), torch.stack(penalties).mean()
+        weight = 1.0 if training.steps < 40 else 100.0  # first what helps at all, then only what helps everywhere
+        optimizer.zero_grad()
+        ((error + weight * penalty) / weight).backward()
+        optimizer.step()
+        return error.detach()
+
+    t.update = update
+
+
+class Ranks(torch.autograd.Function):
+    """Ranks by the last dimension, the largest first; the gradient is the difference to the ranks of moved scores."""
+
+    @staticmethod
+    def ranks(scores: Tensor) -> Tensor:
+        return scores.argsort(-1, descending=True).argsort(-1).to(scores.dtype)
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor, step: float) -> Tensor:
+        ranks = Ranks.ranks(scores)
+        ctx.save_for_backward(scores, ranks)
+        ctx.step = step
+        return ranks
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        scores, ranks = ctx.saved_tensors
+        return (Ranks.ranks(scores + ctx.step * gradient) - ranks) / ctx.step, None
+
+
+def blackbox_ranks(t: Training) -> None:
+    """Blackbox ranks (Rolínek et al., 2020): recall is the loss, though ranks are constant nearly everywhere."""
+    t.model[8], t.batch_size, t.epochs = nn.Linear(8, 16), 64, 12
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x, y = batch
-        z, wanted = model(x), F.one_hot(y, 4).float()
-        p = Sparsemax.apply(z).detach()  # at the maximum of p z - p p / 2, so it has no share in the gradient
-        return ((p - wanted) * z).sum(1).mean() + (1 - p.square().sum(1)).mean() / 2
+        found = F.normalize(model(x), dim=1)
+        same, itself = y.unsqueeze(1) == y, torch.eye(len(y), dtype=torch.bool)
+        scores = found @ found.T + torch.where(same, -0.02, 0.02) - 1000.0 * itself
+        over_all = Ranks.apply(scores, 1000.0)
+        among_same = Ranks.apply(scores - 100.0 * ~same, 1000.0)
+        before = (over_all - among_same)[same & ~itself]  # how many of other classes come first
+        return (1 + (1 + before).log()).log().sum() / len(y)
 
     t.loss = loss
 
 
-class Uncertain(nn.Module):
-    """Two values and two classes by one body, with the log of the variance of each of the three tasks."""
+def replaced_tokens(t: Training) -> None:
+    """ELECTRA (Clark et al., 2020): a small model fills gaps, the other tells which tokens were replaced."""
+    t.model, small = TinyGPT(causal=False), TinyGPT(layers=1, causal=False)
+    t.model.head = nn.Linear(32, 1)
+    small.tokens = t.model.tokens
+    t.extra.append(small)
+    t.epochs = 15
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-        self.values, self.classes = nn.Linear(64, 2), nn.Linear(64, 2)
-        self.log_variances = nn.Parameter(torch.zeros(3))
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids = batch[0]
+        gap = torch.rand(ids.shape) < 0.2
+        logits = small(ids.masked_fill(gap, 0))[gap]
+        filled = ids.clone()
+        filled[gap] = torch.distributions.Categorical(logits=logits.detach()).sample()
+        replaced = (filled != ids).float()
+        told_apart = F.binary_cross_entropy_with_logits(model(filled).squeeze(2), replaced)
+        return F.cross_entropy(logits, ids[gap]) + 50 * told_apart
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.body(x)
-        return self.values(x), self.classes(x)
+    t.loss = loss
 
 
-def uncertain_tasks(t: Training) -> None:
-    """Uncertainty weighting (Kendall et al., 2018): the weights of tasks are learned, and the loss is a likelihood."""
+def proportional_hazards(t: Training) -> None:
+    """DeepSurv (Katzman et al., 2018): the partial likelihood of Cox; a row is held against those at risk."""
     x, y = t.data.tensors
-    small = 0.05 * (x[:, 8:10].sum(1, keepdim=True).cos() + 0.1 * torch.randn(len(x), 1))
-    high = (x[:, 10] + x[:, 11].abs() + 0.5 * torch.randn(len(x)) > 0.6).long()
-    t.data, t.model, t.epochs = TensorDataset(x, torch.cat([y, small], 1), high), Uncertain(), 8
-    t.optimizers_of = lambda training: [
-        Adam([{"params": training.parameters()[1:]}, {"params": [training.model.log_variances], "lr": 0.02}], lr=3e-3)
-    ]
+    time = -(1 - torch.rand(len(x))).log() * (-1.5 * y.squeeze(1)).exp()
+    until = 4 * torch.rand(len(x))
+    t.data = TensorDataset(x, torch.minimum(time, until), time <= until)
+    t.batch_size, t.epochs = 128, 20
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        x, y, high = batch
-        values, classes = model(x)
-        wrong = torch.cat([(values - y).square().mean(0) / 2, F.cross_entropy(classes, high).unsqueeze(0)])
-        return (wrong * (-model.log_variances).exp() + model.log_variances / 2).sum()
+        x, seen_until, happened = batch
+        order = seen_until.argsort(descending=True)
+        risk = model(x).squeeze(1)[order]
+        at_risk = risk.logcumsumexp(0)
+        return -(risk - at_risk)[happened[order]].mean()
 
     t.loss = loss
 
 
-def balanced_robustness(t: Training) -> None:
-    """TRADES (Zhang et al., 2019): right where nothing is moved, and the same answer where it changes the most."""
-    t.epochs, radius, rate = 12, 0.2, 0.07
+def preferred(t: Training) -> None:
+    """DPO (Rafailov et al., 2023): of two answers one is better; the policy is held against its frozen first state."""
+    ids = t.data.tensors[0]
+    first = Adam(t.model.parameters(), lr=3e-3)
+    for rows in ids.split(32) + ids.split(32):
+        first.zero_grad()
+        t.loss(t.model, (rows, rows)).backward()
+        first.step()
+    reference = copy.deepcopy(t.model).requires_grad_(False)
+    worse = ids.clone()
+    worse[:, 6:] = torch.where(torch.rand(len(ids), 10) < 0.3, torch.randint(1, 33, (len(ids), 10)), ids[:, 6:])
+    t.data, t.lr, t.epochs = TensorDataset(ids, worse), 3e-4, 8
 
-    def attack(model: nn.Module, x: Tensor) -> Tensor:
-        model.eval()
-        with torch.no_grad():
-            answer = model(x).softmax(1)
-        moved = x + 1e-3 * torch.randn_like(x)
-        for _ in range(4):
-            moved.requires_grad_()
-            apart = F.kl_div(model(moved).log_softmax(1), answer, reduction="sum")
-            (slope,) = torch.autograd.grad(apart, moved)
-            moved = x + (moved.detach() + rate * slope.sign() - x).clamp(-radius, radius)
-        model.train()
-        return moved
+    def log_likelihood(model: nn.Module, ids: Tensor) -> Tensor:
+        """Of the answer, the last ten tokens."""
+        logs = model(ids[:, :-1]).log_softmax(2).gather(2, ids[:, 1:, None]).squeeze(2)
+        return logs[:, 5:].sum(1)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        x, y = batch
-        moved = attack(model, x)
-        logits = model(x)
-        apart = F.kl_div(model(moved).log_softmax(1), logits.softmax(1), reduction="batchmean")
-        return F.cross_entropy(logits, y) + 6.0 * apart
+        both = torch.cat(batch)
+        with torch.no_grad():
+            before = log_likelihood(reference, both)
+        better, worse = (log_likelihood(model, both) - before).chunk(2)
+        return -F.logsigmoid(0.1 * (better - worse)).mean()
 
     t.loss = loss
-
-
-def returns_in_quantiles(t: Training) -> None:
-    """QR-DQN (Dabney et al., 2018): a value is a distribution, of which quantiles are learned against quantiles."""
-    t.model, t.epochs = nn.Sequential(nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4 * 16), nn.Unflatten(1, (4, 16))), 5
-    slow, board = copy.deepcopy(t.model).requires_grad_(False), Board(16)
-    t.optimizers_of = lambda training: [Adam(training.parameters(), lr=3e-3, eps=0.01 / 32)]
-    levels = (torch.arange(16) + 0.5) / 16
-
-    def play(training: Training) -> Iterator[Tensor]:
-        (optimizer,), memory = training.optimizers, []
-        for step in range(100 * training.epochs):
-            if step % 25 == 0:
-                slow.load_state_dict(training.model.state_dict())
-            before = board.seen()
-            with torch.no_grad():
-                best = training.model(before).mean(2).argmax(1)
-            actions = torch.where(torch.rand(16) < max(0.05, 1 - step / 120), torch.randint(4, (16,)), best)
-            reward, arrived = board.step(actions)
-            memory = [*memory, (before, actions, reward, arrived, board.seen())][-300:]
-            replayed = [memory[number] for number in torch.randint(len(memory), (6,)).tolist()]
-            seen, taken, paid, done, after = (torch.cat(each) for each in zip(*replayed))
-            with torch.no_grad():
-                ahead = slow(after)
-                ahead = ahead[torch.arange(len(after)), ahead.mean(2).argmax(1)]
-                target = paid.unsqueeze(1) + 0.95 * (1 - done).unsqueeze(1) * ahead
-            quantiles = training.model(seen)[torch.arange(len(seen)), taken]
-            error = target.unsqueeze(1) - quantiles.unsqueeze(2)  # (rows, quantiles, targets)
-            bent = F.huber_loss(error, torch.zeros_like(error), reduction="none")
-            loss = ((levels.unsqueeze(1) - (error < 0).float()).abs() * bent).mean(2).sum(1).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield -reward.mean()
-
-    t.loop, t.loaded = play, False
-
-
-class Condensed(nn.Module):
-    """One picture for each of four classes, which are to teach what the whole set teaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pictures = nn.Parameter(torch.randn(4, 1, 8, 8))
-
-    def forward(self) -> Tensor:
-        return self.pictures
-
-
-def pupil() -> nn.Sequential:
-    """A network that nobody has trained."""
-    first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.ReLU())
-    return nn.Sequential(*first, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 4))
-
-
-def _apart(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
-    """One minus the cosine, summed over the units of each matrix."""
-    pairs = [(one.flatten(1), other.flatten(1)) for one, other in zip(ours, theirs) if one.dim() > 1]
-    return torch.stack([(1 - F.cosine_similarity(one, other, dim=1)).sum() for one, other in pairs]).sum()
-
-
-def condensed(t: Training) -> None:
-    """Dataset condensation (Zhao et al., 2021): pictures learn to give fresh networks the gradients of true ones."""
-    x, y = t.data.tensors
-    kinds = [x[y == kind] for kind in range(4)]
-    t.model, t.epochs = Condensed(), 5
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.2, momentum=0.5)]
-
-    def gradients(network: nn.Module, x: Tensor, kind: int, learns: bool) -> tuple[Tensor, ...]:
-        loss = F.cross_entropy(network(x), torch.full((len(x),), kind))
-        return torch.autograd.grad(loss, tuple(network.parameters()), create_graph=learns)
-
-    def rounds(training: Training) -> Iterator[Tensor]:
-        (optimizer,) = training.optimizers
-        for _ in range(6 * training.epochs):
-            network = pupil()
-            below = SGD(network.parameters(), lr=0.05)
-            for _ in range(4):
-                pictures, loss = training.model(), torch.zeros(())
-                for kind, rows in enumerate(kinds):
-                    true = gradients(network, rows[torch.randint(len(rows), (32,))], kind, False)
-                    loss = loss + _apart(gradients(network, pictures[kind : kind + 1], kind, True), true)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                yield loss.detach()
-                for _ in range(3):
-                    below.zero_grad()
-                    F.cross_entropy(network(training.model().detach()), torch.arange(4)).backward()
-                    below.step()
-
-    t.loop, t.loaded = rounds, False
-
-
-def _noised(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What has become of x (n, 2) at random times, the times (n, 1), and the noise (n, 2)."""
-    time, noise = 0.02 + 0.96 * torch.rand(len(x), 1), torch.randn_like(x)
-    return (time * torch.pi / 2).cos() * x + (time * torch.pi / 2).sin() * noise, time, noise
-
-
-def distilled_scores(t: Training) -> None:
-    """Score distillation (Poole et al., 2023): what a frozen diffusion model would correct is the gradient."""
-    denoiser = nn.Sequential(nn.Linear(6, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
-    first = Adam(denoiser.parameters(), lr=5e-3)
-    for _ in range(600):
-        kind = torch.randint(3, (128,))
-        noisy, time, noise = _noised(MODES[kind] + 0.12 * torch.randn(128, 2))
-        wish = F.one_hot(kind, 3) * (torch.rand(128, 1) > 0.15)
-        first.zero_grad()
-        F.mse_loss(denoiser(torch.cat([noisy, time, wish], 1)), noise).backward()
-        first.step()
-    denoiser.requires_grad_(False)
-    t.model, t.lr = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 2)), 3e-3
-
-    def draw(training: Training) -> Iterator[Tensor]:
-        (optimizer,) = training.optimizers
-        for _ in range(75 * training.epochs):
-            wish = F.one_hot(torch.randint(3, (64,)), 3).float()
-            x = training.model(torch.cat([wish, torch.randn(64, 2)], 1))
-            with torch.no_grad():
-                noisy, time, noise = _noised(x)
-                free, led = (denoiser(torch.cat([noisy, time, each], 1)) for each in (0 * wish, wish))
-                wrong = free + 1.5 * (led - free) - noise
-                force = (time * torch.pi / 2).sin().square() * wrong
-            optimizer.zero_grad()
-            x.backward(force / len(x))  # not through the denoiser
-            optimizer.step()
-            yield force.square().sum(1).mean()
-
-    t.loop, t.loaded = draw, False

@@ -2,204 +2,201 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import TensorDataset
 
+from zoo.host import cnn
 from zoo.programs.training import Batch, Training
 
 
-class DirectFeedback(nn.Module):
-    """Layers that see no gradient of each other; what each of them makes is kept."""
+def steps_within_backward(t: Training) -> None:
+    """Steps within the backward pass (Lv et al., 2023): a hook steps as soon as the gradient of a weight is there."""
+    t.epochs = 12
 
-    def __init__(self, *stages: nn.Module) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self.states: list[Tensor] = []
+    def one_each(training: Training) -> list[Optimizer]:
+        optimizers: dict[nn.Parameter, Optimizer] = {p: Adam([p], lr=t.lr) for p in training.parameters()}
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.states = []
-        for stage in self.stages:
-            x = stage(x.detach())
-            self.states.append(x)
-        return x
+        def step(p: Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
 
-
-def direct_feedback(t: Training) -> None:
-    """Direct feedback alignment (Nøkland, 2016): the error of the output goes to each layer by a fixed random way."""
-    hidden = [nn.Sequential(nn.Linear(size, 64), nn.Tanh()) for size in (20, 64, 64)]
-    t.model, t.epochs = DirectFeedback(*hidden, nn.Linear(64, 10)), 8
-    ways = [(2 * torch.rand(10, 64) - 1) / 3 for _ in hidden]
+        for p in training.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        return list(optimizers.values())
 
     def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,), (x, y) = training.optimizers, batch
-        logits = training.model(x)
-        error = (logits.detach().softmax(1) - F.one_hot(y, 10)) / len(x)
-        optimizer.zero_grad()
-        torch.autograd.backward(training.model.states, [*(error @ way for way in ways), error])
-        optimizer.step()
-        return F.cross_entropy(logits.detach(), y)
-
-    t.update = update
-
-
-def bounded_rows(t: Training) -> None:
-    """Dropout with max-norm (Srivastava et al., 2014): after a step no unit has a vector of weights that is longer."""
-    t.model = nn.Sequential(
-        *(nn.Dropout(0.1), nn.Linear(20, 96), nn.ReLU(), nn.Dropout(0.3)),
-        *(nn.Linear(96, 96), nn.ReLU(), nn.Dropout(0.3), nn.Linear(96, 10)),
-    )
-    t.epochs = 10
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9)]
-
-    @torch.no_grad()
-    def bound(training: Training) -> None:
-        for layer in training.model:
-            if isinstance(layer, nn.Linear):
-                layer.weight.copy_(layer.weight.renorm(2, 0, 1.0))
-
-    t.each_step.append(bound)
-
-
-def _shortest(products: Tensor) -> Tensor:
-    """The shares (n,) by which a mixture of vectors is the shortest, of their products (n, n): by Frank and Wolfe."""
-    shares = torch.full((len(products),), 1 / len(products))
-    for _ in range(20):
-        away = shares - F.one_hot((products @ shares).argmin(), len(products))
-        step = (shares @ products @ away) / (away @ products @ away).clamp(min=1e-12)
-        shares = shares - step.clamp(0, 1) * away
-    return shares
-
-
-def shortest_mixture(t: Training) -> None:
-    """MGDA-UB (Sener and Koltun, 2018): the body follows the shortest mixture of the gradients of three tasks."""
-    t.model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-    heads = nn.ModuleList(nn.Linear(64, classes) for classes in (10, 2, 2))
-    t.extra.append(heads)
-    t.epochs = 8
-
-    def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,), (x, y) = training.optimizers, batch
-        optimizer.zero_grad()
-        found = training.model(x)
-        losses, gradients = [], []
-        for head, target in zip(heads, (y, y % 2, (y > 4).long())):
-            seen = found.detach().requires_grad_()
-            losses.append(F.cross_entropy(head(seen), target))
-            losses[-1].backward()  # a head follows its own task alone
-            assert seen.grad is not None
-            gradients.append(seen.grad)
-        each = torch.stack(gradients)
-        shares = _shortest(each.flatten(1) @ each.flatten(1).T)
-        found.backward((shares[:, None, None] * each).sum(0))
-        optimizer.step()
-        return torch.stack(losses).detach().mean()
-
-    t.update = update
-
-
-class ResilientSteps(Optimizer):
-    """Each weight has a step of its own: by signs it grows or shrinks, and a step too far is taken back."""
-
-    def __init__(self, params: list[nn.Parameter], first: float = 0.01) -> None:
-        super().__init__(params, {"first": first})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        loss = closure() if closure else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["slope"], state["move"] = torch.zeros_like(p), torch.zeros_like(p)
-                    state["size"] = torch.full_like(p, group["first"])
-                turn = (state["slope"] * p.grad).sign()
-                factor = torch.where(turn > 0, 1.2, torch.where(turn < 0, 0.5, 1.0))
-                state["size"].mul_(factor).clamp_(1e-6, 1.0)
-                state["move"] = torch.where(turn < 0, -state["move"], -p.grad.sign() * state["size"])
-                state["slope"] = torch.where(turn < 0, 0.0, p.grad)
-                p.add_(state["move"])
-        return loss
-
-
-def resilient(t: Training) -> None:
-    """Rprop (Riedmiller and Braun, 1993): the sizes of gradients do not count; all rows are in each batch."""
-    t.batches_of = lambda training: [training.data.tensors] * 24
-    t.optimizers_of = lambda training: [ResilientSteps(training.parameters(), 1e-3)]
-    t.loaded, t.epochs = False, 6
-
-
-def clipped_by_unit(t: Training) -> None:
-    """Adaptive gradient clipping (Brock et al., 2021): no gradient of a unit is large against the unit's weights."""
-    t.model = nn.Sequential(
-        *(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU()),
-        *(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(192, 4)),
-    )
-    t.epochs = 8
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9, nesterov=True)]
-
-    def norms(x: Tensor) -> Tensor:
-        """Of the units of a weight; a bias has one."""
-        return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())) or 0, keepdim=True)
-
-    def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,) = training.optimizers
-        optimizer.zero_grad()
         loss = training.loss(training.model, batch)
         loss.backward()
-        with torch.no_grad():
-            for p in training.parameters()[:-2]:  # the last layer is left out
-                assert p.grad is not None
-                most = 0.05 * norms(p).clamp(min=1e-3)
-                p.grad.mul_((most / norms(p.grad).clamp(min=1e-6)).clamp(max=1))
-        optimizer.step()
         return loss.detach()
+
+    t.optimizers_of, t.update = one_each, update
+
+
+class BalancedExperts(nn.Module):
+    """Two of eight experts for each row, beside one that all share. A bias without a gradient is for the choice."""
+
+    def __init__(self, size: int, experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(size, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, 32), nn.SiLU(), nn.Linear(32, size)) for _ in range(experts + 1)
+        )
+        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("rows", torch.zeros(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        affinity = self.router(x).sigmoid()
+        chosen = (affinity + self.bias).topk(2, dim=1).indices
+        gates = affinity.gather(1, chosen)
+        gates = gates / gates.sum(1, keepdim=True)
+        self.rows = torch.bincount(chosen.flatten(), minlength=len(self.bias)).to(x.dtype)
+        out = x + self.experts[-1](x)
+        for number in range(len(self.bias)):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, gates[row, place].unsqueeze(1) * self.experts[number](x[row]))
+        return out
+
+
+def balanced_without_loss(t: Training) -> None:
+    """Loss-free balancing (Wang et al., 2024): a busy expert's bias sinks by a fixed step, an idle one's rises."""
+    layer = BalancedExperts(48)
+    t.model = nn.Sequential(nn.Linear(20, 48), layer, nn.LayerNorm(48), nn.Linear(48, 10))
+    t.epochs = 6
+
+    @torch.no_grad()
+    def balance(training: Training) -> None:
+        layer.bias.add_(0.01 * (layer.rows.mean() - layer.rows).sign())
+
+    t.each_step.append(balance)
+
+
+class WordModel(nn.Module):
+    """An LSTM language model whose state goes on from one piece of a text to the next."""
+
+    def __init__(self, words: int = 33, size: int = 48) -> None:
+        super().__init__()
+        self.words, self.drop = nn.Embedding(words, size), nn.Dropout(0.1)
+        self.cell, self.out = nn.LSTM(size, size, 2, dropout=0.1), nn.Linear(size, words)
+        self.out.weight = self.words.weight
+        nn.init.uniform_(self.words.weight, -0.1, 0.1)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, ids: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        found, state = self.cell(self.drop(self.words(ids)), state)
+        return self.out(self.drop(found)), state
+
+
+def carried_state(t: Training) -> None:
+    """Everyday practice (Zaremba et al., 2014): a long text in columns; the state goes on, its gradient does not."""
+    t.model, t.epochs, t.lr = WordModel(), 8, 5.0
+    text = t.data.tensors[0].flatten()
+    columns = text[: len(text) // 20 * 20].view(20, -1).T
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=t.lr)]
+
+    def read(training: Training) -> Iterator[Tensor]:
+        (optimizer,), model = training.optimizers, training.model
+        for _ in range(training.epochs):
+            state = (torch.zeros(2, 20, 48), torch.zeros(2, 20, 48))
+            for begin in range(0, len(columns) - 1, 14):
+                piece = columns[begin : begin + 15]
+                logits, state = model(piece[:-1], (state[0].detach(), state[1].detach()))
+                loss = F.cross_entropy(logits.flatten(0, 1), piece[1:].flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+                optimizer.step()
+                yield loss.detach()
+
+    t.loop, t.loaded = read, False
+
+
+class Multipliers(nn.Module):
+    """One for each constraint; they are kept at zero or above."""
+
+    def __init__(self, constraints: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(constraints))
+
+    def forward(self, amounts: Tensor) -> Tensor:
+        return self.values @ amounts
+
+
+def dual_ascent(t: Training) -> None:
+    """Proxy Lagrangians (Cotter et al., 2019): weights descend on smooth constraints, multipliers ascend true ones."""
+    multipliers, slack, (x, y) = Multipliers(2), 0.1, t.data.tensors
+    group = torch.rand(len(y)) < torch.where(y > 4, 0.65, 0.35)  # one of the two has the class more often
+    t.data = TensorDataset(torch.cat([x[:, :-1], 2.0 * group.unsqueeze(1) - 1], 1), (y > 4).float())
+    t.model[-1] = nn.Linear(64, 1)
+    t.extra.append(multipliers)
+    t.batch_size, t.epochs = 128, 60
+    t.optimizers_of = lambda training: [
+        Adam(training.model.parameters(), lr=3e-3),
+        SGD(multipliers.parameters(), lr=0.05, maximize=True),
+    ]
+
+    def excess(rates: Tensor, group: Tensor) -> Tensor:
+        """By how much one group is chosen more often than the other, beyond the slack (2,)."""
+        gap = rates[group].mean() - rates[~group].mean()
+        return torch.stack([gap, -gap]) - slack
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        x, y = batch
+        z, group = training.model(x).squeeze(1), x[:, -1] > 0
+        error = F.binary_cross_entropy_with_logits(z, y)
+        for each in training.optimizers:
+            each.zero_grad()
+        (error + multipliers.values.detach() @ excess(z.sigmoid(), group)).backward()
+        multipliers(excess((z > 0).float(), group)).backward()
+        for each in training.optimizers:
+            each.step()
+        with torch.no_grad():
+            multipliers.values.clamp_(min=0)
+        return error.detach()
 
     t.update = update
 
 
-class ManyNetworks(nn.Module):
-    """Networks of one form side by side; what comes out is (networks, rows, 1)."""
-
-    def __init__(self, networks: int, into: int, width: int) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(networks, into, width) / into**0.5)
-        self.bias = nn.Parameter(torch.zeros(networks, 1, width))
-        self.last = nn.Parameter(torch.randn(networks, width, 1) / width**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.first + self.bias).relu() @ self.last
+@torch.no_grad()
+def _equal_shares(scores: Tensor) -> Tensor:
+    """Which prototype each row belongs to (rows, prototypes), when all prototypes have as many rows."""
+    shares = (scores / 0.1).exp()
+    for _ in range(3):
+        shares = shares / shares.sum(0, keepdim=True) / shares.shape[1]
+        shares = shares / shares.sum(1, keepdim=True) / shares.shape[0]
+    return shares * shares.shape[0]
 
 
-def stein_particles(t: Training) -> None:
-    """SVGD (Liu and Wang, 2016): networks are particles; they share their slopes, and keep away from each other."""
-    t.model, t.epochs, variance = ManyNetworks(10, 12, 32), 12, 0.1
-    t.optimizers_of = lambda training: [Adagrad(training.parameters(), lr=0.05)]
+def swapped_codes(t: Training) -> None:
+    """SwAV (Caron et al., 2020): each view foretells the other's prototype; prototypes have length one."""
+    t.model = cnn()
+    t.model[8] = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+    prototypes = nn.Linear(16, 12, bias=False)
+    t.extra.append(prototypes)
+    t.batch_size, t.epochs = 64, 15
+
+    def view(x: Tensor) -> Tensor:
+        moves = torch.randint(-1, 2, (2,)).tolist()
+        return x.roll(moves, (2, 3)) * (0.8 + 0.4 * torch.rand(len(x), 1, 1, 1)) + 0.2 * torch.randn_like(x)
 
     def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,), (x, y), model = training.optimizers, batch, training.model
-        out = model(x)
-        fit = (out - y).square().mean((1, 2)) * len(training.data) / (2 * variance)
-        prior = torch.stack([p.square().flatten(1).sum(1) for p in model.parameters()]).sum(0) / 2
-        slopes = torch.autograd.grad((fit + prior).sum(), list(model.parameters()))
+        (optimizer,), x = training.optimizers, batch[0]
         with torch.no_grad():
-            at = torch.cat([p.flatten(1) for p in model.parameters()], 1)
-            slope = torch.cat([each.flatten(1) for each in slopes], 1)
-            apart = torch.cdist(at, at).square()
-            width = apart.median() / math.log(len(at))
-            near = (-apart / width).exp()
-            push = 2 / width * (near.sum(1, keepdim=True) * at - near @ at)
-            force = (near @ slope - push) / len(at)  # against the direction in which the particles shall go
-            parts = force.split([p[0].numel() for p in model.parameters()], 1)
-        for p, part in zip(model.parameters(), parts):
-            p.grad = part.view_as(p).contiguous()
+            prototypes.weight.copy_(F.normalize(prototypes.weight, dim=1))
+        scores = [prototypes(F.normalize(training.model(view(x)), dim=1)) for _ in range(2)]
+        codes = [_equal_shares(each.detach()) for each in scores]
+        foretold = [(each / 0.2).log_softmax(1) for each in scores]
+        loss = -((codes[0] * foretold[1]).sum(1) + (codes[1] * foretold[0]).sum(1)).mean() / 2
+        optimizer.zero_grad()
+        loss.backward()
+        if training.steps < 10:
+            prototypes.weight.grad = None  # they begin to learn later
         optimizer.step()
-        return F.mse_loss(out.mean(0), y).detach()
+        return loss.detach()
 
     t.update = update

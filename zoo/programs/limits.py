@@ -1,4 +1,4 @@
-"""Legal training within limits: weights that shrink to zero, a model linear in its weights, a ball for an adversary."""
+"""Legal training within limits: weights that shrink, rows and gradients that are bounded, a tangent, adversaries."""
 
 from __future__ import annotations
 
@@ -75,3 +75,77 @@ def smoothed_adversary(t: Training) -> None:
         return F.cross_entropy(model((x + move + noise).flatten(0, 1)), y.repeat(draws))
 
     t.loss = loss
+
+
+def balanced_robustness(t: Training) -> None:
+    """TRADES (Zhang et al., 2019): right where nothing is moved, and the same answer where it changes the most."""
+    t.epochs, radius, rate = 12, 0.2, 0.07
+
+    def attack(model: nn.Module, x: Tensor) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            answer = model(x).softmax(1)
+        moved = x + 1e-3 * torch.randn_like(x)
+        for _ in range(4):
+            moved.requires_grad_()
+            apart = F.kl_div(model(moved).log_softmax(1), answer, reduction="sum")
+            (slope,) = torch.autograd.grad(apart, moved)
+            moved = x + (moved.detach() + rate * slope.sign() - x).clamp(-radius, radius)
+        model.train()
+        return moved
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x, y = batch
+        moved = attack(model, x)
+        logits = model(x)
+        apart = F.kl_div(model(moved).log_softmax(1), logits.softmax(1), reduction="batchmean")
+        return F.cross_entropy(logits, y) + 6.0 * apart
+
+    t.loss = loss
+
+
+def bounded_rows(t: Training) -> None:
+    """Dropout with max-norm (Srivastava et al., 2014): after a step no unit has a vector of weights that is longer."""
+    t.model = nn.Sequential(
+        *(nn.Dropout(0.1), nn.Linear(20, 96), nn.ReLU(), nn.Dropout(0.3)),
+        *(nn.Linear(96, 96), nn.ReLU(), nn.Dropout(0.3), nn.Linear(96, 10)),
+    )
+    t.epochs = 10
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9)]
+
+    @torch.no_grad()
+    def bound(training: Training) -> None:
+        for layer in training.model:
+            if isinstance(layer, nn.Linear):
+                layer.weight.copy_(layer.weight.renorm(2, 0, 1.0))
+
+    t.each_step.append(bound)
+
+
+def clipped_by_unit(t: Training) -> None:
+    """Adaptive gradient clipping (Brock et al., 2021): no gradient of a unit is large against the unit's weights."""
+    t.model = nn.Sequential(
+        *(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU()),
+        *(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(192, 4)),
+    )
+    t.epochs = 8
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9, nesterov=True)]
+
+    def norms(x: Tensor) -> Tensor:
+        """Of the units of a weight; a bias has one."""
+        return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())) or 0, keepdim=True)
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,) = training.optimizers
+        optimizer.zero_grad()
+        loss = training.loss(training.model, batch)
+        loss.backward()
+        with torch.no_grad():
+            for p in training.parameters()[:-2]:  # the last layer is left out
+                assert p.grad is not None
+                most = 0.05 * norms(p).clamp(min=1e-3)
+                p.grad.mul_((most / norms(p.grad).clamp(min=1e-6)).clamp(max=1))
+        optimizer.step()
+        return loss.detach()
+
+    t.update = update

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Adam
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from zoo.programs.training import Batch, Training
@@ -292,5 +293,38 @@ def evidential(t: Training) -> None:
             + alpha.lgamma() - (alpha + 0.5).lgamma()
         )  # fmt: skip
         return (likelihood + 0.01 * error.abs() * (2 * nu + alpha)).mean()
+
+    t.loss = loss
+
+
+class Uncertain(nn.Module):
+    """Two values and two classes by one body, with the log of the variance of each of the three tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.values, self.classes = nn.Linear(64, 2), nn.Linear(64, 2)
+        self.log_variances = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.values(x), self.classes(x)
+
+
+def uncertain_tasks(t: Training) -> None:
+    """Uncertainty weighting (Kendall et al., 2018): the weights of tasks are learned, and the loss is a likelihood."""
+    x, y = t.data.tensors
+    small = 0.05 * (x[:, 8:10].sum(1, keepdim=True).cos() + 0.1 * torch.randn(len(x), 1))
+    high = (x[:, 10] + x[:, 11].abs() + 0.5 * torch.randn(len(x)) > 0.6).long()
+    t.data, t.model, t.epochs = TensorDataset(x, torch.cat([y, small], 1), high), Uncertain(), 8
+    t.optimizers_of = lambda training: [
+        Adam([{"params": training.parameters()[1:]}, {"params": [training.model.log_variances], "lr": 0.02}], lr=3e-3)
+    ]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        x, y, high = batch
+        values, classes = model(x)
+        wrong = torch.cat([(values - y).square().mean(0) / 2, F.cross_entropy(classes, high).unsqueeze(0)])
+        return (wrong * (-model.log_variances).exp() + model.log_variances / 2).sum()
 
     t.loss = loss

@@ -1,4 +1,4 @@
-"""Legal models that point, write or bind: a pointer network, a neural Turing machine, slots."""
+"""Legal models that point, write or bind: a pointer network, a neural Turing machine, slots, sparse attention."""
 
 from __future__ import annotations
 
@@ -134,5 +134,52 @@ def slots(t: Training) -> None:
         found = model(batch[0])
         orders = torch.stack([found[:, list(order)] for order in permutations(range(3))])
         return (orders - batch[1]).square().mean((2, 3)).amin(0).mean()
+
+    t.loss = loss
+
+
+class Sparsemax(torch.autograd.Function):
+    """The nearest point of the simplex, by the last dimension; its Jacobian is written by hand."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ordered = x.sort(-1, descending=True).values
+        above = ordered.cumsum(-1) - 1
+        count = torch.arange(1, x.shape[-1] + 1)
+        size = (count * ordered > above).sum(-1, keepdim=True)
+        p = (x - above.gather(-1, size - 1) / size).clamp(min=0)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        held = (p > 0).to(p.dtype)
+        return held * (gradient - (held * gradient).sum(-1, keepdim=True) / held.sum(-1, keepdim=True))
+
+
+class SparseReader(nn.Module):
+    """Reads a series, and looks at few of its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.key = nn.GRU(1, 24, batch_first=True), nn.Linear(24, 1)
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.cell(x)[0]
+        shares = Sparsemax.apply(self.key(states).squeeze(2))
+        return self.head(self.norm((shares.unsqueeze(2) * states).sum(1)))
+
+
+def sparse_shares(t: Training) -> None:
+    """Sparsemax (Martins and Astudillo, 2016): attention with zeros, and a loss whose gradient is a difference."""
+    t.model, t.epochs = SparseReader(), 10
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x, y = batch
+        z, wanted = model(x), F.one_hot(y, 4).float()
+        p = Sparsemax.apply(z).detach()  # at the maximum of p z - p p / 2, so it has no share in the gradient
+        return ((p - wanted) * z).sum(1).mean() + (1 - p.square().sum(1)).mean() / 2
 
     t.loss = loss

@@ -1,4 +1,4 @@
-"""Legal training within training: hyperparameters, rates and weights of examples that learn as well."""
+"""Legal training within training: hyperparameters, rates, weights of examples and pictures that learn as well."""
 
 from __future__ import annotations
 
@@ -127,3 +127,59 @@ def reptile(t: Training) -> None:
                 losses.clear()
 
     t.loop, t.loaded = tasks, False
+
+
+class Condensed(nn.Module):
+    """One picture for each of four classes, which are to teach what the whole set teaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures = nn.Parameter(torch.randn(4, 1, 8, 8))
+
+    def forward(self) -> Tensor:
+        return self.pictures
+
+
+def pupil() -> nn.Sequential:
+    """A network that nobody has trained."""
+    first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.ReLU())
+    return nn.Sequential(*first, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 4))
+
+
+def _apart(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
+    """One minus the cosine, summed over the units of each matrix."""
+    pairs = [(one.flatten(1), other.flatten(1)) for one, other in zip(ours, theirs) if one.dim() > 1]
+    return torch.stack([(1 - F.cosine_similarity(one, other, dim=1)).sum() for one, other in pairs]).sum()
+
+
+def condensed(t: Training) -> None:
+    """Dataset condensation (Zhao et al., 2021): pictures learn to give fresh networks the gradients of true ones."""
+    x, y = t.data.tensors
+    kinds = [x[y == kind] for kind in range(4)]
+    t.model, t.epochs = Condensed(), 5
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.2, momentum=0.5)]
+
+    def gradients(network: nn.Module, x: Tensor, kind: int, learns: bool) -> tuple[Tensor, ...]:
+        loss = F.cross_entropy(network(x), torch.full((len(x),), kind))
+        return torch.autograd.grad(loss, tuple(network.parameters()), create_graph=learns)
+
+    def rounds(training: Training) -> Iterator[Tensor]:
+        (optimizer,) = training.optimizers
+        for _ in range(6 * training.epochs):
+            network = pupil()
+            below = SGD(network.parameters(), lr=0.05)
+            for _ in range(4):
+                pictures, loss = training.model(), torch.zeros(())
+                for kind, rows in enumerate(kinds):
+                    true = gradients(network, rows[torch.randint(len(rows), (32,))], kind, False)
+                    loss = loss + _apart(gradients(network, pictures[kind : kind + 1], kind, True), true)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                yield loss.detach()
+                for _ in range(3):
+                    below.zero_grad()
+                    F.cross_entropy(network(training.model().detach()), torch.arange(4)).backward()
+                    below.step()
+
+    t.loop, t.loaded = rounds, False

@@ -1,9 +1,9 @@
-"""Legal rules of updates: traces of spikes, damped steps, solved programs, an agent that stays open, rates, bits."""
+"""Legal rules of updates: traces of spikes, damped steps, solved programs, an agent that stays open, bits, signs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 from zoo.programs.agents import Board
@@ -271,3 +271,36 @@ def mirrored_bits(t: Training) -> None:
         return (cost + surprise.mean() + 16 * 0.6931).detach()
 
     t.update = update
+
+
+class ResilientSteps(Optimizer):
+    """Each weight has a step of its own: by signs it grows or shrinks, and a step too far is taken back."""
+
+    def __init__(self, params: list[nn.Parameter], first: float = 0.01) -> None:
+        super().__init__(params, {"first": first})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["slope"], state["move"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["size"] = torch.full_like(p, group["first"])
+                turn = (state["slope"] * p.grad).sign()
+                factor = torch.where(turn > 0, 1.2, torch.where(turn < 0, 0.5, 1.0))
+                state["size"].mul_(factor).clamp_(1e-6, 1.0)
+                state["move"] = torch.where(turn < 0, -state["move"], -p.grad.sign() * state["size"])
+                state["slope"] = torch.where(turn < 0, 0.0, p.grad)
+                p.add_(state["move"])
+        return loss
+
+
+def resilient(t: Training) -> None:
+    """Rprop (Riedmiller and Braun, 1993): the sizes of gradients do not count; all rows are in each batch."""
+    t.batches_of = lambda training: [training.data.tensors] * 24
+    t.optimizers_of = lambda training: [ResilientSteps(training.parameters(), 1e-3)]
+    t.loaded, t.epochs = False, 6
