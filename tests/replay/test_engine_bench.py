@@ -254,7 +254,7 @@ def test_the_record_of_a_step_is_made_once_when_it_is_asked_for() -> None:
     for state.step in range(60):
         recorder.step_begins(state, batch(state.step + 1, micro=4), TorchGenerators.read(torch.device("cpu")))
         assert recorder.newest is not None
-        ring.add_inputs(recorder.newest, partial(make, state.step + 1))
+        ring.add_inputs([recorder.newest], [partial(make, state.step + 1)])
     assert not asked and not ring.holds(1) and ring.holds(60)
     newest = ring.made(60)
     assert newest.num_bytes == recorder.newest.num_bytes and ring.steps[-1] is newest

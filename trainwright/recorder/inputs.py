@@ -57,6 +57,11 @@ class StepInputs:
         """Sample ids of each micro-batch."""
         return [tuple(micro.ids.tolist()) for micro in self.batch.micro]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return [len(micro.ids) for micro in self.batch.micro]
+
 
 class InputRecorder:
     """The witness of a live run: it records the inputs of each step, and lets ``changes`` hear what it does.
@@ -69,13 +74,13 @@ class InputRecorder:
         self.newest: StepInputs | None = None
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
-        scaler = state.scaler
+        scaler, tensors = state.scaler, batch.tensors
         self.changes.step_begins()
         self.newest = StepInputs(
             state.step + 1,
             batch,
-            batch.tensors,
-            batch.versions,
+            tensors,
+            [each._version for each in tensors],
             generators,
             state.fraction,
             state.micro_limit,
@@ -125,6 +130,10 @@ class InputRing(Ring):
     def holds(self, step: int) -> bool:
         return step in self._inputs
 
+    def is_made(self, step: int) -> bool:
+        """Whether somebody has asked for the record of ``step``."""
+        return step in self._made
+
     def let_go(self) -> bool:
         """Drops all steps and snapshots, and keeps half as much from now on. Returns whether it held any."""
         held = bool(self.snapshots or self._inputs)
@@ -141,16 +150,17 @@ class InputRing(Ring):
 
     def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
         """``step`` has the numbers and the sample ids of the step, and no program yet."""
-        self.add_inputs(inputs, lambda: step)
+        self.add_inputs([inputs], [lambda: step])
 
-    def add_inputs(self, inputs: StepInputs, make: MakeFn) -> None:
-        """As ``add_with_inputs``; ``make`` gives the record of the step."""
-        if inputs.tensors and is_of_worker(inputs.tensors[0]):  # then all are: one worker made them
-            copies = PrivateCopies()
-            for tensor in filter(is_of_worker, inputs.tensors):
-                tensor.data = copies.of(tensor)
-        self._inputs[inputs.step], self._makes[inputs.step] = inputs, make
-        self.add(inputs)
+    def add_inputs(self, steps: Sequence[StepInputs], makes: Sequence[MakeFn]) -> None:
+        """As ``add_with_inputs`` of several steps; each of ``makes`` gives the record of one."""
+        for inputs, make in zip(steps, makes):
+            if inputs.tensors and is_of_worker(inputs.tensors[0]):  # then all are: one worker made them
+                copies = PrivateCopies()
+                for tensor in filter(is_of_worker, inputs.tensors):
+                    tensor.data = copies.of(tensor)
+            self._inputs[inputs.step], self._makes[inputs.step] = inputs, make
+        self.add(*steps)
 
     def _shrink(self) -> None:
         super()._shrink()

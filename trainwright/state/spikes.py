@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 WARM, WINDOW, ACCEPTED = 16, 64, 4
@@ -59,11 +59,26 @@ class SpikeDetector:
             self._measure()
         return None
 
+    def detect_all(self, steps: Mapping[int, float]) -> dict[int, Spike]:
+        """The same for the norms of several steps, in order; where none is a spike, in a fraction of the time."""
+        grad_norms = steps.values()
+        is_quiet = self._usual and max(grad_norms, default=0.0) <= self._limit
+        if not is_quiet or self._count % WARM + len(steps) > WARM:  # the limit may change between them
+            found = {step: self.detect(step, norm) for step, norm in steps.items()}
+            return {step: spike for step, spike in found.items() if spike is not None}
+        self._in_a_row = 0
+        self._norms += grad_norms
+        self._logs += map(_log, grad_norms)
+        self._count += len(steps)
+        if self._count % WARM == 0:
+            self._measure()
+        return {}
+
     def _measure(self) -> None:
-        self._usual = statistics.median(self._norms)
+        self._usual = _median(self._norms)
         self._initial = self._initial or self._usual
         usual = _log(self._usual)
-        spread = statistics.median([abs(each - usual) for each in self._logs])
+        spread = _median([abs(each - usual) for each in self._logs])
         noise = math.exp(min(DEVIATIONS * 1.4826 * spread, 100.0))  # 1.4826: of a normal distribution
         self._limit = max(max(self.factor, noise) * self._usual, BEYOND * max(self._norms))
 
@@ -89,3 +104,10 @@ class SpikeDetector:
 
 def _log(norm: float) -> float:
     return math.log(max(norm, TINY))
+
+
+def _median(values: Iterable[float]) -> float:
+    """Of an even number of values; ``statistics.median`` takes three times as long."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return (ordered[half - 1] + ordered[half]) / 2

@@ -8,17 +8,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from trainwright.engine.oom_report import is_out_of_memory
-from trainwright.engine.spikes import SpikeDecision
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.journal import Journal
 from trainwright.recorder.engine_changes import EngineChanges
-from trainwright.recorder.inputs import InputRecorder, InputRing, StepInputs
+from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, make_probes
 from trainwright.recorder.program import RecordedStep
@@ -33,10 +32,10 @@ from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
 from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.families import probes_of_families
-from trainwright.watching.findings import FindingsLog, PlainStep, failures_of, limits_of
+from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, SHORT_S, LookSchedule, SnapshotSchedule
-from trainwright.watching.unjudged import PlainNumbers, Unjudged, note_spike
+from trainwright.watching.unjudged import PlainNumbers, Unjudged, warned_of_spikes
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""
@@ -93,11 +92,8 @@ class EngineSession:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""
         has_session, has_unjudged = self.runner.forget(), bool(self._unjudged)
         while self._unjudged:
-            each = self._unjudged.popleft()
-            step, (loss, norm) = each.recorded(self._blind), each.loss_and_norm()
-            step.ids = each.inputs.ids
-            self.log.note(step, Numbers.of((loss,), loss, norm))
-        self.log.make_plain()
+            self._take([self._unjudged.popleft().with_numbers()], tells=True)
+        self.log.record_all()  # now, while their samples are known
         return self.ring.let_go() or has_session or has_unjudged
 
     def note(self, result: StepResult) -> None:
@@ -106,8 +102,11 @@ class EngineSession:
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
         self._trained_s += result.step_s
-        if result.step < self._busy_at and _is_calm(result, inputs):
-            self._unjudged.append(Unjudged(result, inputs, time.time()))
+        loss, norm = (math.nan, math.nan) if self._late else (result.loss.item(), result.grad_norm.item())
+        numbers = PlainNumbers(result.step, loss, norm, result.lr, result.step_s, result.wait_s, time.time(), self.ring)
+        is_plain = result.spike is None and result.batch is inputs.batch and math.isfinite(loss + norm)
+        if is_plain and result.step < self._busy_at and result.step_s <= SHORT_S:  # it waits to be judged with others
+            self._unjudged.append(Unjudged(numbers, inputs))
             return
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
@@ -116,41 +115,40 @@ class EngineSession:
             self._went_back = result.step  # the state after it is another
         is_new = _is_applied(result) and self._changes.is_new(result.step - self._first_step, result.lr)
         read = late([result.loss, result.grad_norm]) if self._late else None
-        self._unjudged.append(Unjudged(result, inputs, time.time(), read, is_new))
-        if is_new or result.step % AT_ONCE == 0 or not self._may_wait(result):
+        self._unjudged.append(Unjudged(numbers, inputs, result.spike, is_new, read))
+        may_wait = not self._late and self._looks.may_wait(result.step, result.step_s) and numbers.are_finite
+        if is_new or result.step % AT_ONCE == 0 or not may_wait:
             self._judge_all_but(self._late)
         self._prepare_next(result.step)
 
-    def _may_wait(self, result: StepResult) -> bool:
-        """Whether it is soon enough to judge this step with the next ones, which takes less time for each."""
-        return not self._late and self._looks.may_wait(result.step, result.step_s) and _is_finite(result)
-
     def _judge_all_but(self, newest: int) -> None:
-        while len(self._unjudged) > newest:
-            each = self._unjudged.popleft()
-            self.ring.add_inputs(each.inputs, partial(each.recorded, self._blind))
-            self._judge(each)
-
-    def _judge(self, unjudged: Unjudged) -> None:
         """Of nearly every step nothing but two numbers is looked at, and no record of it is made."""
-        result, (loss, norm) = unjudged.result, unjudged.loss_and_norm()
-        number, bad, changed = result.step, not (math.isfinite(loss) and math.isfinite(norm)), unjudged.is_new
-        spike = self._state.spikes.detect(number, norm) if self._warns and not bad else None
-        spiked = spike is not None or result.spike is not None
-        if bad or spiked or changed or self._blind is not None:
-            step = unjudged.held_by(self.ring, self._blind)
-            if spike is not None:
-                note_spike(step, SpikeDecision(spike, "warn"))
-            self.log.note(step, Numbers.of((loss,), loss, norm))
-        else:
-            brief = PlainNumbers(number, loss, norm, result.lr, result.step_s, result.wait_s, unjudged.ended_s)
-            self.log.note_plain(PlainStep(number, partial(brief.recorded, self.ring)))
-        if changed:
-            self.runner.begin_again()
-        if self._looks.wants(number, loss, bad=bad, spiked=spiked, changed=changed):
-            self._look(unjudged.held_by(self.ring, self._blind), Numbers.of((loss,), loss, norm))
-        if bad:
-            self._incidents.keep_bundle(number, [found.code for found in self.log.findings()])
+        judged = [each.with_numbers() for each in islice(self._unjudged, max(0, len(self._unjudged) - newest))]
+        plain: list[Unjudged] = []
+        for each in warned_of_spikes(judged, self._state.spikes) if self._warns else judged:
+            self._unjudged.popleft()
+            number, bad, spiked = each.numbers.number, not each.numbers.are_finite, each.spike is not None
+            tells = bad or spiked or each.is_new or self._blind is not None
+            wanted = self._looks.wants(number, each.numbers.loss, bad=bad, spiked=spiked, changed=each.is_new)
+            plain.append(each)
+            if tells or wanted:
+                self._take(plain, tells=tells)
+                if wanted:
+                    self._look(each.held_by(self.ring, self._blind), each.numbers.as_read)
+                if bad:
+                    self._incidents.keep_bundle(number, [found.code for found in self.log.findings()])
+                plain = []
+        self._take(plain)
+
+    def _take(self, steps: list[Unjudged], *, tells: bool = False) -> None:
+        """Puts judged steps into ring and log. ``tells``: the last of them has something to tell."""
+        self.ring.add_inputs([each.inputs for each in steps], [each.recorded for each in steps])
+        odd = steps.pop() if tells else None
+        self.log.note_plain([each.numbers for each in steps])
+        if odd is not None:
+            self.log.note(odd.held_by(self.ring, self._blind), odd.numbers.as_read)
+            if odd.is_new:
+                self.runner.begin_again()
 
     def _look(self, step: RecordedStep, numbers: Numbers) -> None:
         bad, begin_s = not numbers.are_finite, time.thread_time()
@@ -322,16 +320,6 @@ class EngineObserver:
 def _is_applied(result: StepResult) -> bool:
     """Whether its update was; of a GPU it is not asked: there an update that is left out writes as often."""
     return result.spike is None and not (result.skipped.device.type == "cpu" and bool(result.skipped))
-
-
-def _is_calm(result: StepResult, inputs: StepInputs) -> bool:
-    """Whether nothing of a step asks for more than to be judged with the next ones, where no look is due."""
-    is_plain = result.spike is None and result.batch is inputs.batch and result.step_s <= SHORT_S
-    return is_plain and _is_finite(result)
-
-
-def _is_finite(result: StepResult) -> bool:
-    return math.isfinite(result.loss.item() + result.grad_norm.item())
 
 
 def _tell(probe: Probe, action: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
@@ -25,6 +24,7 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.reader import without_half_of_the_steps
 from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.unjudged import PlainNumbers
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024
 """Until this step of a calm run every step becomes a record, until that one every eighth, then every 64th."""
@@ -33,13 +33,6 @@ ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with others has something to tell."""
 ROUNDS = 4
 """How often the doctor may ask for further experiments in one look."""
-
-
-class PlainStep(NamedTuple):
-    """A step that has nothing to tell. ``make`` makes what becomes a record."""
-
-    number: int
-    make: Callable[[], tuple[RecordedStep, Numbers]]
 
 
 class FindingsLog:
@@ -64,13 +57,13 @@ class FindingsLog:
         self._laws = laws
         self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
         self._records, self._complete = list(known), complete
-        self._unrecorded: deque[tuple[RecordedStep, Numbers] | PlainStep] = deque()
+        self._unrecorded: deque[tuple[RecordedStep, Numbers] | PlainNumbers] = deque()
         self._found: dict[str, Found] = {}
 
     @property
     def records(self) -> list[Record]:
         """The records that are kept in memory: of a long run not every step."""
-        self._record_all()
+        self.record_all()
         return self._records
 
     def findings(self) -> list[Found]:
@@ -83,15 +76,11 @@ class FindingsLog:
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
-    def note_plain(self, step: PlainStep) -> None:
-        """The same of a step that has nothing to tell; few of them are made into records."""
-        self._unrecorded.append(step)
-        if len(self._unrecorded) > UNRECORDED:
+    def note_plain(self, steps: Sequence[PlainNumbers]) -> None:
+        """The same of steps that have nothing to tell; few of them are made into records."""
+        self._unrecorded += steps
+        while len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
-
-    def make_plain(self) -> None:
-        """Makes what is wanted of all of these now, while it can still be made."""
-        self._unrecorded = deque(map(_made, self._unrecorded))
 
     def look(
         self,
@@ -108,7 +97,7 @@ class FindingsLog:
         """
         with muted(), only_newest_collected():
             self._runner.allow(allowed_s)
-            self._record_all()
+            self.record_all()
             self.examined(step, self._probed())
             self.examined(step, limits or {})
             for reason in reasons:
@@ -164,23 +153,26 @@ class FindingsLog:
     def _record_oldest(self) -> None:
         """Some steps of a calm run become records, and each that has something to tell."""
         oldest = self._unrecorded.popleft()
-        number = oldest.number if isinstance(oldest, PlainStep) else oldest[0].step
+        if isinstance(oldest, PlainNumbers):
+            number, tells = oldest.number, False
+        else:
+            step = oldest[0]
+            number, tells = step.step, step.blind is not None or not step.values.keys() <= ORDINARY
         every = 1 if number <= EVERY_STEP else 8 if number <= EVERY_EIGHTH else 64
-        if number % every == 0:
-            self._record(*_made(oldest))
-        elif not isinstance(oldest, PlainStep):
-            step, _ = oldest
-            if step.blind is not None or not step.values.keys() <= ORDINARY:
-                self._record(*oldest)
+        if tells or number % every == 0:
+            self._record(oldest)
 
-    def _record_all(self) -> None:
-        for each in self._unrecorded:
-            self._record(*_made(each))
-        self._unrecorded.clear()
+    def record_all(self) -> None:
+        """Makes all steps into records that still wait for it."""
+        while self._unrecorded:
+            self._record(self._unrecorded.popleft())
 
-    def _record(self, step: RecordedStep, numbers: Numbers) -> None:
-        self._complete(step)
-        self.remember(as_record(step, numbers))
+    def _record(self, noted: tuple[RecordedStep, Numbers] | PlainNumbers) -> None:
+        if isinstance(noted, PlainNumbers):
+            self.remember(noted.as_record())
+        else:
+            self._complete(noted[0])
+            self.remember(as_record(*noted))
 
     def remember(self, record: Record) -> None:
         """Writes and keeps a record."""
@@ -188,10 +180,6 @@ class FindingsLog:
         self._records.append(record)
         if len(self._records) > KEPT_RECORDS:
             self._records = without_half_of_the_steps(self._records)
-
-
-def _made(step: tuple[RecordedStep, Numbers] | PlainStep) -> tuple[RecordedStep, Numbers]:
-    return step.make() if isinstance(step, PlainStep) else step
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:

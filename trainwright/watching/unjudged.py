@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from trainwright.engine.spikes import SpikeDecision
-from trainwright.engine.step import StepResult
 from trainwright.recorder.inputs import InputRing, StepInputs
-from trainwright.recorder.numbers import Numbers
+from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.program import RecordedStep
-
-
-class Unjudged(NamedTuple):
-    """A step that is over. ``read`` returns its loss and gradient norm, which are on their way from a GPU.
-
-    ``is_new``: its program is another than all before.
-    """
-
-    result: StepResult
-    inputs: StepInputs
-    ended_s: float
-    read: Callable[[], list[float]] | None = None
-    is_new: bool = False
-
-    def loss_and_norm(self) -> Sequence[float]:
-        return self.read() if self.read else (self.result.loss.item(), self.result.grad_norm.item())
-
-    def recorded(self, blind: str | None) -> RecordedStep:
-        """The record of the step. ``blind`` says why no step of this run can be run again."""
-        result = self.result
-        step = RecordedStep(result.step, lr=result.lr, ended_s=self.ended_s, blind=blind, is_told_late=True)
-        step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
-        step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
-        if result.spike is not None:
-            note_spike(step, result.spike)
-        if self.is_new:
-            step.values["changed"] = True
-        return step
-
-    def held_by(self, ring: InputRing, blind: str | None) -> RecordedStep:
-        """The record that the ring has; it may have had no room for it."""
-        number = self.result.step
-        return ring.made(number) if ring.holds(number) else self.recorded(blind)
+from trainwright.runlog.records import Watched
+from trainwright.state.spikes import SpikeDetector
 
 
 class PlainNumbers(NamedTuple):
-    """What the log needs of a step without anything to tell, whose batch it must not keep."""
+    """What the log needs of a step without anything to tell, whose batch it must not keep. ``ring`` may hold that."""
 
     number: int
     loss: float
@@ -55,20 +24,88 @@ class PlainNumbers(NamedTuple):
     step_s: float
     wait_s: float
     ended_s: float
+    ring: InputRing
 
-    def recorded(self, ring: InputRing) -> tuple[RecordedStep, Numbers]:
-        """The record of the step, where the ring still has it that one."""
-        numbers = Numbers.of((self.loss,), self.loss, self.norm)
-        if ring.holds(self.number):
-            return ring.made(self.number), numbers
+    @property
+    def are_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    @property
+    def as_read(self) -> Numbers:
+        return Numbers.of((self.loss,), self.loss, self.norm)
+
+    def recorded(self) -> RecordedStep:
+        """A new record of the step, without sample ids."""
         step = RecordedStep(self.number, lr=self.lr, ended_s=self.ended_s, is_told_late=True)
         step.loss, step.grad_norm = self.loss, self.norm
         step.values = {"step_s": self.step_s, "wait_s": self.wait_s}
-        return step, numbers
+        return step
+
+    def as_record(self) -> Watched:
+        """For the log. Where the step was run again, it has events, too."""
+        ring = self.ring
+        if ring.is_made(self.number):
+            step = ring.made(self.number)
+            ring.name_samples(step)
+            return as_record(step, self.as_read)
+        sizes = ring.inputs_of(self.number).sizes if ring.holds(self.number) else []
+        return Watched(
+            time_s=self.ended_s,
+            step=self.number,
+            loss=self.loss,
+            grad_norm=self.norm,
+            lr=self.lr,
+            events=[],
+            values={"losses": [self.loss], "ids": sizes, "step_s": self.step_s, "wait_s": self.wait_s},
+        )
 
 
-def note_spike(step: RecordedStep, decision: SpikeDecision) -> None:
-    spike = decision.spike
-    step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, decision.action]
-    if decision.action == "rollback":
-        step.values["edited"] = True  # the state after it is another
+class Unjudged(NamedTuple):
+    """A step that is over. ``is_new``: its program is another than all before.
+
+    ``read`` returns loss and gradient norm, which are on their way from a GPU; None where ``numbers`` has them.
+    """
+
+    numbers: PlainNumbers
+    inputs: StepInputs
+    spike: SpikeDecision | None = None
+    is_new: bool = False
+    read: Callable[[], list[float]] | None = None
+
+    def with_numbers(self) -> Unjudged:
+        """Waits for what is on its way."""
+        if self.read is None:
+            return self
+        loss, norm = self.read()
+        return self._replace(numbers=self.numbers._replace(loss=loss, norm=norm), read=None)
+
+    def recorded(self) -> RecordedStep:
+        """A new record of the step."""
+        step = self.numbers.recorded()
+        if self.spike is not None:
+            spike = self.spike.spike
+            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, self.spike.action]
+            if self.spike.action == "rollback":
+                step.values["edited"] = True  # the state after it is another
+        if self.is_new:
+            step.values["changed"] = True
+        return step
+
+    def held_by(self, ring: InputRing, blind: str | None) -> RecordedStep:
+        """The record that the ring has; it may have had no room for it. ``blind`` says why no step can be run again."""
+        number = self.numbers.number
+        step = ring.made(number) if ring.holds(number) else self.recorded()
+        step.blind = step.blind or blind
+        return step
+
+
+def warned_of_spikes(steps: list[Unjudged], detector: SpikeDetector) -> list[Unjudged]:
+    """The same steps, each with the spike that its gradient norm is."""
+    found = detector.detect_all({step.number: step.norm for step, *_ in steps if step.are_finite})
+    if not found:
+        return steps
+    spikes = [found.get(each.numbers.number) for each in steps]
+    return [
+        each if spike is None else each._replace(spike=SpikeDecision(spike, "warn"))
+        for each, spike in zip(steps, spikes)
+    ]
