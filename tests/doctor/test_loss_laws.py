@@ -46,7 +46,20 @@ HEALTHY: tuple[Loss, ...] = (
     lambda out: ((out + 0.1) ** 2).mean() + F.mse_loss(out + R16, 2 * R16),
     lambda out: F.l1_loss(out, R16) + 0.1 * F.smooth_l1_loss(out, R16),
     lambda out: F.cross_entropy(out, Y16) + ((out - R16).square() * COUNTED).sum() / COUNTED.sum().clamp(min=1),
+    lambda out: F.binary_cross_entropy_with_logits(out, MASK) + unlike(out),
+    lambda out: F.mse_loss(out, R16) - 0.5 * (out - R16).mean().square(),
+    lambda out: F.cross_entropy(out, Y16, label_smoothing=0.2) + 0.5 * F.nll_loss(out.log_softmax(1), Y16),
 )
+
+
+SHARES = F.one_hot(Y16, 3).float()
+MASK = (R16 > 0.5).float()
+
+
+def unlike(out: Tensor, size: Callable[[Tensor], Tensor] = lambda p: p.sum(1)) -> Tensor:
+    """Dice: what is not common to two sets, of each row."""
+    p = out.sigmoid()
+    return (1 - (2 * (p * MASK).sum(1) + 1) / (size(p) + MASK.sum(1) + 1)).mean()
 
 
 def masked(each: Tensor) -> Tensor:
@@ -72,7 +85,7 @@ def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
         ):
             [verdict] = verdicts(case, law)
             assert isinstance(verdict, Holds), (number, law, verdict)
-        for law in ("probabilities_add_up", "there_is_room_to_learn"):
+        for law in ("probabilities_add_up", "there_is_room_to_learn", "loss_has_a_bound"):
             [verdict] = verdicts(case, law)
             assert isinstance(verdict, Holds | NotApplicable), (number, law, verdict)
 
@@ -113,6 +126,14 @@ def test_what_enters_a_loss_by_its_derivative_is_not_to_become_small() -> None:
         ("targets_are_the_minimum", lambda out: 1 - F.cross_entropy(out, Y16)),
         ("targets_are_the_minimum", lambda out: -(F.cross_entropy(out, Y16, reduction="none") * COUNTED[:, 0]).sum()),
         ("targets_are_the_minimum", lambda out: 0 * F.mse_loss(out, R16) + out.pow(2).mean()),
+        (
+            "targets_are_the_minimum",
+            lambda out: F.cross_entropy(out, Y16) - 3 * (out.softmax(1) - SHARES).square().sum(1).mean(),
+        ),
+        ("targets_are_the_minimum", lambda out: F.mse_loss(out, R16) - 1.2 * (out - R16).abs().mean()),
+        ("loss_has_a_bound", lambda out: F.cross_entropy(out, Y16) - 1e-2 * out.square().mean()),
+        ("loss_has_a_bound", lambda out: F.mse_loss(out[:, :2], R16[:, :2]) - (out[:, 2].exp() - out[:, 2]).mean()),
+        ("loss_has_a_bound", lambda out: F.l1_loss(out, R16) - 0.1 * out.pow(2).sum(1).mean()),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.relu(), R16)),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.sigmoid(), 9 * R16)),
         ("like_is_compared_with_like", lambda out: (out + R16).square().mean()),
@@ -130,6 +151,9 @@ def test_what_enters_a_loss_by_its_derivative_is_not_to_become_small() -> None:
         ("batch_is_cut_anywhere", lambda out: masked(out.abs()) + 0.1 * ((out - R16).square() * COUNTED).sum()),
         ("batch_is_cut_anywhere", lambda out: F.cross_entropy(out, Y16, reduction="sum") + out.abs().mean()),
         ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16, reduction="sum") + F.cross_entropy(out, Y16)),
+        ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16) / len(out) + F.cross_entropy(out, Y16)),
+        ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16) + out.square().mean() / out.shape[0]),
+        ("batch_is_cut_anywhere", lambda out: unlike(out, lambda p: p.sum())),
     ],
     ids=str,
 )

@@ -42,6 +42,20 @@ def is_of_shared_values(recorded: RecordedStep, slot: int, others: Sequence[int]
     return bool(own) and own <= shared and all(n in makers for n in own)
 
 
+def made_of(recorded: RecordedStep, slot: int) -> list[Operation]:
+    """The operations that a value is made by, up to what the models returned."""
+    makers = {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
+    found, seen, waiting = list[Operation](), set[int](), [slot]
+    while waiting:
+        each = waiting.pop()
+        operation = makers.get(each)
+        if operation is not None and each not in seen:
+            seen.add(each)
+            found.append(operation)
+            waiting += _slots((operation.args, operation.kwargs))
+    return found
+
+
 def _begins(slot: int, makers: dict[int, Operation]) -> set[int]:
     """What a value is made of: what was detached on the way, and where none was, the outputs of the models."""
     found, seen, waiting = set[int](), set[int](), [slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.doctor.law import Law
 from trainwright.doctor.loss import laws
 from trainwright.doctor.loss.baselines import baselines_are_subtracted
+from trainwright.doctor.loss.bounds import loss_has_a_bound
 from trainwright.doctor.loss.centred import targets_are_centred
 from trainwright.doctor.loss.counted import every_row_counts
 from trainwright.doctor.loss.games import judges_see_the_same, players_are_at_odds, slopes_are_bounded
@@ -49,6 +50,7 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("loss.players_are_at_odds", players_are_at_odds, effort="replay", named_by=("loss.*",)),
     Law("loss.judges_see_the_same", judges_see_the_same, effort="replay", named_by=("loss.*", "data.*")),
+    Law("loss.loss_has_a_bound", loss_has_a_bound, effort="replay", named_by=("loss.*",)),
     Law("loss.slopes_are_bounded", slopes_are_bounded, effort="replay", named_by=("loss.*",)),
     Law("loss.baselines_are_subtracted", baselines_are_subtracted, effort="replay", named_by=("loss.*",)),
     Law("loss.probabilities_add_up", probabilities_add_up, named_by=("loss.*",)),

@@ -45,13 +45,25 @@ class SummedTerm:
 
 
 @dataclass(frozen=True)
+class DividedTerm:
+    """A term of the loss that is a mean and is divided by the number of samples again, beside one that is not."""
+
+    op: str
+    samples: int
+
+
+@dataclass(frozen=True)
 class ComparisonsFacts:
-    """Of every call in one step. ``added``: the function that an output plus targets goes into."""
+    """Of every call in one step. ``added``: the function that an output plus targets goes into. ``rows``: to so many
+    numbers, one of each row, a sum over all rows is added.
+    """
 
     experiment: ClassVar[str] = "comparisons"
     calls: tuple[ComparedFacts, ...] = ()
     summed: SummedTerm | None = None
     added: str = ""
+    divided: DividedTerm | None = None
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,31 @@ class TowardsFacts:
     ops: tuple[str, ...] = ()
     rivals: bool = False
     own: tuple[TowardsPass, ...] = ()
+
+
+@dataclass(frozen=True)
+class AtTargetsFacts:
+    """Of the ``terms`` that compare the prediction of ``op`` with the same targets: their sum where the prediction is
+    right (the least of several that are more and more sure), and the least and the ``most`` of it ``elsewhere``.
+    """
+
+    experiment: ClassVar[str] = "at_targets"
+    op: str
+    terms: tuple[str, ...]
+    right: float
+    elsewhere: float
+    what: str
+    most: float
+
+
+@dataclass(frozen=True)
+class LargerOutputsFacts:
+    """The loss of a step with all outputs of the models so many ``times`` as large, and the same of the other sign."""
+
+    experiment: ClassVar[str] = "larger_outputs"
+    times: tuple[float, ...]
+    larger: tuple[float, ...]
+    turned: tuple[float, ...]
 
 
 @dataclass(frozen=True)

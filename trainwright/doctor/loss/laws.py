@@ -9,10 +9,12 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.facts import (
+    AtTargetsFacts,
     ComparedFacts,
     ComparisonsFacts,
     CutFacts,
     CutLoss,
+    DividedTerm,
     Learned,
     SummedTerm,
     TowardsFacts,
@@ -23,6 +25,8 @@ from trainwright.runlog.records import Where
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
 ROUNDING = 1e-6
 """Of a loss, relative: a smaller change is none."""
+APART = 0.01
+"""Of how far predictions that are wrong are from those that are right: by less, none is better."""
 LATER = 8
 """Steps after which a model is no longer equal to the one that it is compared with."""
 
@@ -93,6 +97,10 @@ def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
     known = facts.own if facts.rivals else (TowardsPass(facts.before, facts.after),)
     bad = next((each for each in known if not _falls(each)), None)
     if bad is None:
+        elsewhere = case.newest(AtTargetsFacts)
+        if elsewhere is not None and _is_least_elsewhere(elsewhere):
+            yield _least_elsewhere(case, elsewhere)
+            return
         yield Holds(f"{', '.join(facts.ops)}: {known[0].before:.6g} to {known[0].after:.6g}")
         return
     rises = bad.after > bad.before + ROUNDING * abs(bad.before)
@@ -118,6 +126,27 @@ def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
 
 def _falls(of: TowardsPass) -> bool:
     return of.after < of.before - ROUNDING * abs(of.before) or of.before == 0
+
+
+def _is_least_elsewhere(facts: AtTargetsFacts) -> bool:
+    return facts.elsewhere < facts.right - APART * abs(facts.most - facts.right)
+
+
+def _least_elsewhere(case: Case, facts: AtTargetsFacts) -> Finding:
+    return finding(
+        "law.loss.targets_are_the_minimum",
+        "warning",
+        case.last_step,
+        symptom=f"the terms {', '.join(facts.terms)} of the loss compare one prediction with the same targets, and "
+        f"their sum is {facts.right:.4g} at the targets and less elsewhere: {facts.elsewhere:.4g} for {facts.what}",
+        cause="one of the terms is least where another is not: its sign is turned, or a part of it is missing",
+        remedy="write the loss as a sum of what is to become small, each with a factor above 0",
+        sure=0.8,
+        stage="loss",
+        since_step=1,
+        where=Where(op=facts.terms[-1]),
+        evidence=[("sum of the terms at the targets, and elsewhere", facts.right, f"< {facts.elsewhere:.6g}")],
+    )
 
 
 def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
@@ -211,6 +240,12 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
     if compared is not None and compared.summed is not None:
         yield _summed_among_means(case, compared.summed)
         return
+    if compared is not None and compared.divided is not None:
+        yield _divided_among_means(case, compared.divided)
+        return
+    if compared is not None and compared.rows:
+        yield _added_to_rows(case, compared.rows)
+        return
     facts = case.newest(CutFacts)
     if facts is None:
         if (why := case.blind(CutFacts)) is not None:
@@ -269,6 +304,40 @@ def _summed_among_means(case: Case, term: SummedTerm) -> Finding:
         since_step=1,
         where=Where(op=term.op),
         evidence=[("targets that are summed over", term.targets, 1)],
+    )
+
+
+def _divided_among_means(case: Case, term: DividedTerm) -> Finding:
+    return finding(
+        "law.loss.batch_is_cut_anywhere",
+        "warning",
+        case.last_step,
+        symptom=f"{term.op} is a mean and is divided by {term.samples}, the number of samples, again; another term of "
+        "the loss is not",
+        cause="a sum was meant where the mean is taken: the term shrinks with the size of the batch, beside the others",
+        remedy='reduction="sum" before the division, or leave out the division',
+        sure=0.75,
+        stage="loss",
+        since_step=1,
+        where=Where(op=term.op),
+        evidence=[("divided by", term.samples, 1)],
+    )
+
+
+def _added_to_rows(case: Case, rows: int) -> Finding:
+    return finding(
+        "law.loss.batch_is_cut_anywhere",
+        "warning",
+        case.last_step,
+        symptom=f"a sum over the whole batch is added to {rows} numbers, one of each row",
+        cause="a sum goes over the samples too, where its like are of one sample each: what a row gives depends on the "
+        "others, and on how many there are",
+        remedy="sum over all dimensions but that of the samples: dim=1, or flatten(1) first",
+        sure=0.8,
+        stage="loss",
+        since_step=1,
+        where=Where(op="sum"),
+        evidence=[("rows that are summed over", rows, 1)],
     )
 
 

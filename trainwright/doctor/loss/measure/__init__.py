@@ -22,7 +22,9 @@ from trainwright.doctor.loss.facts import (
     TowardsFacts,
     TowardsPass,
 )
+from trainwright.doctor.loss.measure import at_targets as _at_targets  # noqa: F401
 from trainwright.doctor.loss.measure import baselines as _baselines  # noqa: F401  registers its experiment
+from trainwright.doctor.loss.measure import bounds as _bounds  # noqa: F401
 from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401
 from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
@@ -31,7 +33,7 @@ from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDU
 from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
 from trainwright.doctor.loss.measure.made import other_outputs, other_weights, others_among
 from trainwright.doctor.loss.measure.players import GameProgram
-from trainwright.doctor.loss.measure.reductions import summed_among_means
+from trainwright.doctor.loss.measure.reductions import added_to_rows, divided_among_means, summed_among_means
 from trainwright.doctor.loss.measure.scores import SAMPLES, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
@@ -84,7 +86,8 @@ def comparisons(session: ReplaySession) -> Facts:
         replace(facts, made=n in made, blank=max(facts.blank, blank[n]))
         for n, facts in enumerate(_looked_at(call, module) for call, module in calls)
     ]
-    return dict(strict(vars(ComparisonsFacts(tuple(found), summed_among_means(recorded), added_to_targets(recorded)))))
+    reduced = summed_among_means(recorded), added_to_targets(recorded), divided_among_means(recorded)
+    return dict(strict(vars(ComparisonsFacts(tuple(found), *reduced, added_to_rows(session)))))
 
 
 def _made(session: ReplaySession, recorded: RecordedStep, calls: list[ComparedLoss]) -> set[int]:

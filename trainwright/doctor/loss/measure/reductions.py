@@ -1,16 +1,25 @@
-"""Finds a loss that is summed among terms that are means, by the arguments of its call."""
+"""Finds terms of a loss that are reduced in another way than their like, by the calls that reduce them."""
 
 from __future__ import annotations
 
 import math
 
-from trainwright.doctor.loss.facts import SummedTerm
+from torch import Tensor, nn
+
+from trainwright.doctor.loss.facts import DividedTerm, SummedTerm
 from trainwright.doctor.loss.measure.comparing import BINARY, CLASSES, DISTANCES
-from trainwright.recorder.program import Operation, RecordedStep, constants_of
-from trainwright.replay.terms import terms_of
+from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
+from trainwright.replay.replayer import batch_size
+from trainwright.replay.session import ReplaySession
+from trainwright.replay.substituted import noted
+from trainwright.replay.terms import made_of, terms_of
 
 FEW = 4
 """Targets over which a sum is hardly another thing than a mean."""
+MANY = 8
+"""Samples: a smaller number may be a weight."""
+QUOTIENTS = frozenset({"div", "divide", "truediv"})
+ADDED = frozenset({"add", "radd", "sub", "rsub"})
 
 
 def summed_among_means(recorded: RecordedStep) -> SummedTerm | None:
@@ -18,7 +27,7 @@ def summed_among_means(recorded: RecordedStep) -> SummedTerm | None:
 
     Its weight would have to be smaller by the number of targets; what is nearer to that than to 1 is on purpose.
     """
-    makers = {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
+    makers = _makers(recorded)
     terms = [(term, makers[term.slot]) for term in terms_of(recorded) if term.slot in makers]
     means = [abs(term.own) for term, op in terms if _reduction(op) == "mean" and term.own]
     sums = [(term, _targets(op)) for term, op in terms if _reduction(op) == "sum"]
@@ -26,6 +35,92 @@ def summed_among_means(recorded: RecordedStep) -> SummedTerm | None:
         if means and targets >= FEW and abs(term.own) * math.sqrt(targets) > max(means):
             return SummedTerm(term.name, targets)
     return None
+
+
+def divided_among_means(recorded: RecordedStep) -> DividedTerm | None:
+    """A mean that is divided by the number of samples again, beside one that is not.
+
+    The number must be a whole one that the loop divides by: a weight is seldom just that.
+    """
+    size, makers = batch_size(recorded) or 0, _makers(recorded)
+    means = [term for term in terms_of(recorded) if term.slot in makers and _is_mean(makers[term.slot])]
+    divided = {
+        each.args[0].number
+        for each in makers.values()
+        if each.name.strip("_") in QUOTIENTS
+        and isinstance(each.args[0], Slot)
+        and type(each.args[-1]) is int
+        and each.args[-1] == size >= MANY
+    }
+    bad = [term for term in means if term.slot in divided]
+    return DividedTerm(bad[0].name, size) if bad and len(bad) < len(means) else None
+
+
+def added_to_rows(session: ReplaySession) -> int:
+    """Of how many rows a sum over all that a model returns is added to a number for each: beside sums of one row each
+    that of all rows grows with the batch. 0 where there is none.
+    """
+    recorded = session.recorded_step
+    makers = _makers(recorded)
+    sums = {
+        n: each.args[0].number for n, each in makers.items() if _is_sum_of_all(each) and _is_of_outputs(recorded, n)
+    }
+    beside = [(source, other) for total, source in sums.items() for other in _added_to(total, makers)]
+    if not beside:
+        return 0
+    seen: dict[int, Tensor] = {}
+    wanted = {slot for source, other in beside for slot in (source, other) if isinstance(slot, int)}
+    with session.live():
+        session.replayer.run(noted(recorded, sorted(wanted), seen.__setitem__), upto="forward")
+    for source, other in beside:
+        rows = seen.get(other) if isinstance(other, int) else other
+        if source in seen and rows is not None and _are_rows_of(seen[source], rows.detach()):
+            return len(rows)
+    return 0
+
+
+def _are_rows_of(source: Tensor, rows: Tensor) -> bool:
+    """Whether these are a number for each row of it, and not all the same."""
+    is_one_each = source.dim() > 1 and rows.shape[:1] == source.shape[:1] == (rows.numel(),)
+    return is_one_each and len(rows) >= FEW and bool((rows != rows.flatten()[0]).any())
+
+
+def _is_sum_of_all(operation: Operation) -> bool:
+    return (
+        operation.name == "sum"
+        and len(operation.args) == 1
+        and isinstance(operation.args[0], Slot)
+        and not any(operation.kwargs.values())
+    )
+
+
+def _is_of_outputs(recorded: RecordedStep, slot: int) -> bool:
+    """Whether a value is made of what a model returned, and of no weight."""
+    operations = made_of(recorded, slot)
+    outputs = {n for each in recorded.calls for n in each.outputs}
+    constants = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
+    slots = {each.number for op in operations for each in op.args if isinstance(each, Slot)}
+    return bool(slots & outputs) and not any(isinstance(each, nn.Parameter) for each in constants)
+
+
+def _added_to(slot: int, makers: dict[int, Operation]) -> list[int | Tensor]:
+    """The other summands of the sums and differences that a value is a part of."""
+    found: list[int | Tensor] = []
+    for each in makers.values():
+        if each.name.strip("_") in ADDED and Slot(slot) in each.args and not each.in_place:
+            others = [value for value in each.args if value != Slot(slot)]
+            found += [value.number for value in others if isinstance(value, Slot)]
+            found += [value.tensor for value in others if isinstance(value, Constant)]
+    return found
+
+
+def _makers(recorded: RecordedStep) -> dict[int, Operation]:
+    return {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
+
+
+def _is_mean(operation: Operation) -> bool:
+    whole = operation.name == "mean" and len(operation.args) == 1 and not operation.kwargs
+    return whole or _reduction(operation) == "mean"
 
 
 def _reduction(operation: Operation) -> object:
