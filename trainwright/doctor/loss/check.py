@@ -8,6 +8,7 @@ from trainwright.doctor.loss.baselines import baselines_are_subtracted
 from trainwright.doctor.loss.bounds import loss_has_a_bound
 from trainwright.doctor.loss.centred import targets_are_centred
 from trainwright.doctor.loss.counted import every_row_counts
+from trainwright.doctor.loss.divergence import divergence_is_of_the_sample
 from trainwright.doctor.loss.games import judges_see_the_same, players_are_at_odds, slopes_are_bounded
 from trainwright.doctor.loss.learned import knows_more_than_nothing
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
@@ -51,6 +52,7 @@ LAWS: tuple[Law, ...] = (
     Law("loss.players_are_at_odds", players_are_at_odds, effort="replay", named_by=("loss.*",)),
     Law("loss.judges_see_the_same", judges_see_the_same, effort="replay", named_by=("loss.*", "data.*")),
     Law("loss.loss_has_a_bound", loss_has_a_bound, effort="replay", named_by=("loss.*",)),
+    Law("loss.divergence_is_of_the_sample", divergence_is_of_the_sample, effort="replay", named_by=("loss.*",)),
     Law("loss.slopes_are_bounded", slopes_are_bounded, effort="replay", named_by=("loss.*",)),
     Law("loss.baselines_are_subtracted", baselines_are_subtracted, effort="replay", named_by=("loss.*",)),
     Law("loss.probabilities_add_up", probabilities_add_up, named_by=("loss.*",)),

@@ -151,6 +151,25 @@ class LargerOutputsFacts:
 
 
 @dataclass(frozen=True)
+class DivergenceFacts:
+    """A ``term`` that is made of the mean m and the deviation s of a normal sample alone, with all of them the same.
+
+    ``is_sum``: of a function of either. Where it is ``of_mean`` m m / 2 + ``of_power`` s^``power`` / 2 - ``of_log``
+    log s, but for a linear function of m and a constant, these; NaN, and power 0, where it is of no such form.
+    ``deviation_learns``: the sample has a gradient for it.
+    """
+
+    experiment: ClassVar[str] = "divergence"
+    term: str
+    is_sum: bool
+    of_mean: float
+    of_power: float
+    power: float
+    of_log: float
+    deviation_learns: bool
+
+
+@dataclass(frozen=True)
 class Rivalry:
     """A model (its number) that judges what another makes.
 

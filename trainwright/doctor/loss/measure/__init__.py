@@ -27,6 +27,7 @@ from trainwright.doctor.loss.measure import baselines as _baselines  # noqa: F40
 from trainwright.doctor.loss.measure import bounds as _bounds  # noqa: F401
 from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401
 from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
+from trainwright.doctor.loss.measure import divergence as _divergence  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared

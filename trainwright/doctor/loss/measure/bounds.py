@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from trainwright.doctor.loss.facts import LargerOutputsFacts
@@ -26,7 +28,10 @@ def larger_outputs(session: ReplaySession) -> Facts:
         raise NotReplayable("one model may want the loss of the other to rise")
     if not 1 <= len(terms_of(recorded)) <= MOST_TERMS:
         raise NotReplayable("the loss is made of many terms, or of none that is known")
-    if _is_weighed_both_ways(recorded):
+    operations = [each for term in terms_of(recorded) for each in made_of(recorded, term.slot)]
+    if any(each.name == "detach" for each in operations):
+        raise NotReplayable("a part of the loss is detached: it weighs what was drawn, or is a target")
+    if _is_weighed_both_ways(operations):
         raise NotReplayable("numbers below 0 weigh the samples: some of them are to become unlikely")
     outputs: dict[int, Tensor] = {}
     slots = [n for call in to_first_loss(recorded).calls for n in call.outputs]
@@ -36,9 +41,8 @@ def larger_outputs(session: ReplaySession) -> Facts:
     return dict(strict(vars(LargerOutputsFacts(TIMES, *rows))))
 
 
-def _is_weighed_both_ways(recorded: RecordedStep) -> bool:
+def _is_weighed_both_ways(operations: Sequence[Operation]) -> bool:
     """Whether a tensor with elements below 0 is multiplied by on the way to the loss, as an advantage is."""
-    operations = [each for term in terms_of(recorded) for each in made_of(recorded, term.slot)]
     weights = [c.tensor for each in operations if _is_product(each) for c in constants_of((each.args, each.kwargs))]
     return any(each.numel() > 1 and bool((each.detach() < 0).any()) for each in weights)
 
