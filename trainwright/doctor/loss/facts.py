@@ -53,9 +53,18 @@ class DividedTerm:
 
 
 @dataclass(frozen=True)
+class ImpliedFacts:
+    """A term that is made of the logarithm of a sigmoid of scores: its value, and that of outputs of 0."""
+
+    op: str
+    value: float
+    blank: float
+
+
+@dataclass(frozen=True)
 class ComparisonsFacts:
     """Of every call in one step. ``added``: the function that an output plus targets goes into. ``rows``: to so many
-    numbers, one of each row, a sum over all rows is added.
+    numbers, one of each row, a sum over all rows is added. ``implied``: terms whose targets stand in the formula.
     """
 
     experiment: ClassVar[str] = "comparisons"
@@ -64,6 +73,7 @@ class ComparisonsFacts:
     added: str = ""
     divided: DividedTerm | None = None
     rows: int = 0
+    implied: tuple[ImpliedFacts, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, Severity, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.facts import (
     AtTargetsFacts,
@@ -25,6 +25,8 @@ from trainwright.runlog.records import Where
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
 ROUNDING = 1e-6
 """Of a loss, relative: a smaller change is none."""
+FAR, MORE = 1.5, 0.5
+"""Of the loss over classes of outputs of 0, so many times, and so much more: chance is not that bad."""
 APART = 0.01
 """Of how far predictions that are wrong are from those that are right: by less, none is better."""
 LATER = 8
@@ -38,6 +40,13 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
         return
     known = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value)]
     calls = [each for each in known if not each.made and not each.of_distances]
+    far = next((each for each in first.implied if each.value > FAR * each.blank + MORE), None)
+    if far is not None:
+        yield _starts_far(far.op, far.value, far.blank)
+        return
+    if first.implied and not calls:
+        yield Holds(", ".join(f"{each.op} {each.value:.3g} against {each.blank:.3g}" for each in first.implied[:3]))
+        return
     if not calls:
         own = "the model makes its own targets, or scores are distances"
         yield NotApplicable(own if known else "no loss function that compares with targets")
@@ -47,25 +56,37 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
         yield Holds(", ".join(f"{named(each)} {each.value:.3g} against {each.blank:.3g}" for each in calls[:3]))
         return
     worst = max(bad, key=lambda each: (_is_over_classes(each), each.value / each.blank))
-    yield finding(
+    severity: Severity = "warning" if _is_over_classes(worst) else "info"
+    yield _starts_far(named(worst), worst.value, worst.blank, severity, where_of(worst), [("targets", worst.targets)])
+
+
+def _starts_far(
+    name: str,
+    value: float,
+    blank: float,
+    severity: Severity = "warning",
+    where: Where | None = None,
+    more: Sequence[Measured] = (),
+) -> Finding:
+    return finding(
         "law.loss.starts_at_chance",
-        "warning" if _is_over_classes(worst) else "info",
+        severity,
         1,
-        symptom=f"the first {named(worst)} is {worst.value:.4g}; outputs of 0 have {worst.blank:.4g}",
+        symptom=f"the first {name} is {value:.4g}; outputs of 0 have {blank:.4g}",
         cause="the outputs are much too large before anything was learned: the scale of inputs, weights or outputs",
         remedy="standardise the inputs, use the usual initialisation, and look for a factor before the loss",
         sure=0.85,
         stage="forward",
         since_step=1,
-        where=where_of(worst),
-        evidence=[(f"first {named(worst)}", worst.value, worst.blank), ("targets", worst.targets)],
+        where=where or Where(op=name),
+        evidence=[(f"first {name}", value, blank), *more],
     )
 
 
 def _is_far_above(call: ComparedFacts) -> bool:
     """For classes as far as ``init.too_large`` asks for; else outputs of ten times the size of the targets."""
     if _is_over_classes(call):
-        return call.value > 1.5 * call.blank + 0.5
+        return call.value > FAR * call.blank + MORE
     return call.value > 100 * max(call.blank, call.constant)
 
 

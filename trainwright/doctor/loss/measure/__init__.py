@@ -32,6 +32,7 @@ from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
+from trainwright.doctor.loss.measure.implied import implied
 from trainwright.doctor.loss.measure.made import other_outputs, other_weights, others_among
 from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.reductions import added_to_rows, divided_among_means, summed_among_means
@@ -88,7 +89,7 @@ def comparisons(session: ReplaySession) -> Facts:
         for n, facts in enumerate(_looked_at(call, module) for call, module in calls)
     ]
     reduced = summed_among_means(recorded), added_to_targets(recorded), divided_among_means(recorded)
-    return dict(strict(vars(ComparisonsFacts(tuple(found), *reduced, added_to_rows(session)))))
+    return dict(strict(vars(ComparisonsFacts(tuple(found), *reduced, added_to_rows(session), implied(session)))))
 
 
 def _made(session: ReplaySession, recorded: RecordedStep, calls: list[ComparedLoss]) -> set[int]:
