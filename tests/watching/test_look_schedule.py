@@ -79,3 +79,20 @@ def test_after_64_steps_a_state_is_kept_where_sixteen_steps_are_closed(step: int
     due = next(each for each in range(step + 1, step + 400) if snapshots.is_due(each))
     assert due <= 64 or due % 16 == 0
     assert due - step <= 4 * 32 + 16
+
+
+@pytest.mark.parametrize("jump_at", [None, 70, 100])
+def test_steps_that_are_passed_over_are_taken_as_one_by_one(jump_at: int | None) -> None:
+    """And where one of them is wanted, none is taken."""
+    at_once, one_by_one = LookSchedule(0), LookSchedule(0)
+    losses = {step: 2.0 + 0.3 * math.sin(step) + (9.0 if step == jump_at else 0.0) for step in range(1, 129)}
+    wanted = []
+    for first in range(1, 129, 16):
+        group = {step: losses[step] for step in range(first, first + 16)}
+        wanted += [step for step, loss in group.items() if one_by_one.wants(step, loss, bad=False, spiked=False)]
+        if not at_once.pass_over(first, list(group.values())):
+            assert first == 1 or jump_at in group
+            for step, loss in group.items():
+                at_once.wants(step, loss, bad=False, spiked=False)
+        assert vars(at_once) == vars(one_by_one)
+    assert wanted == ([] if jump_at is None else [jump_at])

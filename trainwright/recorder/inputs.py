@@ -28,7 +28,7 @@ HISTORY = 8
 class StepInputs:
     """Batch, random state, share of the run and loss scale at the begin of one step.
 
-    ``versions`` are those of the ``tensors`` of the batch: each write in place adds one.
+    ``versions`` are those of the ``tensors`` of the batch, which take ``num_bytes``: each write in place adds one.
 
     ``left_out`` says why a spike policy left its update out; "": it did not.
     """
@@ -37,15 +37,12 @@ class StepInputs:
     batch: StepBatch
     tensors: list[Tensor]
     versions: list[int]
+    num_bytes: int
     generators: TorchGenerators
     fraction: float
     micro_limit: int | None
     scale: tuple[Tensor, Tensor] | None
     left_out: str = ""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum([tensor.nbytes for tensor in self.tensors])
 
     @property
     def is_unchanged(self) -> bool:
@@ -81,6 +78,7 @@ class InputRecorder:
             batch,
             tensors,
             [each._version for each in tensors],
+            sum([each.nbytes for each in tensors]),
             generators,
             state.fraction,
             state.micro_limit,

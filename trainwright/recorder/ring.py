@@ -107,11 +107,10 @@ class Ring:
         while len(self.snapshots) > 1 and (self._is_spare() or self.num_bytes > self.budget_bytes):
             self.snapshots.popleft()
         first = self.snapshots[0].step if self.snapshots else math.inf
-        while self._held and (
-            (self._held[0].step < first and len(self._held) > self.keep) or self.num_bytes > self.budget_bytes
-        ):
-            self._step_bytes -= self._held.popleft().num_bytes
-        self._most = max(self.keep, len(self._held)) + SPARE
+        held, room = self._held, self.budget_bytes - self._snapshot_bytes * len(self.snapshots)
+        while held and (self._step_bytes > room or (len(held) > self.keep and held[0].step < first)):
+            self._step_bytes -= held.popleft().num_bytes
+        self._most = max(self.keep, len(held)) + SPARE
 
     def _is_spare(self) -> bool:
         """Whether the last ``keep`` steps can all be run again from the second snapshot."""

@@ -35,7 +35,7 @@ from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, SHORT_S, LookSchedule, SnapshotSchedule
-from trainwright.watching.unjudged import PlainNumbers, Unjudged, warned_of_spikes
+from trainwright.watching.unjudged import PlainNumbers, Unjudged, are_calm, warned_of_spikes
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""
@@ -92,7 +92,7 @@ class EngineSession:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""
         has_session, has_unjudged = self.runner.forget(), bool(self._unjudged)
         while self._unjudged:
-            self._take([self._unjudged.popleft().with_numbers()], tells=True)
+            self._take([self._unjudged[0].with_numbers()], tells=True)
         self.log.record_all()  # now, while their samples are known
         return self.ring.let_go() or has_session or has_unjudged
 
@@ -124,9 +124,9 @@ class EngineSession:
     def _judge_all_but(self, newest: int) -> None:
         """Of nearly every step nothing but two numbers is looked at, and no record of it is made."""
         judged = [each.with_numbers() for each in islice(self._unjudged, max(0, len(self._unjudged) - newest))]
-        plain: list[Unjudged] = []
-        for each in warned_of_spikes(judged, self._state.spikes) if self._warns else judged:
-            self._unjudged.popleft()
+        judged = warned_of_spikes(judged, self._state.spikes) if self._warns else judged
+        plain = judged if self._blind is None and are_calm(judged, self._looks) else []
+        for each in judged[len(plain) :]:
             number, bad, spiked = each.numbers.number, not each.numbers.are_finite, each.spike is not None
             tells = bad or spiked or each.is_new or self._blind is not None
             wanted = self._looks.wants(number, each.numbers.loss, bad=bad, spiked=spiked, changed=each.is_new)
@@ -141,7 +141,9 @@ class EngineSession:
         self._take(plain)
 
     def _take(self, steps: list[Unjudged], *, tells: bool = False) -> None:
-        """Puts judged steps into ring and log. ``tells``: the last of them has something to tell."""
+        """Puts the oldest steps into ring and log. ``tells``: the last of them has something to tell."""
+        for _ in steps:
+            self._unjudged.popleft()
         self.ring.add_inputs([each.inputs for each in steps], [each.recorded for each in steps])
         odd = steps.pop() if tells else None
         self.log.note_plain([each.numbers for each in steps])
@@ -155,8 +157,7 @@ class EngineSession:
         allowed_s = math.inf if bad else self._looks.allowed_s(step.step, step.values["step_s"])
         self._make_program(step, numbers)
         allowed_s -= time.thread_time() - begin_s
-        why = "incident" if bad else "checkup"
-        self.log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
+        self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits(), allowed_s=allowed_s)
         self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
 
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """Steps since the watch began that are looked at closely; later ones are looked at as the share of time allows."""
@@ -27,6 +28,8 @@ SHARE = 0.004
 LAST_SHARE, LAST_SHARE_OF_SECONDS = 0.25, 0.05
 """Of the time of training, and of that of a run that is counted in seconds: what the look at its end may take; at least
 as much as the first looks together."""
+NOT_JUDGED = 4
+"""First losses that are not compared with those before them."""
 LOOK_STEPS, LAST_LOOK_STEPS = 28, 68
 """How many steps one of the first looks takes as long as (44 to 56 the very first, 9 to 40 those after it), and the one
 at the end (40 to 83): measured on the recipes in the box."""
@@ -131,6 +134,22 @@ class LookSchedule:
             self._looked_at = step
         return wanted
 
+    def pass_over(self, first: int, losses: Sequence[float]) -> bool:
+        """Takes steps from ``first`` on at once that are neither bad nor spiked nor changed, nor wanted.
+
+        False, where one of them may be wanted: then nothing is taken.
+        """
+        is_due = self._has_changed or not self._due.isdisjoint(range(first, first + len(losses)))
+        if is_due or first - self._first_step < NOT_JUDGED:
+            return False
+        mean, deviation = self._mean, self._deviation
+        for loss in losses:
+            if _is_far_above(mean, deviation, loss):
+                return False
+            mean, deviation = _moved(mean, deviation, loss)
+        self._mean, self._deviation, self._bad_in_a_row = mean, deviation, 0
+        return True
+
     def _begin_again(self, step: int) -> None:
         """Another program is another loop: its first steps are looked at in what looks at odd steps may take."""
         self._has_changed, self._first_step = True, step - 1
@@ -151,12 +170,20 @@ class LookSchedule:
         mean, deviation = self._mean, self._deviation
         if not math.isfinite(loss):
             return False
-        if step - self._first_step < 4:
+        if step - self._first_step < NOT_JUDGED:
             self._mean, self._deviation = loss, max(deviation, abs(loss - mean) if mean else 0.0)
             return False
-        self._mean += 0.1 * (loss - mean)
-        self._deviation += 0.1 * (abs(loss - mean) - deviation)
-        return loss > mean + max(6 * deviation, 0.05 * abs(mean))
+        self._mean, self._deviation = _moved(mean, deviation, loss)
+        return _is_far_above(mean, deviation, loss)
+
+
+def _moved(mean: float, deviation: float, loss: float) -> tuple[float, float]:
+    """Moving average and deviation after the next loss."""
+    return mean + 0.1 * (loss - mean), deviation + 0.1 * (abs(loss - mean) - deviation)
+
+
+def _is_far_above(mean: float, deviation: float, loss: float) -> bool:
+    return loss > mean + max(6 * deviation, 0.05 * abs(mean))
 
 
 def looks_s(step_s: float, num_steps: float, planned_s: float, *, in_seconds: bool = False) -> float:

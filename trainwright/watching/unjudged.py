@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from trainwright.engine.spikes import SpikeDecision
@@ -12,6 +12,7 @@ from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.records import Watched
 from trainwright.state.spikes import SpikeDetector
+from trainwright.watching.look_schedule import LookSchedule
 
 
 class PlainNumbers(NamedTuple):
@@ -99,9 +100,19 @@ class Unjudged(NamedTuple):
         return step
 
 
+def are_calm(steps: Sequence[Unjudged], looks: LookSchedule) -> bool:
+    """Whether none of them has something to tell or is looked at, as it is nearly always: ``looks`` has passed over."""
+    if not steps or True in [each.is_new or each.spike is not None for each in steps]:
+        return False
+    losses = [each.numbers.loss for each in steps]
+    are_finite = math.isfinite(sum(losses) + sum([each.numbers.norm for each in steps]))
+    return are_finite and looks.pass_over(steps[0].numbers.number, losses)
+
+
 def warned_of_spikes(steps: list[Unjudged], detector: SpikeDetector) -> list[Unjudged]:
     """The same steps, each with the spike that its gradient norm is."""
-    found = detector.detect_all({step.number: step.norm for step, *_ in steps if step.are_finite})
+    numbers = [each.numbers for each in steps]
+    found = detector.detect_all({each.number: each.norm for each in numbers if each.are_finite})
     if not found:
         return steps
     spikes = [found.get(each.numbers.number) for each in steps]
