@@ -199,6 +199,19 @@ def test_the_best_of_an_earlier_version_still_has_to_be_beaten(tmp_path: Path) -
     resumed.close()
 
 
+def test_what_a_share_of_the_run_asks_for_is_passed_over_within_a_second_of_the_last_save(tmp_path: Path) -> None:
+    now = [0.0]
+    saving = saving_in(tmp_path, Heard(), clock=lambda: now[0], every=Every(steps=2), apart_s=1.0)
+    saved = []
+    for step in range(1, 13):
+        now[0] = 0.3 * step
+        if saving.due(state := state_at(step)):
+            saving(state)
+            saved.append(step)
+    saving.close()
+    assert saved == [4, 8, 12]
+
+
 def test_an_unknown_metric_is_told_with_what_there_is(tmp_path: Path) -> None:
     heard = Heard()
     saving = saving_in(tmp_path, heard, best="acuracy")

@@ -28,18 +28,22 @@ from trainwright.world.threads import single_threaded, small_stacks
 P = ParamSpec("P")
 R = TypeVar("R")
 MOST_OF_FREE_MEMORY = 0.8
+SHARES_APART_S = 1.0
+"""Seconds that lie at least between two saves which a share of the run asks for: shorter ones are not worth a save."""
 
 
 @dataclass(frozen=True)
 class SavePolicy:
     """When to save and what to keep.
 
-    ``every`` may be None: only at the end. ``at_least_s`` is the age in seconds, by the clock on the wall, at which
-    the last save is too old. ``best`` is "loss" or a metric of the validation, on ``best_batches`` batches (0: all of
+    ``every`` may be None: only at the end. What it asks for is passed over within ``apart_s`` seconds of the last save,
+    or of the begin. ``at_least_s`` is the age in seconds, by the clock on the wall, at which the last save is too old.
+    ``best`` is "loss" or a metric of the validation, on ``best_batches`` batches (0: all of
     them): a value on others does not compare.
     """
 
     every: Every | None = None
+    apart_s: float = 0.0
     at_least_s: float | None = None
     retention: Retention = field(default_factory=Retention)
     best: str | None = None
@@ -115,8 +119,9 @@ class Saving:
             self._look(state)
         if state.micro_limit is not None and self._writing is None:  # memory has run out: the copy takes too much
             self._staging = None
-        every = self._policy.every is not None and self._policy.every.due(state)
-        too_old = self._policy.at_least_s is not None and self._clock() - self._saved_s >= self._policy.at_least_s
+        policy, age_s = self._policy, self._clock() - self._saved_s
+        every = policy.every is not None and policy.every.due(state) and age_s >= policy.apart_s
+        too_old = policy.at_least_s is not None and age_s >= policy.at_least_s
         return every or too_old or self._best.at(state.step) is not None
 
     def __call__(self, state: TrainState) -> None:

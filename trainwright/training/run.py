@@ -28,7 +28,7 @@ from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.older_objects import OlderObjectsRest
 from trainwright.observe.progress import Progress
-from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.observe.sinks.factories import sink_factories
@@ -286,6 +286,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
     policy = SavePolicy(
         every(plan.save_every, job.state) if plan.save_every else None,
+        SHARES_APART_S if ask.every is not None and ask.every.unit == "run" else 0.0,
         ask.at_least_every.value if ask.at_least_every else None,
         Retention(ask.keep, plan.keep_every),
         ask.best,
