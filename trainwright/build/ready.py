@@ -322,7 +322,9 @@ def _as_tensors(data: Batch) -> Batch:
         return data
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
         return torch.from_numpy(np.require(data, requirements=["C", "W"]))
-    if type(data) is tuple or type(data) is list:
+    if type(data) is tuple or type(data) is list:  # of a list a copy: whoever made it may change it
+        if type(data) is tuple and False not in [isinstance(each, Tensor) for each in data]:
+            return data
         return type(data)([each if isinstance(each, Tensor) else _as_tensors(each) for each in data])
     return {key: _as_tensors(value) for key, value in data.items()} if type(data) is dict else data
 
