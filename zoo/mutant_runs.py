@@ -38,10 +38,15 @@ PLAIN_S, WATCHED_S = 6, 60
 AT_ONCE = 2
 """A program that raises within so many steps is not silent."""
 HOST_SEEDS, MUTANT_SEEDS = 8, 3
+CONFIRMED = range(HOST_SEEDS, 2 * HOST_SEEDS)
+"""Seeds that no verdict has used: one that is not plain is taken again with all of them."""
 WORSE, APART, PLAIN = 2.0, 3.0, 10.0
 """In standard deviations of the host over its seeds: the median of three runs lies outside of 2 in 0.7 % of the time
 where nothing is wrong (Student's t, 7 degrees of freedom). What is shown is several numbers, so 3 there. At 10 one
 seed is enough."""
+
+CERTAIN = "graphs are kept", "the model cannot be used"
+"""What no seed changes."""
 
 
 class TooSlow(Exception):
@@ -176,7 +181,10 @@ def host_outcomes(host: str) -> tuple[Outcome, ...]:
 
 
 def verdict(host: str, source: str) -> Verdict:
-    """What a changed program is: judged over seeds, until two of three agree."""
+    """What a changed program is: judged over seeds, until two of three agree, and confirmed by eight others.
+
+    Of a thousand changes that do nothing some look harmful in two runs of three: those are harmless.
+    """
     first = run_plainly(host, source, 0)
     if first.error == "TooSlow":
         return Verdict("slow")
@@ -189,7 +197,16 @@ def verdict(host: str, source: str) -> Verdict:
         other = run_plainly(host, source, len(harms))
         harms.append(other.error or harm(host, other))
     found = [each for each in harms if each]
-    return Verdict("harmful", found[0]) if len(found) > harms.count("") else Verdict("harmless", "".join(found))
+    if len(found) <= harms.count(""):
+        return Verdict("harmless", "".join(found))
+    is_sure = _is_plain(host, first) or found[0] in CERTAIN
+    return Verdict("harmful" if is_sure or _is_confirmed(host, source) else "harmless", found[0])
+
+
+def _is_confirmed(host: str, source: str) -> bool:
+    """Whether most runs with further seeds do harm, too."""
+    again = [run_plainly(host, source, seed) for seed in CONFIRMED]
+    return sum(bool(each.error or harm(host, each)) for each in again) > len(again) / 2
 
 
 def _is_plain(host: str, seen: Outcome) -> bool:
@@ -202,11 +219,11 @@ def _is_plain(host: str, seen: Outcome) -> bool:
 def harm(host: str, seen: Outcome) -> str:
     """What is worse than in the host, in words; nothing where it is within the host's spread."""
     if seen.holds_graph:
-        return "graphs are kept"
+        return CERTAIN[0]
     healthy = host_outcomes(host)
     name = next(iter(healthy[0].quality))
     if not seen.quality:
-        return "the model cannot be used"
+        return CERTAIN[1]
     spread = Spread.of([each.quality[name] for each in healthy])
     if spread.off(seen.quality[name]) > WORSE:
         return f"{name} {seen.quality[name]:.3g}, healthy {spread.mean:.3g} ± {spread.std:.2g}"
