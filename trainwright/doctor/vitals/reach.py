@@ -111,7 +111,7 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     thrice, tenfold = (1.5, 2.0) if is_early else (2.0, 5.0)
     yield finding(
         "law.vitals.higher_rates_gain_little",
-        "warning" if _is_no_trial(case, facts) else "info",
+        "info",
         case.last_step,
         symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
         f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
@@ -130,7 +130,7 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _is_no_trial(case: Case, facts: ReachFacts | HigherRatesFacts) -> bool:
+def _is_no_trial(case: Case, facts: ReachFacts) -> bool:
     """By the updates, where the optimizer counts them: those before a resume are among them, and skipped ones not."""
     later = case.last_step - facts.until
     return (facts.updates + later if facts.updates else case.last_step) >= LONG
