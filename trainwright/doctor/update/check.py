@@ -11,8 +11,9 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew, is_whole
-from trainwright.doctor.update.facts import Differing, FirstSums, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
+from trainwright.doctor.update.facts import FirstSums, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
 from trainwright.doctor.update.names.rates import last_quarter
+from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Where
 
 LOOKS_SHRUNK = 3
@@ -80,8 +81,8 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     effects = {step: facts.loss - facts.replayed_loss for step, facts in looks if step in steps}
     worst = max(effects, key=lambda step: effects[step], default=None)
     compared = max(heard.compared if heard else 0, len(looks))
-    left_in = worst is not None and heard is not None and worst in heard.evaluated and is_whole(seen.get(worst))
-    harms = left_in and worst is not None and effects[worst] > _spread(case) and 2 * len(steps) <= compared
+    left_in = heard is not None and worst in heard.evaluated and is_whole(seen.get(worst or 0))
+    harms = left_in and max(effects.values()) > _spread(case) and 2 * len(steps) <= compared
     losses = next(((f.loss, f.replayed_loss) for step, f in looks if step == worst), None)
     yield finding(
         "law.update.nothing_else_writes",
@@ -362,13 +363,13 @@ def once_for_each(case: Case) -> Iterator[Verdict]:
     if twice < 2 and not missing:
         yield Holds(f"{len(exam.values['optimizers'])} optimizers up to step {exam.step}")
         return
-    yield _not_once(exam.step, twice, missing)
+    yield _not_once(exam.step, twice, missing, "info" if twice < 2 and is_left_as_it_is(case, missing) else "warning")
 
 
-def _not_once(step: int, twice: int, missing: Sequence[str]) -> Finding:
+def _not_once(step: int, twice: int, missing: Sequence[str], severity: Severity) -> Finding:
     return finding(
         "law.update.once_for_each",
-        "warning",
+        severity,
         step,
         symptom=f"{twice} updates were made with gradients that had been applied before"
         if twice >= 2

@@ -12,6 +12,7 @@ from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts,
 from trainwright.doctor.vitals.frozen import fresh_weights_are_trained
 from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.doctor.vitals.reach import higher_rates_gain_little, way_is_used
+from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Watched, Where
 
 FIRST, ENOUGH, LATE = 4, 12, 40
@@ -71,7 +72,7 @@ def _parts_that_stand(case: Case, facts: VitalsFacts) -> Iterator[Verdict]:
         names = [each.name for each in needed]
         yield finding(
             "law.vitals.weights_move",
-            "warning",
+            "info" if is_left_as_it_is(case, names) else "warning",
             facts.steps,
             symptom=f"{listed(names)} learned nothing in {facts.updates} updates, though the loss depends on "
             + ("it" if len(names) == 1 else "them"),
