@@ -164,9 +164,17 @@ def test_two_looks_with_a_steady_rate_must_show_it(case: Case, kind: type) -> No
     ids=["a trial", "a short run", "a run", "skipped", "not counted", "resumed"],
 )
 def test_a_trial_of_a_few_steps_is_told_no_more_than_that(steps: int, updates: int, severity: str) -> None:
-    again = ReachFacts(16, 48, 1.9, 1.8, 1.6, True, updates)
+    again = ReachFacts(16, 48, -1.9, -2.0, -2.4, True, updates)
     [finding] = [each for each in way_is_used(case_of(STRAIGHT, again, steps=steps)) if isinstance(each, Finding)]
     assert finding.found.severity == severity
+
+
+@pytest.mark.parametrize("again", [(1.9, 1.8, 1.4), (-1.9, -2.0, -2.2)], ids=["a rate with care", "in proportion"])
+def test_a_loss_that_falls_slowly_is_an_info(again: tuple[float, float, float]) -> None:
+    [finding] = [
+        each for each in way_is_used(case_of(STRAIGHT, ReachFacts(16, 48, *again, True))) if isinstance(each, Finding)
+    ]
+    assert finding.found.severity == "info"
 
 
 def early(step: int) -> float:
