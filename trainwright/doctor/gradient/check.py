@@ -166,7 +166,12 @@ def adds_up(case: Case) -> Iterator[Verdict]:
     if (fewer := _fewer_than_told(case)) is not None:
         yield fewer
         return
-    windows = [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
+    by_hand = {each.step for each in case.watched if each.values.get("edited")}
+    windows = [
+        e for e in case.outcomes("accumulation")
+        if e.values.get("distinct") and e.values.get("same_functions")
+        and not e.values.get("discarded") and e.step not in by_hand
+    ]  # fmt: skip
     weighed = [(e.step, e.values["weights"]) for e in windows if e.values.get("weights") and is_as_recorded(e.values)]
     known = [(step, sum(weights)) for step, weights in weighed if None not in weights]
     if not known:
