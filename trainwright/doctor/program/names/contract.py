@@ -309,7 +309,7 @@ def owners(case: Case) -> Iterator[Finding]:
     stale = sum(optimizer["stale"] for optimizer in exam.values["optimizers"])
     owned = sum(optimizer["parameters"] for optimizer in exam.values["optimizers"])
     severity: Severity = "critical" if share > 0.3 else "warning"
-    if not stale and set(names) <= set(case.facts("vitals").get("worked_on") or ()):  # the optimizer is that of a head
+    if not stale and exam.values.get("missing_were_trained"):  # the optimizer is that of a head
         severity = "info"
     evidence: list[Measured] = [
         ("parameters with a gradient that no optimizer has", len(names), 0),

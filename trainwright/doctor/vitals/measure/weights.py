@@ -57,7 +57,7 @@ class MovingWeights(Probe):
 
     def begin(self, site: WatchSite) -> None:
         self._begin = self._last = self._checksums()
-        self._worked_on = {n for n, p in enumerate(self._parameters) if not p.is_inference() and p._version > WORKED_ON}
+        self._worked_on = {n for n, p in enumerate(self._parameters) if was_trained(p)}
         self._sizes = [(0, self._rms())]
         self._was_frozen = self._frozen()
         self._held()
@@ -179,6 +179,11 @@ class MovingWeights(Probe):
         if len(self._sizes) > 64:
             del self._sizes[1::2]
         return found[:MOST_NAMES]
+
+
+def was_trained(parameter: Tensor) -> bool:
+    """Whether it was written to too often for weights that were only made."""
+    return not parameter.is_inference() and parameter._version > WORKED_ON
 
 
 def _is_far(before: float, now: float, usual: float) -> bool:
