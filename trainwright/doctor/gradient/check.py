@@ -9,7 +9,7 @@ from trainwright.doctor.finding import ExperimentRequest, Finding, finding, list
 from trainwright.doctor.gradient.facts import DerivativeFacts, Slopes
 from trainwright.doctor.gradient.names.accumulation import is_as_recorded
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
-from trainwright.doctor.vitals.standing import standing
+from trainwright.doctor.vitals.standing import is_left_as_it_is, standing
 from trainwright.runlog.records import Where
 
 AGAIN = 5
@@ -57,16 +57,16 @@ def reaches_all(case: Case) -> Iterator[Verdict]:
     if not cut:
         yield Holds(f"{looks[-1][1].tensors} tensors at {len(looks)} steps")
     elif len(looks) > 1 or case.finished:  # in a single step a part may have its turn in another
-        yield _not_reached(looks, cut)
+        yield _not_reached(looks, cut, meant=is_left_as_it_is(case, cut))
 
 
-def _not_reached(looks: Sequence[tuple[int, DerivativeFacts]], names: Sequence[str]) -> Finding:
+def _not_reached(looks: Sequence[tuple[int, DerivativeFacts]], names: Sequence[str], *, meant: bool) -> Finding:
     step, facts = looks[-1]
     slopes = next(each for each in facts.unreached if set(each.names) & set(names))
     ends = sorted({f"{how} in {module or 'the model or the loss'}" for how, module in facts.cuts})
     return finding(
         "law.gradient.reaches_all",
-        "critical" if facts.unreached_share > 0.5 else "warning",
+        "info" if meant else "critical" if facts.unreached_share > 0.5 else "warning",
         step,
         symptom=f"the loss depends on {len(names)} weights that get no gradient: {listed(names)}",
         cause=f"the graph ends between them and the loss{': ' + listed(ends) if ends else ''}",
@@ -166,7 +166,12 @@ def adds_up(case: Case) -> Iterator[Verdict]:
     if (fewer := _fewer_than_told(case)) is not None:
         yield fewer
         return
-    windows = [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
+    by_hand = {each.step for each in case.watched if each.values.get("edited")}
+    windows = [
+        e for e in case.outcomes("accumulation")
+        if e.values.get("distinct") and e.values.get("same_functions")
+        and not e.values.get("discarded") and e.step not in by_hand
+    ]  # fmt: skip
     weighed = [(e.step, e.values["weights"]) for e in windows if e.values.get("weights") and is_as_recorded(e.values)]
     known = [(step, sum(weights)) for step, weights in weighed if None not in weights]
     if not known:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
-from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew
-from trainwright.doctor.update.facts import Differing, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
+from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew, is_whole
+from trainwright.doctor.update.facts import FirstSums, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
 from trainwright.doctor.update.names.rates import last_quarter
+from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Where
 
 LOOKS_SHRUNK = 3
@@ -27,6 +28,8 @@ NEAR_ITS_TOP = 0.5
 
 USUAL = 3
 """So many times as far as the loss usually moves from a step to the next is no chance."""
+FEW = 4
+"""Losses at the begin, and at the end, that tell whether it has risen."""
 PINNED = 5
 """Looks at which a weight that is written to has the same values: a clamp that one reaches now and then is fewer."""
 
@@ -61,7 +64,8 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         whole = f"all weights at {compared} steps, " if compared else ""
         yield Holds(f"{whole}a sample of them at {heard.compared}") if heard else NotApplicable("no live loop")
         return
-    if pinned := _pinned([facts for _, facts in looks if facts.is_compared]):
+    begin = next((facts.begin for _, facts in _looks(case)), {})
+    if pinned := _pinned([facts for _, facts in looks if facts.is_compared], begin):
         yield _undone(case, pinned)
         return
     if (harmful := _harmful(case)) is not None:
@@ -69,7 +73,6 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         return
     shrunk = [step for step, facts in seen.items() if common_factor(facts.written) and step > SHRUNK_SINCE]
     yield from [ExperimentRequest(ShrunkFacts.experiment, step) for step in shrunk[:LOOKS_SHRUNK]]
-    begin = next((facts.begin for _, facts in _looks(case)), {})
     if seen and all(is_drawn_anew(facts, begin) for facts in seen.values()):
         yield drawn_anew(max(seen), [each.name for each in seen[max(seen)].written], steps)
         return
@@ -78,7 +81,8 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     effects = {step: facts.loss - facts.replayed_loss for step, facts in looks if step in steps}
     worst = max(effects, key=lambda step: effects[step], default=None)
     compared = max(heard.compared if heard else 0, len(looks))
-    harms = worst is not None and effects[worst] > _spread(case) and 2 * len(steps) <= compared
+    left_in = heard is not None and worst in heard.evaluated and is_whole(seen.get(worst or 0))
+    harms = left_in and max(effects.values()) > _spread(case) and 2 * len(steps) <= compared
     losses = next(((f.loss, f.replayed_loss) for step, f in looks if step == worst), None)
     yield finding(
         "law.update.nothing_else_writes",
@@ -119,10 +123,22 @@ def _restarted(steps: Sequence[int]) -> Finding:
     )
 
 
-def _pinned(looks: Sequence[UpdateFacts]) -> list[str]:
-    """Weights that began every step that was looked at with the same values, though the update had left others."""
+def _pinned(looks: Sequence[UpdateFacts], begin: Mapping[str, FirstSums]) -> list[str]:
+    """Weights that began every step that was looked at with the same values, though the update had left others.
+
+    A number that has stood at a bound from the begin on (a multiplier of a constraint that holds) is none.
+    """
     held = [{(each.name, each.live_norm, each.live_sum) for each in facts.written} for facts in looks]
-    return sorted(name for name, _, _ in set.intersection(*held)) if len(held) >= PINNED else []
+    always = set.intersection(*held) if len(held) >= PINNED else set()
+    at_bound = {name for name, norm, total in always if _is_at_first_bound(norm, total, begin.get(name))}
+    return sorted({name for name, _, _ in always} - at_bound)
+
+
+def _is_at_first_bound(norm: float, total: float, first: FirstSums | None) -> bool:
+    """Whether all elements have one value, which they had at the begin."""
+    if first is None or not (math.isclose(norm, first.norm) and math.isclose(total, first.sum)):
+        return False
+    return math.isclose(abs(total), norm * math.sqrt(first.elements), rel_tol=1e-5)
 
 
 def _undone(case: Case, names: Sequence[str]) -> Finding:
@@ -199,7 +215,7 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     step, facts = other[-1]
     names = [each.name for each in facts.regraded]
     first = facts.regraded[0]
-    how, severity = _changed(facts.regraded, facts.edited)
+    how, severity = _changed(case, facts)
     yield finding(
         "law.update.gradients_are_those_made",
         severity,
@@ -218,18 +234,27 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _changed(tensors: Sequence[Differing], edited: bool) -> tuple[str, Severity]:
-    """In what way gradients were changed, in words. ``edited``: the loop has written to them, or put others there."""
-    ratios = [each.ratio for each in tensors]
-    known = [ratio for ratio in ratios if ratio is not None]
+def _rises(case: Case) -> bool:
+    """Whether the loss is higher at last than at first, noise included."""
+    losses = [each.loss for each in case.watched if math.isfinite(each.loss)]
+    return len(losses) >= 2 * FEW and min(losses[-FEW:]) > max(losses[:FEW])
+
+
+def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
+    """In what way gradients were changed, in words. To rewrite them is a technique: of gradients that are there where
+    none was made, and of a sign that is turned while the loss rises, nobody says so.
+    """
+    tensors = facts.regraded
+    known = [ratio for each in tensors if (ratio := each.ratio) is not None]
     if not known or max(known) == 0.0:
         if not any(each.live_norm > 0 for each in tensors):
-            return "gone", "warning"
-        return "there where none was made", "info" if edited else "warning"
+            return "gone", "info"
+        return "there where none was made", "info" if facts.edited else "warning"
     if max(known) - min(known) > 1e-3 * max(known):
         return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
     turned = all(each.live_sum * each.replayed_sum < 0 for each in tensors)
-    return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if turned else "info"
+    harms = turned and _wants_to_fall(case) and _rises(case)
+    return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if harms else "info"
 
 
 def follows_its_rule(case: Case) -> Iterator[Verdict]:
@@ -307,7 +332,7 @@ def descends(case: Case) -> Iterator[Verdict]:
     step, facts = rising[-1]
     yield finding(
         "law.update.descends",
-        "critical",
+        "critical" if _wants_to_fall(case) else "info",
         step,
         symptom=f"every update goes along the gradient, uphill: cosine {min(facts.slopes):.2f}",
         cause="a sign is turned between the loss and the weights: maximize=True, a gradient that is negated, a rule "
@@ -338,13 +363,13 @@ def once_for_each(case: Case) -> Iterator[Verdict]:
     if twice < 2 and not missing:
         yield Holds(f"{len(exam.values['optimizers'])} optimizers up to step {exam.step}")
         return
-    yield _not_once(exam.step, twice, missing)
+    yield _not_once(exam.step, twice, missing, "info" if twice < 2 and is_left_as_it_is(case, missing) else "warning")
 
 
-def _not_once(step: int, twice: int, missing: Sequence[str]) -> Finding:
+def _not_once(step: int, twice: int, missing: Sequence[str], severity: Severity) -> Finding:
     return finding(
         "law.update.once_for_each",
-        "warning",
+        severity,
         step,
         symptom=f"{twice} updates were made with gradients that had been applied before"
         if twice >= 2

@@ -15,13 +15,18 @@ ENOUGH, MOST_DRAWN = 64, 16
 """Elements of which a norm says something; weights, from which on not all are named that were written to."""
 
 
+def is_whole(facts: UpdateFacts | None) -> bool:
+    """Whether all of the weights were written to, as far as they are named."""
+    return facts is not None and len(facts.written) >= min(facts.tensors, MOST_DRAWN)
+
+
 def is_drawn_anew(facts: UpdateFacts, begin: Mapping[str, FirstSums]) -> bool:
     """Whether some of the weights, and not all, have the norms of the first ones and other values: those of new draws.
 
     What an evaluation or a checkpoint leaves in the model is in all of it.
     """
     first = [(each, begin.get(each.name)) for each in facts.written]
-    if len(first) >= min(facts.tensors, MOST_DRAWN) or not any(of and of.elements >= ENOUGH for _, of in first):
+    if is_whole(facts) or not any(of and of.elements >= ENOUGH for _, of in first):
         return False
     alike = all(of and abs(each.live_norm - of.norm) <= DRAWS * of.norm / math.sqrt(of.elements) for each, of in first)
     return alike and any(of and each.live_sum != of.sum for each, of in first)

@@ -87,13 +87,14 @@ class WritesFacts:
 
     ``steps`` are the last 32 at which it was another. ``restarts`` are those of them at which the loop has begun again,
     or gone back: with the weights the state of their optimizer was another, too, or there is none and the weights were
-    those of the begin.
+    those of the begin. ``evaluated`` are those before which the model was called without gradients.
     """
 
     experiment: ClassVar[str] = "weights_between_steps"
     compared: int
     steps: tuple[int, ...]
     restarts: tuple[int, ...] = ()
+    evaluated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

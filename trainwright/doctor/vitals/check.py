@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
@@ -12,6 +13,7 @@ from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts,
 from trainwright.doctor.vitals.frozen import fresh_weights_are_trained
 from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.doctor.vitals.reach import higher_rates_gain_little, way_is_used
+from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Watched, Where
 
 FIRST, ENOUGH, LATE = 4, 12, 40
@@ -20,6 +22,8 @@ STILL_LOSSES = 8
 """Equal losses in a row that are no chance in float32."""
 FALLS, STANDS = 0.2, 0.001
 """Shares of the loss: what a useful rate takes off it in a few updates on one batch, and what is next to nothing."""
+FEW_LOSSES = 8
+"""At the begin and at the end, that tell whether the loss has fallen."""
 REPEATS = 4
 """Steps that must begin in a random state that was there before; a resumed or repeated step is one."""
 
@@ -71,7 +75,7 @@ def _parts_that_stand(case: Case, facts: VitalsFacts) -> Iterator[Verdict]:
         names = [each.name for each in needed]
         yield finding(
             "law.vitals.weights_move",
-            "warning",
+            "info" if is_left_as_it_is(case, names) else "warning",
             facts.steps,
             symptom=f"{listed(names)} learned nothing in {facts.updates} updates, though the loss depends on "
             + ("it" if len(names) == 1 else "them"),
@@ -124,9 +128,10 @@ def loss_moves(case: Case) -> Iterator[Verdict]:
     if not moves or was_lower or len(last) < (3 if is_coarse and loss else 1) * STILL_LOSSES:
         yield Holds(f"{len(steps)} steps")
         return
+    has_gradient = statistics.median(each.grad_norm for each in last) > 0.0
     yield finding(
         "law.vitals.loss_moves",
-        "warning",
+        "info" if has_gradient else "warning",
         last[-1].step,
         symptom=f"the loss is {loss:.6g} in {len(last)} steps in a row, to the last bit, while weights change",
         cause="the loss does not depend on the weights that are trained, or is computed from what does not change",
@@ -215,9 +220,11 @@ def scales_hold(case: Case) -> Iterator[Verdict]:
         return
     worst = max(steady, key=_factor)
     grows = worst.now > worst.before
+    losses = [each.loss for each in case.watched]
+    has_learned = statistics.median(losses[-FEW_LOSSES:]) < statistics.median(losses[:FEW_LOSSES])
     yield finding(
         "law.vitals.scales_hold",
-        "warning",
+        "info" if has_learned else "warning",
         step,
         symptom=f"{worst.name} {'grows' if grows else 'shrinks'} steadily: root mean square {worst.before:.3g} at step "
         f"{worst.since}, {worst.now:.3g} at step {step}",

@@ -33,7 +33,8 @@ class VitalsFacts:
     at such a learning rate, the lowest in step ``lowest_at``. ``at_0_since`` is the step since which the rates of all
     groups are 0 (0: they are not), ``rate_before_0`` the highest in the step before, ``highest_rate`` in any.
     ``frozen_still`` matrices cannot be trained and never moved. ``unchanged`` are those of the trainable ones that have
-    not changed since the look after step ``since``, or have a gradient of zeros.
+    not changed since the look after step ``since``, or have a gradient of zeros. ``worked_on``: weights that were
+    written to so often before the first step that they were trained.
     """
 
     experiment: ClassVar[str] = "vitals"
@@ -49,6 +50,7 @@ class VitalsFacts:
     frozen: int = 0
     frozen_moved: tuple[str, ...] = ()
     frozen_still: int = 0
+    worked_on: tuple[str, ...] = ()
     since: int = 0
     unchanged: tuple[str, ...] = ()
     drifts: tuple[Drift, ...] = ()
@@ -118,7 +120,8 @@ class OtherRatesFacts:
 class FrozenTensor:
     """A frozen matrix with the values of a fresh one. ``is_zero``: all of them are 0. ``is_behind``: the input of its
     module depends on what is trained, and nothing beside it corrects its output. ``is_last``: no other weights come
-    after it. ``share``: of the gradient, as a sum of sizes, if it were trained as well.
+    after it. ``share``: of the gradient, as a sum of sizes, if it were trained as well. ``is_meant``: it is orthogonal,
+    a factor of an adapter, or a part of a model of which nothing is trained and that no optimizer holds.
     """
 
     name: str
@@ -126,6 +129,7 @@ class FrozenTensor:
     is_behind: bool
     is_last: bool
     share: float
+    is_meant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,14 @@ def fresh_weights_are_trained(case: Case) -> Iterator[Verdict]:
     if case.finished and len(known) == 1 and any(each.is_behind for each in known[0].tensors):
         yield ExperimentRequest(FrozenFacts.experiment)  # what matters little at first may matter in the end
     facts = max(known, key=lambda each: max((tensor.share for tensor in each.tensors), default=0.0))
-    bad = [each for each in facts.tensors if (each.is_zero or each.is_behind) and each.share > MATTERS]
+    fresh = [each for each in facts.tensors if each.name not in vitals.worked_on]
+    bad = [each for each in fresh if (each.is_zero or each.is_behind) and each.share > MATTERS]
     if not bad:
         yield Holds(f"{vitals.frozen_still} frozen matrices")
         return
     names = [each.name for each in bad]
-    is_dear = any(each.is_zero or each.is_last or each.share > MUCH for each in bad)
+    missed = [each for each in bad if not each.is_meant]
+    is_dear = any(each.is_zero or each.is_last or each.share > MUCH for each in missed)
     yield finding(
         "law.vitals.fresh_weights_are_trained",
         "warning" if is_dear else "info",

@@ -22,9 +22,9 @@ MUCH, PER_WAY = 0.02, 0.01
 BEYOND = 0.25
 """Of what the last way took off the loss: where three times as far takes off as much again, the lowest point of a
 parabola lies beyond twice the way."""
-FAR = 4 / 3
-"""Times what the last way took off: where three times as far takes off so much more, the lowest point of a parabola
-lies beyond five times the way. A short healthy run that still falls comes to 1."""
+FASTER = 2.5
+"""Times what the last way took off: where three times as far takes off more than in proportion (2), the loss falls
+faster and faster."""
 STEADY = 0.5
 """Of the highest rate: below it the rate is in its warm-up or at its end."""
 DOWN, EARLY = 0.1, 0.4
@@ -61,15 +61,16 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
         yield NotApplicable(ENDLESS)
         return
     first, last = counted[0], counted[-1]
+    is_long = last.until >= LONG or (case.finished and _is_no_trial(case, last))
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
         "law.vitals.way_is_used",
-        "warning" if _is_far(last) and (last.until >= LONG or (case.finished and _is_no_trial(case, last))) else "info",
+        "warning" if _has_no_end(last) and is_long else "info",
         case.last_step,
         symptom=f"steps {last.since} to {last.until} took the loss of their batches from {last.before:.4g} to "
         f"{last.now:.4g}; three times as far in the same direction it is {last.beyond:.4g}",
         cause=f"the updates are several times too small, at a learning rate of {lr:.3g}: that rate, or what scales the "
-        "loss, the gradients or the update",
+        "loss, the gradients or the update" + ("; or the loss has no lower bound" if _has_no_end(last) else ""),
         remedy=f"three times the learning rate, {3 * lr:.3g}; look at factors, means and clips between the loss and "
         "the update",
         sure=0.75,
@@ -111,7 +112,7 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     thrice, tenfold = (1.5, 2.0) if is_early else (2.0, 5.0)
     yield finding(
         "law.vitals.higher_rates_gain_little",
-        "warning" if _is_no_trial(case, facts) else "info",
+        "info",
         case.last_step,
         symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
         f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
@@ -130,7 +131,7 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _is_no_trial(case: Case, facts: ReachFacts | HigherRatesFacts) -> bool:
+def _is_no_trial(case: Case, facts: ReachFacts) -> bool:
     """By the updates, where the optimizer counts them: those before a resume are among them, and skipped ones not."""
     later = case.last_step - facts.until
     return (facts.updates + later if facts.updates else case.last_step) >= LONG
@@ -182,8 +183,9 @@ def _is_straight(facts: ReachFacts) -> bool:
     return facts.surely and facts.before > facts.now and forgone > MUCH * abs(facts.now)
 
 
-def _is_far(facts: ReachFacts) -> bool:
-    return facts.now - facts.beyond >= FAR * (facts.before - facts.now)
+def _has_no_end(facts: ReachFacts) -> bool:
+    """Whether the loss falls faster and faster, below 0. Any other may be one that is trained with care."""
+    return facts.beyond < 0.0 and facts.now - facts.beyond >= FASTER * (facts.before - facts.now)
 
 
 def _is_steady(case: Case, until: int) -> bool:

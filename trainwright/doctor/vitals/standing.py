@@ -21,3 +21,12 @@ def standing(case: Case, names: Sequence[str], step: int) -> list[str] | None:
         return None
     looks = [set(facts.unchanged) for facts in every if facts.since >= step - 1 and len(facts.unchanged) < MOST_NAMES]
     return [name for name in names if all(name in look for look in looks)]
+
+
+def is_left_as_it_is(case: Case, names: Sequence[str]) -> bool:
+    """Whether weights without a gradient are used as they are: beside all that is trained, or trained before."""
+    exam, vitals = case.newest("structure"), case.newest(VitalsFacts)
+    cuts = exam.values.get("cuts", []) if exam else []
+    beside = {name for each in cuts if each.get("aside") for name in each["behind"]}
+    beside -= {name for each in cuts if not each.get("aside") for name in each["behind"]}
+    return set(names) <= beside or (vitals is not None and set(names) <= set(vitals.worked_on))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from trainwright.doctor.function.measure.consumers import Consumers
 from trainwright.doctor.function.measure.layers import MAPS
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
@@ -48,6 +49,7 @@ class _Wiring(StepInspector):
         self._uses: Counter[str] = Counter()
         self.chains: list[Facts] = []
         self._cuts: list[tuple[str, str, list[Tensor]]] = []
+        self._consumers = Consumers(self.names)
         self.called: list[str] = []
         self.leaves: dict[int, Tensor] = {}
         self.custom: dict[str, str] = {}
@@ -69,7 +71,9 @@ class _Wiring(StepInspector):
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         inputs = tensors_of([args, kwargs], 3)
+        before = len(self._cuts)
         self._note_cut(name, inputs, result)
+        self._consumers.note(inputs, result, before if len(self._cuts) > before else None)
         if not isinstance(result, Tensor) or not self.stack:
             return
         if name in MAPS and len(inputs) > 1:
@@ -133,14 +137,18 @@ class _Wiring(StepInspector):
         return [chain for chain in self.chains if self._uses[chain["first"]] <= 1]
 
     def cuts(self, unreached: set[str]) -> list[Facts]:
-        """Where the graph is cut above parameters that no gradient reaches, nearest to the loss first."""
+        """Where the graph is cut above parameters that no gradient reaches, nearest to the loss first.
+
+        ``aside``: no weight that a gradient reaches takes in what lies above the cut.
+        """
         cuts: list[Facts] = []
-        for how, path, sources in reversed(self._cuts):
+        for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
             behind = sorted({self.names[id(p)] for p in leaves_of(sources) if id(p) in self.names} & unreached)
             if behind and not any(set(behind) <= set(cut["behind"]) for cut in cuts):
                 owners = {name.rpartition(".")[0] for name in behind}
                 last = next((path for path in reversed(self.called) if path in owners), None)
-                cuts.append({"how": how, "in": path, "last": last, "behind": behind})
+                aside = self._consumers.of(number) <= unreached
+                cuts.append({"how": how, "in": path, "last": last, "behind": behind, "aside": aside})
         return cuts
 
 

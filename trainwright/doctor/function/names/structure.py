@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words, listed
-from trainwright.doctor.vitals.standing import standing
+from trainwright.doctor.vitals.standing import is_left_as_it_is, standing
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
 
@@ -106,8 +106,10 @@ def graph_cut(case: Case) -> Iterator[Finding]:
     """A tensor inside the model loses its graph, and the optimizer holds weights below it that no gradient reaches.
 
     A detach for a target or a log leaves another path to the loss. A head that is not used gets no gradient either, but
-    nothing was cut there. Weights that change from step to step all the same are updated otherwise: the codes of a
-    quantiser follow a moving average, a hidden layer has a loss of its own that is taken where it is computed.
+    nothing was cut there. It is an info where what lies above the cut enters no weight that is trained (the answer of a
+    teacher, a fixed random network), or where the weights below were trained before. Weights that change from step to
+    step all the same are updated otherwise: the codes of a quantiser follow a moving average, a hidden layer has a loss
+    of its own that is taken where it is computed.
     """
     exam = case.newest("structure")
     cuts = exam.values.get("cuts", []) if exam else []
@@ -117,9 +119,10 @@ def graph_cut(case: Case) -> Iterator[Finding]:
     cut, behind = next(((each, names) for each, names in known if names), (cuts[0], []))
     if not behind:
         return
+    is_most = 2 * len(behind) >= case.facts("structure")["trained"]
     yield finding(
         "grad.graph_cut",
-        "critical" if 2 * len(behind) >= case.facts("structure")["trained"] else "warning",
+        "info" if is_left_as_it_is(case, behind) else "critical" if is_most else "warning",
         exam.step,
         symptom=f"{len(behind)} weights that the optimizer holds get no gradient: {listed(behind)}",
         cause=f"{cut['how']} in {cut['in'] or 'the model'} ends the graph above {cut['last'] or 'them'}",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
+from trainwright.doctor.update.facts import UpdateFacts
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Watched, Where
 
@@ -140,6 +141,14 @@ def broadcast_target(case: Case) -> Iterator[Finding]:
             return
 
 
+def _is_turned_again(case: Case) -> bool:
+    """Whether the loop itself negates all gradients before the update: a replay does not."""
+    return any(
+        facts.edited and facts.regraded and all(each.live_sum * each.replayed_sum < 0 for each in facts.regraded)
+        for _, facts in case.every(UpdateFacts)
+    )
+
+
 def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The argument of backward falls where a loss that is bounded below, and not above, rises.
 
@@ -153,7 +162,7 @@ def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
         wants = {g["wants"] for g in exam.values["given"] if g.get("wants")}
         if wants != {-1} or exam.values["rivals"] or exam.values["drawn"]:
             return
-    if not exams:
+    if not exams or _is_turned_again(case):
         return
     outcomes = [e for e in case.outcomes("sign") if "blind" not in e.values]
     if not outcomes:

@@ -13,4 +13,4 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 
 def probes(watched: WatchedObjects) -> list[Probe]:
     """The listener for batches."""
-    return [BatchesProbe()]
+    return [BatchesProbe(watched)]

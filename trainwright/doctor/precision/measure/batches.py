@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.doctor.precision.facts import BatchesFacts, Narrowed
-from trainwright.recorder.probes import Probe
+from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of, tensors_of
 from trainwright.runlog.json_values import Facts, strict
 
@@ -30,7 +30,8 @@ class BatchesProbe(Probe):
     name = BatchesFacts.experiment
     rests = frozenset({"on_closed"})
 
-    def __init__(self) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._looks_up = any(isinstance(m, nn.Embedding) for root in watched.subject.roots for m in root.modules())
         self._fetched: list[Tensor] = []
         self._compared = self._since = 0
         self._narrowed: list[Narrowed] = []
@@ -48,6 +49,8 @@ class BatchesProbe(Probe):
         self._is_new = True
         used = [(place, t) for place, t in _used(step) if not any(_is_same(t, each) for each in fetched)]
         known = [t for t in fetched if t.is_floating_point()]
+        if self._looks_up:  # whole numbers may be rows of a table
+            used = [(place, t) for place, t in used if place != "model" or t.dtype != torch.int64]
         found = [n for place, t in used for each in known if (n := _narrowed(place, each, t)) is not None]
         self._since = self._since or (step.step if found else 0)
         self._narrowed = found or self._narrowed

@@ -23,6 +23,8 @@ from trainwright.runlog.json_values import Facts, strict
 CASTS = frozenset({"to", "type", "type_as", "long", "int", "short", "float", "double", "half", "bfloat16"})
 WHOLE = frozenset({torch.int64, torch.int32, torch.int16})
 """Types that nobody quantises to."""
+DRAWS = frozenset({"rand", "rand_like", "uniform_", "randn", "randn_like", "normal", "normal_", "exponential_"})
+"""Functions whose results are numbers by chance: to cut them off is a way to draw whole ones."""
 MOST = 64
 
 
@@ -49,14 +51,24 @@ class _Casts:
     uses: dict[int, tuple[weakref.ref[Tensor], Uses]] = field(default_factory=dict)
     whole: dict[int, tuple[weakref.ref[Tensor], Uses, LostFractions]] = field(default_factory=dict)
     back: list[tuple[Uses, Uses, LostFractions]] = field(default_factory=list)
+    drawn: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def call(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         result = function(*args, **kwargs)
-        for each in tensors_of((args, kwargs)) if tensors_of(result) else ():  # not for its dtype or shape
+        given = tensors_of((args, kwargs))
+        for each in given if tensors_of(result) else ():  # not for its dtype or shape
             self._uses_of(each)[0] += 1
+        if isinstance(result, Tensor) and (
+            function_name(function) in DRAWS or (given and all(map(self._is_drawn, given)))
+        ):
+            self.drawn[id(result)] = weakref.ref(result)
         if function_name(function) in CASTS and isinstance(result, Tensor) and isinstance(args[0], Tensor):
             self._note(function_name(function), args[0], result)
         return result
+
+    def _is_drawn(self, tensor: Tensor) -> bool:
+        reference = self.drawn.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def _uses_of(self, tensor: Tensor) -> Uses:
         reference, uses = self.uses.get(id(tensor), (None, [0]))
@@ -66,6 +78,8 @@ class _Casts:
         return uses
 
     def _note(self, op: str, source: Tensor, result: Tensor) -> None:
+        if self._is_drawn(source):
+            return
         if source.is_floating_point() and result.dtype in WHOLE and len(self.whole) < MOST:
             lost = _lost(source.detach())
             if lost > 0.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -68,7 +69,11 @@ def _first(session: ReplaySession) -> range | None:
 
 
 def _run(session: ReplaySession, intervention: Intervention) -> ReplayResult:
-    result = session.run(intervention)
+    """The step without the gradients that earlier ones have left."""
+    step = session.recorded_step
+    step = replace(step, values={key: value for key, value in step.values.items() if key != "carried"})
+    with session.live():
+        result = session.replayer.run(step, intervention, upto="backward")
     if result.error is not None:
         raise result.error
     return result

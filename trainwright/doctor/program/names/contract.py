@@ -300,6 +300,7 @@ def owners(case: Case) -> Iterator[Finding]:
     """Parameters get gradients, no optimizer holds them, and nothing else changes them.
 
     An optimizer that holds tensors which are not in the model was made for others: for a copy or an earlier model.
+    Where they were trained before, it is an info: nobody has to freeze them.
     """
     exam = case.newest("contract")
     if exam is None or not exam.values.get("missing") or not case.watched:
@@ -308,6 +309,8 @@ def owners(case: Case) -> Iterator[Finding]:
     stale = sum(optimizer["stale"] for optimizer in exam.values["optimizers"])
     owned = sum(optimizer["parameters"] for optimizer in exam.values["optimizers"])
     severity: Severity = "critical" if share > 0.3 else "warning"
+    if not stale and exam.values.get("missing_were_trained"):  # the optimizer is that of a head
+        severity = "info"
     evidence: list[Measured] = [
         ("parameters with a gradient that no optimizer has", len(names), 0),
         ("their share of the weights", share),

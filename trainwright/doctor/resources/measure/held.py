@@ -47,6 +47,7 @@ class Memory(Probe):
         self._rests = False  # a leak shows in every fourth step as well
         self._nodes: list[list[int]] = []
         self._counted_at = 0
+        self._newest = self._newest_before = -1  # numbers of the last nodes of this step, and of the one before
         self._copies: list[list[int]] = []
         self._with_graph: list[list[int]] = []
         self._next_scan, self._next_scan_s = SCAN_EVERY, 0.0
@@ -68,17 +69,22 @@ class Memory(Probe):
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         node = losses[0].grad_fn
-        if node is None or self._rests:
+        if node is None:
+            return
+        self._newest = node._sequence_nr()
+        if self._rests:
             return
         mark, metadata = _Mark(), cast("dict[str, object]", node.metadata)
         metadata["trainwright"] = mark
         self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
         if self._steps >= self._counted_at and len(self._nodes) < 32:
             self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
-            self._nodes.append([self._steps + 1, _count(node), int(bool(options.get("retain_graph")))])
+            count, oldest = _count(node)
+            goes_back = oldest <= self._newest_before
+            self._nodes.append([self._steps + 1, count, int(bool(options.get("retain_graph"))), int(goes_back)])
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps = step.step
+        self._steps, self._newest_before = step.step, self._newest
         self._rests = step.step > REMEMBERED and step.step % 4 > 0
 
     def values(self) -> Facts:
@@ -134,15 +140,15 @@ class Memory(Probe):
                 self._held = list(_python_objects(getattr(self._loader, "dataset", None)))
 
 
-def _count(node: Node) -> int:
-    """The number of nodes of the graph behind this one, up to MOST_NODES."""
+def _count(node: Node) -> tuple[int, int]:
+    """The nodes of the graph behind this one, up to MOST_NODES: how many, and the lowest number in order of making."""
     seen, todo = {node}, [node]
     while todo and len(seen) < MOST_NODES:
         for other, _ in todo.pop().next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
-    return len(seen)
+    return len(seen), min(each._sequence_nr() for each in seen)
 
 
 def _shapes(module: nn.Module) -> list[torch.Size]:

@@ -12,6 +12,9 @@ from trainwright.runlog.json_values import Facts
 OLD_ENOUGH = 8
 """Steps whose losses or outputs must still be there; a loop may keep the last few."""
 
+SMALL_BYTES = 8 * 2**20
+"""Of all copies of a model together."""
+
 
 def graphs_kept(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The graphs of old losses are alive long after their backward pass: losses are summed or listed with their graph.
@@ -79,7 +82,8 @@ def graph_grows(case: Case) -> Iterator[Finding | ExperimentRequest]:
         return
     rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(rows)]
     is_steady = max(rates) <= 2 * min(rates)
-    if not is_steady or rows[-1][1] < 2 * rows[0][1]:
+    is_this_step = len(rows[-1]) > 3 and not rows[-1][3]  # a rollout or a sequence that becomes longer
+    if not is_steady or is_this_step or rows[-1][1] < 2 * rows[0][1]:
         return
     retained = any(row[2] for row in rows)
     yield finding(
@@ -99,7 +103,8 @@ def graph_grows(case: Case) -> Iterator[Finding | ExperimentRequest]:
 def model_copies(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """There are more and more copies of the watched model.
 
-    A few copies are usual (an average, a target network, the best so far), and their number is constant.
+    A few copies are usual (an average, a target network, the best so far), and their number is constant. Snapshots for
+    an ensemble and earlier selves to play against become more on purpose: while all are small, it is an info.
     """
     rows: list[list[int]] = case.facts("memory").get("copies", [])
     counts = [row[1] for row in rows]
@@ -109,7 +114,7 @@ def model_copies(case: Case) -> Iterator[Finding | ExperimentRequest]:
         return
     yield finding(
         "mem.model_copies",
-        "warning",
+        "warning" if counts[-1] * rows[-1][2] > SMALL_BYTES else "info",
         case.last_step,
         symptom=f"there are {counts[-1]} copies of the model in memory, and their number rises",
         cause="a copy of the model is kept now and then and none is released",

@@ -43,8 +43,9 @@ class WritesProbe(Probe):
         self._state: list[tuple[int, int]] = []
         self._after: list[float] | Tensor | None = None
         self._step = self._compared = 0
-        self._is_due = True
+        self._is_due, self._is_evaluated = True, False
         self._written: list[int] = []
+        self._evaluated: list[int] = []
         self._restarts: list[int] = []
         self._said: WritesFacts | None = None
 
@@ -59,7 +60,7 @@ class WritesProbe(Probe):
         if self._after is None:
             return
         if not torch.is_grad_enabled():
-            self._is_due = True
+            self._is_due = self._is_evaluated = True
             return
         before, self._after = self._after, None
         if self._is_due:
@@ -72,6 +73,8 @@ class WritesProbe(Probe):
         if before == now if isinstance(before, list) else isinstance(now, Tensor) and torch.equal(before, now):
             return
         self._written = [*self._written[-31:], self._step + 1]
+        if self._is_evaluated:
+            self._evaluated = [*self._evaluated[-31:], self._step + 1]
         if self._begins_again(before):
             self._restarts = [*self._restarts[-31:], self._step + 1]
         if len(self._written) <= URGENT:
@@ -84,6 +87,7 @@ class WritesProbe(Probe):
         self._found = None
         if self._weights:
             self._after, self._state = self._now(), self._of_state()
+            self._is_evaluated = False
 
     def _begins_again(self, before: list[float] | Tensor) -> bool:
         """Whether the state of the optimizers is another, too; without a state, whether a weight is the first again."""
@@ -110,7 +114,7 @@ class WritesProbe(Probe):
 
     def values(self) -> Facts | None:
         self.urgent = False
-        facts = WritesFacts(compared=self._compared, steps=tuple(self._written), restarts=tuple(self._restarts))
+        facts = WritesFacts(self._compared, tuple(self._written), tuple(self._restarts), tuple(self._evaluated))
         if facts == self._said or not self._compared:
             return None
         self._said = facts

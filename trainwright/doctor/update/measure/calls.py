@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.doctor.vitals.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
@@ -54,6 +55,7 @@ class Contract(Probe):
         self._at_first = {id(p): _sample(p) for p in self._parameters[:64]}
         self._seen: dict[int, Tensor] = {}
         self._known_missing: list[str] = []
+        self._were_trained = {name for name, p in _named(self._roots).items() if was_trained(p)}
 
     # the order of things
 
@@ -139,6 +141,7 @@ class Contract(Probe):
             "optimizers": [self._about(optimizer) for optimizer in self._optimizers],
             "missing": missing,
             "missing_share": self._share(missing),
+            "missing_were_trained": bool(missing) and set(missing) <= self._were_trained,
             "doubles": self._doubles,
             "again": self._again,
             "clips": self._num_clips,

@@ -300,7 +300,8 @@ def clip_always_active(case: Case) -> Iterator[Finding | ExperimentRequest]:
 def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Gradients grow by a factor with every step back through time, to many times their size at the last step.
 
-    With a learning rate that is too high the first gradients are normal; here they are large before any update.
+    With a learning rate that is too high the first gradients are normal; here they are large before any update. Where
+    they are clipped, the remedy is there already.
     """
     for exam in [e for e in case.outcomes("update") if _pulls(e.values)][:2]:
         yield ExperimentRequest("through_time", exam.step)
@@ -312,7 +313,7 @@ def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
         largest = exam.values["largest"]
         yield finding(
             "grad.exploding",
-            "critical",
+            "info" if any(kinds(each, "clip") for each in case.watched) else "critical",
             exam.step,
             symptom=f"the norm of gradients is {exam.values['grad_norm']:.3g}",
             cause=f"back through {worst['length']} uses of the same weights the gradient grows by a factor of "

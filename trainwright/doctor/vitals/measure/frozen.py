@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.doctor.vitals.facts import FrozenFacts, FrozenTensor
+from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.experiments import experiment
@@ -46,7 +47,7 @@ def frozen(session: ReplaySession) -> Facts:
         return dict(strict(vars(FrozenFacts())))
     calls = _calls(session)
     sizes = _sizes(session, list(chosen.values()))
-    whole, masked = sum(sizes.values()), _masked(session)
+    whole, masked, trained_before = sum(sizes.values()), _masked(session), matrices.keys() - fresh.keys()
     rows = [
         FrozenTensor(
             name=name,
@@ -54,10 +55,33 @@ def frozen(session: ReplaySession) -> Facts:
             is_behind=not (calls.behind - calls.corrected - masked).isdisjoint(_holders(session, p)),
             is_last=calls.last in _holders(session, p),
             share=sizes.get(name, 0.0) / whole if whole else 0.0,
+            is_meant=_is_orthogonal(p.detach().flatten(1).double())
+            or _is_apart(session, p)
+            or (bool(p.detach().any()) and _is_factor(session, name, trained_before)),
         )
         for name, p in chosen.items()
     ]
     return dict(strict(vars(FrozenFacts(tensors=tuple(rows)))))
+
+
+def _is_apart(session: ReplaySession, parameter: Tensor) -> bool:
+    """Whether it belongs to models of which nothing is trained, and to no optimizer: a loss made of random features."""
+    if any(p is parameter for optimizer in session.optimizers for p in owned_by(optimizer)):
+        return False
+    roots = [root for root in session.roots if any(p is parameter for p in root.parameters())]
+    return not any(p.requires_grad for root in roots for p in root.parameters())
+
+
+def _is_factor(session: ReplaySession, name: str, trained_before: Set[str]) -> bool:
+    """Whether the module around it, or the one around that, is an adapter: it holds what was trained before, too, and
+    what is trained now.
+    """
+    path = name.rpartition(".")[0]
+    for around in {path, path.rpartition(".")[0]} - {""}:
+        own = {each: p for each, p in session.parameters.items() if each.startswith(f"{around}.")}
+        if not trained_before.isdisjoint(own) and any(p.requires_grad for p in own.values()):
+            return True
+    return False
 
 
 def _holders(session: ReplaySession, parameter: Tensor) -> set[str]:
@@ -120,12 +144,20 @@ def _is_as_random(weight: Tensor) -> bool:
     rows, columns = (max(1, -(-size // SIDE)) for size in matrix.shape)
     part = matrix[::rows, ::columns]
     values, size = torch.linalg.svdvals(part), float(part.square().mean().sqrt())
-    if min(part.shape) > 1 and part.shape == matrix.shape and float(values[-1]) > (1 - EVEN) * float(values[0]):
+    if part.shape == matrix.shape and _is_orthogonal(matrix):
         return True
     n, m = (math.sqrt(each) for each in part.shape)
     edge = n + m + ABOVE * (1 / n + 1 / m) ** (1 / 3) / 2
     at = (1 + torch.erf(part.flatten().sort().values / (size * math.sqrt(2)))) / 2
     return float(values[0]) < edge * size and _distance(at) < CRITICAL_FITTED
+
+
+def _is_orthogonal(matrix: Tensor) -> bool:
+    """Up to a factor."""
+    if not 1 < min(matrix.shape) <= SIDE or not bool(matrix.any()):
+        return False
+    values = torch.linalg.svdvals(matrix)
+    return float(values[-1]) > (1 - EVEN) * float(values[0])
 
 
 def _distance(at: Tensor) -> float:

@@ -23,6 +23,10 @@ MOST_DOUBTS = 4
 nothing, as most steps of a loop that draws now and then."""
 MOST = 4096
 """Random states and parts of tensors that are remembered."""
+SAMPLE, FEW = 256, 8
+"""Elements of a part that are remembered, and of which a correlation says something."""
+FOLLOWS = 0.5
+"""The correlation of old and new values."""
 LARGE = 1 << 22
 """Elements of a larger part are not read."""
 
@@ -69,7 +73,7 @@ class Steadiness(Probe):
         self._repeats: list[tuple[int, int]] = []
         self._num_repeats = 0
         self._written = self._written_views = self._since_written = 0
-        self._parts: dict[Part, tuple[weakref.ref[Tensor], int]] = {}
+        self._parts: dict[Part, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._came_again = self._changed = self._since_changed = 0
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -132,13 +136,13 @@ class Steadiness(Probe):
         digest = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data)
         if known is not None and known[0]() is whole:
             self._came_again += 1
-            if known[1] != digest:
+            if known[1] != digest and _follows(known[2], _sample(tensor)):
                 self._changed += 1
                 self._close_until = max(self._close_until, self._steps + EVERY)
                 self._since_changed = self._since_changed or self._steps
                 self.urgent = self.urgent or self._changed == REPEATS
         elif len(self._parts) < MOST:
-            self._parts[key] = (weakref.ref(whole), digest)
+            self._parts[key] = (weakref.ref(whole), digest, _sample(tensor))
 
     def values(self) -> Facts:
         self.urgent = False
@@ -157,3 +161,16 @@ class Steadiness(Probe):
             since_changed=self._since_changed,
         )
         return dict(strict(vars(facts)))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Elements from all over a tensor."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to(torch.float64, copy=True)
+
+
+def _follows(before: Tensor, now: Tensor) -> bool:
+    """Whether new values are made of the old ones, or are all the same. A storage that is filled anew has others."""
+    if before.numel() < FEW or before.std() == 0 or now.std() == 0:
+        return True
+    return bool(torch.corrcoef(torch.stack([before, now]))[0, 1].abs() > FOLLOWS)

@@ -22,6 +22,8 @@ FEW = 16
 FACTOR = 30.0
 """By so much a weight must have grown or shrunk to be told of: about the range in which initialisations differ."""
 
+WORKED_ON = 16
+"""Writes to a weight before the first step: to make one, to initialise and to load it are fewer."""
 WINDOW = 48
 """Steps over which a weight is compared at the least."""
 
@@ -41,6 +43,7 @@ class MovingWeights(Probe):
         ]
         self._names = [names.get(id(p), "a parameter outside of the model") for p in self._parameters]
         self._begin: list[int] = []
+        self._worked_on: set[int] = set()
         self._last: list[int] = []
         self._moved: set[int] = set()
         self._frozen_moved: set[int] = set()
@@ -54,6 +57,7 @@ class MovingWeights(Probe):
 
     def begin(self, site: WatchSite) -> None:
         self._begin = self._last = self._checksums()
+        self._worked_on = {n for n, p in enumerate(self._parameters) if was_trained(p)}
         self._sizes = [(0, self._rms())]
         self._was_frozen = self._frozen()
         self._held()
@@ -83,7 +87,9 @@ class MovingWeights(Probe):
         now = self._checksums()
         changed = {n for n, (was, one) in enumerate(zip(self._last, now)) if was != one}
         frozen, held = self._frozen(), self._held()
-        self._frozen_moved |= changed & frozen & self._was_frozen & held
+        # one without a gradient is left alone by an optimizer: something else moves it
+        with_any = {n for n, p in enumerate(self._parameters) if p.grad is not None}
+        self._frozen_moved |= changed & frozen & self._was_frozen & held & with_any
         self._last, self._was_frozen = now, frozen
         if changed:
             self._stands_since = self._steps
@@ -104,6 +110,7 @@ class MovingWeights(Probe):
             stands_since=self._stands_since,
             frozen=len(frozen & held),
             frozen_still=sum(self._parameters[n].dim() > 1 for n in frozen - self._moved),
+            worked_on=tuple(self._names[n] for n in sorted(self._worked_on)),
             frozen_moved=self._named(sorted(self._frozen_moved)),
             since=since,
             unchanged=self._named(sorted(trainable - changed | trainable & zero_now)),
@@ -172,6 +179,11 @@ class MovingWeights(Probe):
         if len(self._sizes) > 64:
             del self._sizes[1::2]
         return found[:MOST_NAMES]
+
+
+def was_trained(parameter: Tensor) -> bool:
+    """Whether it was written to too often for weights that were only made."""
+    return not parameter.is_inference() and parameter._version > WORKED_ON
 
 
 def _is_far(before: float, now: float, usual: float) -> bool:

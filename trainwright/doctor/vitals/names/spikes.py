@@ -10,26 +10,34 @@ from trainwright.doctor.finding import Check, Finding, finding
 from trainwright.doctor.program.names.contract import kinds
 from trainwright.runlog.records import Watched
 
+LATELY, FEW = 32, 8
+"""Steps before a spike that tell the usual rate, and those of them whose updates have led to it."""
+RAISED = 3.0
+"""Times the usual rate: more is no schedule that has settled."""
+
 
 def gradient_spike(case: Case) -> Iterator[Finding]:
     """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
 
     Where training has converged, the usual norm is small; a batch that is hard is then many times as large and does no
-    harm. So a norm below that of the first steps is no finding. A spike that was clipped, or after which the loss is no
-    higher, has the severity info.
+    harm. So a norm below that of the first steps is no finding. A spike that was clipped, after which the loss is no
+    higher, or that comes while the loop itself raises the rate (a range test), has the severity info.
     """
     spikes = [record for record in case.watched if _is_large(record)]
     if not spikes:
         return
     record = spikes[0]
     norm, usual, _, action = record.values["spike"]
-    harmless = action == "warn" and (_is_clipped(record, norm) or _went_on_well(case, record.step))
+    raised = _is_raised(case, record.step)
+    harmless = action == "warn" and (raised or _is_clipped(record, norm) or _went_on_well(case, record.step))
     yield finding(
         "grad.spike",
         "info" if harmless else "warning",
         record.step,
         symptom=f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual one",
-        cause=f"the batch of step {record.step} is unlike the others, or the weights have come to a steep place",
+        cause="the learning rate has been raised far above that of the steps before"
+        if raised
+        else f"the batch of step {record.step} is unlike the others, or the weights have come to a steep place",
         remedy="look at the samples of this step. Clip the gradient norm, or leave such updates out: "
         'on_spike="skip" in tw.watch, spikes.policy: skip in a recipe',
         sure=0.6,
@@ -56,6 +64,12 @@ def _went_on_well(case: Case, step: int) -> bool:
     before = [each.loss for each in case.watched if step - 16 <= each.step < step]
     after = [each.loss for each in case.watched if step < each.step <= step + 8]
     return bool(after and before) and statistics.median(after) <= max(before)
+
+
+def _is_raised(case: Case, step: int) -> bool:
+    """Whether the rate of the last updates is far above the usual one of the steps before."""
+    rates = [each.lr for each in case.watched if step - LATELY <= each.step <= step]
+    return len(rates) > 2 and max(rates[-FEW:]) > RAISED * statistics.median(rates)
 
 
 def _is_clipped(record: Watched, norm: float) -> bool:
