@@ -143,6 +143,8 @@ def asked_for(offset: int, sees: float = 0.0, **more: Any) -> Examined:
 
 def test_targets_and_tokens() -> None:
     assert codes(labels.no_shift, asked_for(0)) == ["loss.no_shift"]
+    assert codes(labels.no_shift, asked_for(0, given=1.2)) == ["loss.no_shift"]
+    assert codes(labels.no_shift, asked_for(0, given=0.0)) == [], "the model shifts what it is given"
     assert codes(labels.no_shift, asked_for(2)) == ["loss.no_shift"]
     assert codes(labels.no_shift, asked_for(1)) == []
     assert codes(labels.no_shift, asked_for(0, sees=0.4)) == [], "an autoencoder sees the whole row"

@@ -73,6 +73,11 @@ def in_two_parts(out: Tensor, shares: Tensor) -> Tensor:
     return ((shares - F.one_hot(Y16, 3)) * out).sum(1).mean() + (1 - shares.square().sum(1)).mean() / 2
 
 
+def halves(out: Tensor, target: Tensor) -> Tensor:
+    """A distance of two sums over pairs of which the second takes what it is made of as given."""
+    return torch.cdist(out, target).square().mean() + torch.cdist(target, 1.0 * out.detach()).square().mean()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
@@ -185,6 +190,9 @@ def test_a_thing_that_is_compared_with_itself_is_found_once_it_stays_so() -> Non
         (lambda out: F.mse_loss(out.detach(), R16) + 0.01 * out.pow(2).mean(), "mse_loss"),
         (lambda out: F.cross_entropy(out, Y16) + 0.1 * F.mse_loss(out, R16), None),
         (lambda out: in_two_parts(out, out.softmax(1).detach()), None),
+        (lambda out: out.new_zeros(()) + F.cross_entropy(out, Y16) + F.mse_loss(out, R16), None),
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * (out.square() * (Y16 > 7)[:, None]).mean(), None),
+        (lambda out: halves(out, R16), None),
     ],
     ids=str,
 )
@@ -199,7 +207,8 @@ def test_a_term_that_is_not_learned_is_found(loss: Loss, name: str | None) -> No
         (lambda out: F.cross_entropy(out, Y16) + 1e-3 * out.pow(2).mean(), 16, None),
         (lambda out: F.cross_entropy(out, Y16) + F.relu(out.abs() - out.abs().max().detach() + 1e-4).mean(), 16, None),
         (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 8, None),
-        (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 16, "mean of pow"),
+        (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 16, None),
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * (1e-3 * out).pow(2).mean(), 16, "mean of pow"),
         (lambda out: F.cross_entropy(out, Y16) + 0.1 * (out / 1000).square().mean(), 16, "mean of square"),
         (lambda out: 1e6 * F.cross_entropy(out, Y16) + F.l1_loss(out, R16), 16, "l1_loss"),
     ],

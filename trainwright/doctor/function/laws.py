@@ -176,7 +176,7 @@ def inputs_matter(case: Case) -> Iterator[Verdict]:
         )
         yield finding(
             "law.function.inputs_matter",
-            "warning",
+            "warning" if 0 in facts.idle else "info",
             case.last_step,
             symptom=f"{what} can be that of the first sample in all of them, and no output changes",
             cause="it is sliced away, overwritten, rounded to one value or multiplied by zero, or it is not used",

@@ -29,6 +29,7 @@ from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401
 from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
 from trainwright.doctor.loss.measure import divergence as _divergence  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
+from trainwright.doctor.loss.measure import terms as _terms  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
@@ -248,7 +249,7 @@ def _bounded(call: ComparedLoss) -> tuple[float, float]:
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
     moved: list[str] = []
-    no_targets = _not_to_become_small(session) | _made_differences(session)
+    no_targets = _not_to_become_small(session) | _no_distances(session)
 
     def losses_after(step: float) -> ReplayResult:
         modules, number = ModuleStack(session.modules), count()
@@ -320,28 +321,36 @@ def _not_to_become_small(session: ReplaySession) -> set[int]:
     return both_ways | (derived - direct)
 
 
-def _made_differences(session: ReplaySession) -> set[int]:
-    """The numbers of the differences that are none of a prediction and its target: what is taken off was made of what
-    the model says, as a sampler's gradient or the value of a surrogate is.
+def _no_distances(session: ReplaySession) -> set[int]:
+    """The numbers of the differences that are none of a prediction and its target: there is nothing that makes a
+    distance of them, or what is taken off was made of what the model says, as a sampler's gradient or the value of a
+    surrogate is.
     """
+    differences = FollowedDifferences()
 
-    def targets(weights: Weights, constants: Callable[[Tensor], Tensor] | None = None) -> list[tuple[str, Tensor]]:
-        modules, found = ModuleStack(session.modules), list[tuple[str, Tensor]]()
+    def targets(
+        weights: Weights, constants: Callable[[Tensor], Tensor] | None = None
+    ) -> list[tuple[ComparedLoss, Tensor]]:
+        modules, found = ModuleStack(session.modules), list[tuple[ComparedLoss, Tensor]]()
 
         def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            result = differences.followed(function, args, kwargs)
             if (call := _differentiable(function, args, kwargs, modules)) is not None:
-                found.append((call.name, call.target.detach().clone()))
-            return function(*args, **kwargs)
+                found.append((call, call.target.detach().clone()))
+                differences.begin(call, result)
+            return result
 
         session.run(Intervention(ops=collect, model=_both(modules, weights), constants=constants), upto="forward")
         return found
 
     first = targets(nullcontext)
-    if RESIDUALS.isdisjoint(name for name, _ in first):
+    if RESIDUALS.isdisjoint(call.name for call, _ in first):
         return set()
     again = targets(partial(other_weights, session), other_outputs(session.recorded_step))
     made = others_among([target for _, target in first], [target for _, target in again])
-    return {n for n in made if first[n][0] in RESIDUALS}
+    return {n for n, (call, _) in enumerate(first) if not differences.is_distance(call)} | {
+        n for n in made if first[n][0].name in RESIDUALS
+    }
 
 
 def _both(modules: ModuleStack, weights: Weights) -> Weights:

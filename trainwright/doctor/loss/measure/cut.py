@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.doctor.loss.facts import CutFacts, CutLoss, TermRatio
 from trainwright.doctor.loss.measure.players import GameProgram
-from trainwright.doctor.loss.measure.scores import alone
+from trainwright.doctor.loss.measure.terms import alone
 from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention, NotReplayable
