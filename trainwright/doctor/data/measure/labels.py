@@ -106,7 +106,8 @@ def tokens(session: ReplaySession) -> Facts:
     """For each token input and each cross-entropy: which token of the input is the target, and what gives it away.
 
     ``shares``: the share of targets that are the token at each offset. ``sees``: how far scores change when only later
-    tokens do, in eval mode, in standard deviations of the scores; ``given``: when their own token does, too. ``ends``: padding ids, see ``_ends``.
+    tokens do, in eval mode, in standard deviations of the scores; ``given``: when their own token does, too.
+    ``ends``: padding ids, see ``_ends``.
     """
     inspector = _Losses(session)
     with session.live():

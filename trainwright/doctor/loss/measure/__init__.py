@@ -37,12 +37,13 @@ from trainwright.doctor.loss.measure.implied import implied
 from trainwright.doctor.loss.measure.made import other_outputs, other_weights, others_among
 from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.reductions import added_to_rows, divided_among_means, summed_among_means
-from trainwright.doctor.loss.measure.scores import SAMPLES, made_by
+from trainwright.doctor.loss.measure.scores import SAMPLES, is_of_probabilities, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import change_leaves, function_name
+from trainwright.replay.inspector import custom_functions_of
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult, Upto
 from trainwright.replay.scaled import scaled_outputs
@@ -181,6 +182,7 @@ def _looked_at(call: ComparedLoss, module: str | None) -> ComparedFacts:
         outside=outside,
         bounded=_bounded(call),
         mass=call.mass() if call.name == "nll_loss" else -1.0,
+        weighed=call.name == "nll_loss" and is_of_probabilities(call.x),
         of_distances=call.of_distances,
         swapped=call.name in ORDERED and call.target.requires_grad and not call.x.requires_grad,
         itself=x.shape == target.shape and x.numel() > 1 and torch.equal(x.double(), target.double()),
@@ -192,7 +194,7 @@ def learned(session: ReplaySession) -> Facts:
     """The losses of the last recorded steps, with the weights before the newest, against what tells nothing."""
     names: set[str] = set()
     rows: dict[tuple[int, str, str | None], list[tuple[float, float, float]]] = {}
-    sizes: dict[tuple[int, str, str | None], tuple[int, int]] = {}
+    sizes: dict[tuple[int, str, str | None], tuple[int, int, bool]] = {}
     chosen = [each for each in session.recorded_steps if each.blind is None][-MAX_STEPS:]
     for recorded in chosen:
         found = _calls(session, recorded, names, "eval")
@@ -202,14 +204,15 @@ def learned(session: ReplaySession) -> Facts:
             if call.varies and not (call.target.requires_grad and not call.x.requires_grad):
                 row = call.value(call.x.detach(), call.target.detach()), call.of_constant(), call.of_shuffled()
                 rows.setdefault((number, call.name, module), []).append(row)
-                sizes[number, call.name, module] = len(call.valid()), call.classes if call.is_hard else 0
+                own_way = bool(custom_functions_of([call.x]))
+                sizes[number, call.name, module] = len(call.valid()), call.classes if call.is_hard else 0, own_way
     calls = [_learned(key[1], key[2], each, *sizes[key]) for key, each in rows.items() if len(each) >= MIN_STEPS]
     facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), not SAMPLES.isdisjoint(names))
     return dict(strict(vars(facts)))
 
 
 def _learned(
-    op: str, module: str | None, rows: list[tuple[float, float, float]], targets: int, classes: int
+    op: str, module: str | None, rows: list[tuple[float, float, float]], targets: int, classes: int, own_way: bool
 ) -> Learned | None:
     if not all(map(math.isfinite, (number for row in rows for number in row))):
         return None
@@ -220,7 +223,7 @@ def _learned(
     told = [(other - own) / constant for own, _, other in rows]
     errors = stdev(gained) / math.sqrt(len(rows)), stdev(told) / math.sqrt(len(rows))
     means = fmean(gained), fmean(told)
-    return Learned(op, module, value, constant, shuffled, *means, max(errors), errors[1], targets, classes)
+    return Learned(op, module, value, constant, shuffled, *means, max(errors), errors[1], targets, classes, own_way)
 
 
 def _out_of_reach(call: ComparedLoss) -> tuple[str, float]:

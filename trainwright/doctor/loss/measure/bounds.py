@@ -26,6 +26,8 @@ def larger_outputs(session: ReplaySession) -> Facts:
     recorded = session.recorded_step
     if len(session.roots) > 1 or len(session.optimizers) > 1:
         raise NotReplayable("one model may want the loss of the other to rise")
+    if len(to_first_loss(recorded).calls) > 1:
+        raise NotReplayable("what a model says of one thing may be set against what it says of another")
     if not 1 <= len(terms_of(recorded)) <= MOST_TERMS:
         raise NotReplayable("the loss is made of many terms, or of none that is known")
     operations = [each for term in terms_of(recorded) for each in made_of(recorded, term.slot)]

@@ -14,8 +14,8 @@ OF_SCORES |= {"argmax", "multinomial"}
 MONOTONE = OF_SCORES | {"softplus", "relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "exp", "expm1", "log", "log1p"}
 MONOTONE |= {"clamp", "clip", "clamp_min", "clamp_max", "erf", "erfc", "sign"}
 """What one side of a difference is to become large by, or small: there is nothing that both should be equal at."""
-EVEN = frozenset({"square", "pow", "abs", "absolute", "norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "cosh"})
-EVEN |= {"maximum", "max", "where", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+EVEN = frozenset({"square", "pow", "abs", "absolute", "norm", "linalg_norm", "linalg_vector_norm", "vector_norm"})
+EVEN |= {"cosh", "maximum", "max", "where", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 """What makes a distance of a difference, that of a quantile among them."""
 BILINEAR = frozenset({"matmul", "bmm", "einsum", "dot", "mv", "mm", "inner", "vdot"})
 SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub", "neg", "negative", "mean", "sum", "stack", "cat"})

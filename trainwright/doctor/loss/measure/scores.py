@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from trainwright.recorder.program import Backward, Instruction, Operation, RecordedStep, Slot
-from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import OpHandler, function_name
 from trainwright.replay.inspector import StepInspector
-from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResult
-from trainwright.replay.scaled import OTHER_OUTPUTS, as_if_trained, scaled_outputs, without_zeros
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.terms import Term, is_of_shared_values, terms_of
+from trainwright.replay.terms import terms_of
 from trainwright.runlog.json_values import Facts
 
 Grads: TypeAlias = dict[str, Tensor | None]
@@ -43,6 +36,8 @@ BOUNDED = frozenset(
     ]
 )
 """Losses with a lower bound that are better when they are smaller: nobody maximises one."""
+ABOVE = 1e-3
+"""What the logarithm of a probability, and a trifle that keeps it finite, is at most."""
 SQUARES = frozenset({"pow", "square", "abs"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RAISES = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
@@ -154,7 +149,7 @@ class _Losses(StepInspector):
             made_in = self._probabilities.get(id(x))
             facts["made_in"] = self._through_views(x) if made_in is None else made_in
         if name == "nll_loss":
-            facts["above_0"] = float((x.detach() > 0).double().mean())
+            facts["above_0"] = float((x.detach() > ABOVE).double().mean())
         if loss is not None and x.dim() == 2 and len(loss.target):
             facts |= _accuracy(loss)
         if name.startswith("binary") and isinstance(target, Tensor) and target.numel():
@@ -231,6 +226,28 @@ def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
             return None
         node = node.next_functions[0][0]
     return None
+
+
+_PLAIN = ("Mul", "Div", "Neg", *_MOVES)
+MOST_NODES = 24
+
+
+def is_of_probabilities(x: Tensor) -> bool:
+    """Whether what a softmax over the classes made was given another form by more than a factor: weighed by itself, or
+    taken from 1.
+    """
+    waiting, seen = [(x.grad_fn, False)], 0
+    while waiting and seen < MOST_NODES:
+        (node, is_bent), seen = waiting.pop(0), seen + 1
+        if node is None:
+            continue
+        name, before = type(node).__name__, [each for each, _ in node.next_functions if each is not None]
+        if name in ("SoftmaxBackward0", "LogSoftmaxBackward0"):
+            if is_bent and node._saved_dim in (1, 1 - x.dim(), 2**64 - x.dim() + 1):  # type: ignore[attr-defined]
+                return True
+            continue
+        waiting += [(each, is_bent or len(before) > 1 or not name.startswith(_PLAIN)) for each in before]
+    return False
 
 
 @experiment("loss", when="checkup")

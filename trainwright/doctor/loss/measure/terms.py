@@ -30,9 +30,9 @@ def terms(session: ReplaySession) -> Facts:
     """The terms that the loss is the sum of: the weight of each, and the norm of its gradient with that weight.
 
     ``shared`` is the norm over the parameters that every term reaches. ``idle``: why one has no gradient, see
-    ``_why_idle``; ``zero``: its value is 0. ``grafted``: a part of the loss is made of what a model computes and does not
-    return, whose graph a replay does not have. Runs in float32, so that a term that is small without the loss scale does
-    not vanish.
+    ``_why_idle``; ``zero``: its value is 0. ``grafted``: a part of the loss is made of what a model computes and does
+    not return, whose graph a replay does not have. Runs in float32, so that a term that is small without the loss scale
+    does not vanish.
     """
     parts = terms_of(session.recorded_step)
     if not 2 <= len(parts) <= 8:
@@ -92,7 +92,7 @@ def _without_detach(function: TorchFunction, args: Args, kwargs: Kwargs) -> obje
 def _are_alike(one: Grads, others: Sequence[Grads]) -> bool:
     """Whether a gradient goes the way of the sum of others."""
     rows = [(one.get(name), [g for each in others if (g := each.get(name)) is not None]) for name in one]
-    pairs = [(a.flatten(), sum(b).flatten()) for a, b in rows if a is not None and b]
+    pairs = [(a.flatten(), torch.stack(b).sum(0).flatten()) for a, b in rows if a is not None and b]
     if not pairs:
         return False
     a, b = (torch.cat(each) for each in zip(*pairs))
@@ -116,6 +116,12 @@ def _result(
     if result.error is not None:
         raise result.error
     return result
+
+
+def size_of_gradient(session: ReplaySession, term: Term, recorded: RecordedStep) -> float:
+    """The norm of the gradient of a term with its own weight. Must be called within ``session.live()``."""
+    grads = _result(session, term, recorded=recorded).grads
+    return abs(term.own) * _norm(grads, set(grads))
 
 
 def _has_any(grads: Grads) -> bool:
