@@ -31,6 +31,7 @@ from trainwright.doctor.loss.measure import divergence as _divergence  # noqa: F
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure import terms as _terms  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
+from trainwright.doctor.loss.measure.bounds import is_weighed_both_ways
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
 from trainwright.doctor.loss.measure.implied import implied
@@ -48,6 +49,7 @@ from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult, Upto
 from trainwright.replay.scaled import scaled_outputs
 from trainwright.replay.session import ReplaySession
+from trainwright.replay.terms import made_of, terms_of
 from trainwright.runlog.json_values import Facts, strict
 
 MAX_CALLS = 4
@@ -207,8 +209,16 @@ def learned(session: ReplaySession) -> Facts:
                 own_way = bool(custom_functions_of([call.x]))
                 sizes[number, call.name, module] = len(call.valid()), call.classes if call.is_hard else 0, own_way
     calls = [_learned(key[1], key[2], each, *sizes[key]) for key, each in rows.items() if len(each) >= MIN_STEPS]
-    facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), not SAMPLES.isdisjoint(names))
+    drawn = not SAMPLES.isdisjoint(names) or any(map(_is_of_draws, chosen[-1:]))
+    facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), drawn)
     return dict(strict(vars(facts)))
+
+
+def _is_of_draws(recorded: RecordedStep) -> bool:
+    """Whether numbers of either sign weigh what the model says, as advantages weigh what was drawn: returns of draws
+    are no values that inputs tell.
+    """
+    return is_weighed_both_ways([each for term in terms_of(recorded) for each in made_of(recorded, term.slot)])
 
 
 def _learned(
