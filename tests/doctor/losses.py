@@ -35,6 +35,11 @@ def case_of(loss_of: Loss, dtype: torch.dtype = torch.float32, steps: int = 1) -
     return Case(watch.records)
 
 
+def ended(case: Case) -> Case:
+    """The same of a run that has ended."""
+    return Case(case.records, finished=True)
+
+
 def verdicts(case: Case, law: str) -> list[Verdict]:
     return [*JUDGES[law](case)]
 

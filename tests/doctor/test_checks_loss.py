@@ -110,6 +110,28 @@ def test_a_loss_without_a_graph() -> None:
     assert codes(scores.graph_cut_at_loss, step(BACKWARD, blind=blind)) == code
 
 
+def test_a_batch_without_a_graph_among_others_is_an_info() -> None:
+    def at(n: int, reached: int) -> Watched:
+        graph = {"cut": not reached}
+        return Watched(
+            time_s=0.0,
+            step=n,
+            loss=1.0,
+            grad_norm=1.0,
+            lr=0.1,
+            events=[("backward", graph)],
+            values={"grads": (reached, 6)},
+        )
+
+    def found(*reached: int) -> list[str]:
+        case = Case([at(n, each) for n, each in enumerate(reached, 1)])
+        return [each.found.severity for each in scores.graph_cut_at_loss(case) if isinstance(each, Finding)]
+
+    assert found(6, 0) == [], "the next steps tell"
+    assert found(6, 0, 6) == ["info"]
+    assert found(6, 0, 0, 0) == found(0) == ["critical"]
+
+
 def test_gradients_that_are_dropped_or_elsewhere_are_no_cut() -> None:
     assert codes(scores.graph_cut_at_loss, step(("backward", {"cut": True}), ("zero_grad", 0))) == []
     assert codes(scores.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=6)) == []
@@ -143,6 +165,8 @@ def asked_for(offset: int, sees: float = 0.0, **more: Any) -> Examined:
 
 def test_targets_and_tokens() -> None:
     assert codes(labels.no_shift, asked_for(0)) == ["loss.no_shift"]
+    assert codes(labels.no_shift, asked_for(0, given=1.2)) == ["loss.no_shift"]
+    assert codes(labels.no_shift, asked_for(0, given=0.0)) == [], "the model shifts what it is given"
     assert codes(labels.no_shift, asked_for(2)) == ["loss.no_shift"]
     assert codes(labels.no_shift, asked_for(1)) == []
     assert codes(labels.no_shift, asked_for(0, sees=0.4)) == [], "an autoencoder sees the whole row"

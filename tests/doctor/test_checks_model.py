@@ -122,6 +122,15 @@ def test_a_short_last_batch_is_no_tiny_batch() -> None:
     assert codes(layers.bn_tiny_batch, (1, "layers", large), (2, "layers", tiny)) == []
 
 
+@each_row(("values", "severity"), [(2, "warning"), (256, "info")])
+def test_one_picture_has_many_values(values: int, severity: str) -> None:
+    tiny = look(norms={"bn": {"samples": 1, "values": values, "calls": 1, "again": 0}})
+    looks = [Examined(time_s=0.0, step=n, experiment="layers", values=tiny) for n in (1, 2)]
+    assert [each.found.severity for each in layers.bn_tiny_batch(Case(looks)) if isinstance(each, Finding)] == [
+        severity
+    ]
+
+
 @each_row(("calls", "again", "momentum", "fires"), [(1, 1, 0.1, 1), (2, 0, 0.1, 0), (1, 1, 0.0513, 0)])
 def test_statistics_that_are_moved_twice(calls: int, again: int, momentum: float, fires: int) -> None:
     seen = {"samples": 64, "values": 64, "calls": calls, "again": again, "updates": 2, "momentum": momentum}

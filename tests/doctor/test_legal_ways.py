@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.doctor.losses import Y16, X, Y, broken, case_of, verdicts
+from tests.doctor.losses import Y16, X, Y, broken, case_of, ended, verdicts
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
@@ -31,7 +31,7 @@ OWN = F.one_hot(Y16, 3)
     ids=["margin", "squares", "distances", "directions"],
 )
 def test_scores_that_a_loop_makes_of_outputs(loss: Callable[[Tensor], Tensor], is_broken: bool) -> None:
-    assert bool(broken(case_of(loss), "starts_at_chance")) == is_broken
+    assert bool(broken(ended(case_of(loss)), "starts_at_chance")) == is_broken
 
 
 def test_a_term_with_weights_of_zeros_is_judged_at_the_end() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.doctor.losses import JUDGES, R16, Y16, Loss, R, X, Y, broken, case_of, verdicts
+from tests.doctor.losses import JUDGES, R16, Y16, Loss, R, X, Y, broken, case_of, ended, verdicts
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding
@@ -71,6 +71,11 @@ def masked(each: Tensor) -> Tensor:
 def in_two_parts(out: Tensor, shares: Tensor) -> Tensor:
     """A loss of whose two terms only the first has a gradient, that of both, as those of sparsemax."""
     return ((shares - F.one_hot(Y16, 3)) * out).sum(1).mean() + (1 - shares.square().sum(1)).mean() / 2
+
+
+def halves(out: Tensor, target: Tensor) -> Tensor:
+    """A distance of two sums over pairs of which the second takes what it is made of as given."""
+    return torch.cdist(out, target).square().mean() + torch.cdist(target, 1.0 * out.detach()).square().mean()
 
 
 @pytest.mark.slow
@@ -148,7 +153,7 @@ def test_what_enters_a_loss_by_its_derivative_is_not_to_become_small() -> None:
         ("there_is_room_to_learn", lambda out: F.cross_entropy(out.sigmoid(), Y16)),
         ("there_is_room_to_learn", lambda out: F.binary_cross_entropy_with_logits(out.relu(), (R16 > 0).float())),
         ("there_is_room_to_learn", lambda out: F.binary_cross_entropy_with_logits(out.tanh(), (R16 > 0).float())),
-        ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 1e-3 * out.pow(2).sum()),
+        ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 0.2 * out.pow(2).sum()),
         ("batch_is_cut_anywhere", lambda out: masked(out.square()) - 0.01 * (out * COUNTED).sum() / COUNTED.mean()),
         ("batch_is_cut_anywhere", lambda out: masked(out.abs()) + 0.1 * ((out - R16).square() * COUNTED).sum()),
         ("batch_is_cut_anywhere", lambda out: F.cross_entropy(out, Y16, reduction="sum") + out.abs().mean()),
@@ -160,12 +165,30 @@ def test_what_enters_a_loss_by_its_derivative_is_not_to_become_small() -> None:
     ids=str,
 )
 def test_a_loss_that_is_computed_wrongly_is_found(law: str, loss: Loss) -> None:
-    assert broken(case_of(loss), law)
+    assert broken(ended(case_of(loss)), law)
+
+
+@each_row("steps", [8, 16, 24])
+def test_a_loss_that_comes_down_at_once_may_start_far_above_chance(steps: int) -> None:
+    """Scores of a scale that is meant: cosines times 30."""
+    case = case_of(lambda out: F.cross_entropy(30 * F.normalize(out, dim=1), Y16), steps=steps)
+    assert not broken(case, "starts_at_chance")
+
+
+@each_row(("law", "loss"), [
+    ("probabilities_add_up", lambda out: F.nll_loss((1 - out.softmax(1)) ** 2 * out.log_softmax(1), Y16)),
+    ("probabilities_add_up", lambda out: F.nll_loss((1 - out.softmax(1) + 1e-6).log(), Y16)),
+    ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 1e-4 * out.abs().sum()),
+    ("targets_are_the_minimum", lambda out: F.softplus(R16 - out).mean() + out.square().mean()),
+], ids=str)  # fmt: skip
+def test_ways_of_a_loss_that_are_meant(law: str, loss: Loss) -> None:
+    """A focal loss, labels that are wrong for sure, a penalty on all codes, margins."""
+    assert not broken(ended(case_of(loss)), law)
 
 
 @each_row("loss", [lambda out: F.mse_loss(100 * out, R16), lambda out: ((out + 9 - R16) ** 2).mean()])
 def test_a_distance_that_starts_far_away_is_an_info(loss: Loss) -> None:
-    [verdict] = verdicts(case_of(loss), "starts_at_chance")
+    [verdict] = verdicts(ended(case_of(loss)), "starts_at_chance")
     assert isinstance(verdict, Finding) and verdict.found.severity == "info"
 
 
@@ -185,6 +208,9 @@ def test_a_thing_that_is_compared_with_itself_is_found_once_it_stays_so() -> Non
         (lambda out: F.mse_loss(out.detach(), R16) + 0.01 * out.pow(2).mean(), "mse_loss"),
         (lambda out: F.cross_entropy(out, Y16) + 0.1 * F.mse_loss(out, R16), None),
         (lambda out: in_two_parts(out, out.softmax(1).detach()), None),
+        (lambda out: out.new_zeros(()) + F.cross_entropy(out, Y16) + F.mse_loss(out, R16), None),
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * (out.square() * (Y16 > 7)[:, None]).mean(), None),
+        (lambda out: halves(out, R16), None),
     ],
     ids=str,
 )
@@ -199,7 +225,8 @@ def test_a_term_that_is_not_learned_is_found(loss: Loss, name: str | None) -> No
         (lambda out: F.cross_entropy(out, Y16) + 1e-3 * out.pow(2).mean(), 16, None),
         (lambda out: F.cross_entropy(out, Y16) + F.relu(out.abs() - out.abs().max().detach() + 1e-4).mean(), 16, None),
         (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 8, None),
-        (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 16, "mean of pow"),
+        (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 16, None),
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * (1e-3 * out).pow(2).mean(), 16, "mean of pow"),
         (lambda out: F.cross_entropy(out, Y16) + 0.1 * (out / 1000).square().mean(), 16, "mean of square"),
         (lambda out: 1e6 * F.cross_entropy(out, Y16) + F.l1_loss(out, R16), 16, "l1_loss"),
     ],
@@ -266,6 +293,7 @@ def call(gained: float, told: float, error: float = 0.01) -> Learned:
         (LearnedFacts(8, (call(0.0, 0.0),)), 1),
         (LearnedFacts(8, (call(-0.5, 0.0),)), 1),
         (LearnedFacts(8, (call(0.3, 0.5), call(0.0, 0.01))), 1),
+        (LearnedFacts(8, (call(0.3, 0.5), replace(call(0.0, 0.01), own_way=True))), 0),
         (LearnedFacts(8, (call(0.3, 0.5),)), 0),
         (LearnedFacts(8, (call(-0.2, 0.3),)), 0),
         (LearnedFacts(8, (call(0.0, 0.0, 0.1),)), 0),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.doctor.losses import Y16, Loss, broken, case_of, verdicts
+from tests.doctor.losses import Y16, Loss, broken, case_of, ended, verdicts
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
@@ -45,13 +45,13 @@ def test_a_difference_that_the_loss_is_linear_in_is_no_distance() -> None:
     """A divergence less a likelihood."""
     little = torch.linspace(0, 1e-3, 16)
     [linear] = verdicts(case_of(lambda out: (little - 40 * out.sum(1)).mean()), "starts_at_chance")
-    [square] = verdicts(case_of(lambda out: (little - 40 * out.sum(1)).square().mean()), "starts_at_chance")
+    [square] = verdicts(ended(case_of(lambda out: (little - 40 * out.sum(1)).square().mean())), "starts_at_chance")
     assert not isinstance(linear, Finding) and isinstance(square, Finding)
 
 
 def test_a_target_from_outside_beside_one_of_the_models_own() -> None:
     loss = lambda out: F.cross_entropy(50 * out, Y16) + F.mse_loss(out, 0.1 * out.detach().sign())  # noqa: E731
-    assert broken(case_of(loss), "starts_at_chance")
+    assert broken(ended(case_of(loss)), "starts_at_chance")
 
 
 def test_the_sign_of_a_comparison_with_the_models_own_is_found() -> None:

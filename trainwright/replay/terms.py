@@ -9,6 +9,9 @@ from torch import Tensor
 
 from trainwright.recorder.program import Backward, Constant, Operation, RecordedStep, Slot, mapped
 
+EMPTY = frozenset({"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"})
+"""What a sum begins with: of a tensor the type and the place alone."""
+
 
 @dataclass(frozen=True)
 class Term:
@@ -98,6 +101,8 @@ def _split(slot: int, own: float, makers: dict[int, Operation]) -> list[Term]:
     if operation is None:
         return [Term(slot, "output", own, own)]
     name, slots = operation.name.strip("_"), _slots(operation.args)
+    if name in EMPTY:
+        return []
     if (inner := _factored(slot, makers)) is not None:
         return _split(inner[0], own * inner[1], makers)
     if name in ("add", "radd") and not operation.kwargs:

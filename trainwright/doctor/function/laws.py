@@ -13,6 +13,9 @@ from trainwright.runlog.records import Where
 
 LATER = 8
 """Steps after the first look at which an effect is looked for again: what starts at zero has none at first."""
+FELT = 0.02
+"""Standard deviations of the outputs: what one sample does to the others where they are mixed. A statistic of the batch
+that is one feature of many, on purpose, does less."""
 TRAINED = 40
 """Steps after which running statistics have followed the weights: 0.9 to the power of 40 is 1.5 %."""
 
@@ -33,7 +36,7 @@ def samples_are_independent(case: Case) -> Iterator[Verdict]:
     by_size = found is facts.alone
     yield finding(
         "law.function.samples_are_independent",
-        "warning",
+        "info" if by_size or found.amount < FELT else "warning",
         case.last_step,
         symptom="in eval mode the outputs of two samples alone are not those that they have in the batch"
         if by_size
@@ -62,7 +65,7 @@ def evaluation_repeats(case: Case) -> Iterator[Verdict]:
         what = f"{listed(facts.written)} change" if facts.written else "the outputs of a second call are others"
         yield finding(
             "law.function.evaluation_repeats",
-            "warning" if facts.written else "info",
+            "warning" if any(_is_of_a_norm(name) for name in facts.written) else "info",
             case.last_step,
             symptom=f"an evaluation changes the model: in eval mode {what}",
             cause="running statistics are updated in eval mode too"
@@ -93,6 +96,11 @@ def evaluation_repeats(case: Case) -> Iterator[Verdict]:
         )
     else:
         yield Holds("two calls, and one with other random numbers")
+
+
+def _is_of_a_norm(name: str) -> bool:
+    """Whether these are running statistics: a count of calls, codes or a cache may be kept on purpose."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def padding_is_not_seen(case: Case) -> Iterator[Verdict]:
@@ -176,7 +184,7 @@ def inputs_matter(case: Case) -> Iterator[Verdict]:
         )
         yield finding(
             "law.function.inputs_matter",
-            "warning",
+            "warning" if 0 in facts.idle else "info",
             case.last_step,
             symptom=f"{what} can be that of the first sample in all of them, and no output changes",
             cause="it is sliced away, overwritten, rounded to one value or multiplied by zero, or it is not used",
@@ -216,7 +224,7 @@ def evaluated_is_what_is_trained(case: Case) -> Iterator[Verdict]:
     step, facts, share = bad[-1]
     yield finding(
         "law.function.evaluated_is_what_is_trained",
-        "warning",
+        "warning" if _is_explained(facts) else "info",
         step,
         symptom=f"the loss of one batch is {facts.train:.4g} in train mode and {facts.eval:.4g} in eval mode",
         cause="running statistics do not follow the activations (momentum, batches that are too small or unlike each "
@@ -230,6 +238,11 @@ def evaluated_is_what_is_trained(case: Case) -> Iterator[Verdict]:
             (f"loss in eval mode with {in_words(facts.module)} alone in train mode", facts.without, facts.train),
         ],
     )
+
+
+def _is_explained(facts: GapFacts) -> bool:
+    """Whether one module of torch's takes half of the difference: what else is done in eval mode, is on purpose."""
+    return facts.without is not None and not facts.without - facts.train > 0.5 * (facts.eval - facts.train)
 
 
 def _share(facts: GapFacts, first: float) -> float | None:

@@ -32,6 +32,9 @@ def every_row_counts(case: Case) -> Iterator[Verdict]:
             yield ExperimentRequest(CountedFacts.experiment)
         return
     rows = sizes.pop()
+    if len(always) == rows:
+        yield NotApplicable("no row has a gradient in a replay, which does not see how the loss is made")
+        return
     if (why := _why_not(every[0][1], every[-1][1], always)) is not None:
         yield NotApplicable(why)
         return

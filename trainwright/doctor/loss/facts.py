@@ -15,6 +15,7 @@ class ComparedFacts:
     same for all ``targets``. ``bound`` is the function that bounds the prediction, and ``outside`` the share of targets
     that it cannot reach. ``smoothed``: where targets are smoothed, the lowest value there is, and that of equal shares.
     ``swapped``: the target has a graph and the prediction has none. ``itself``: both have the same values.
+    ``mass``: how far probabilities add up to another sum than 1; ``weighed``: such that do are weighed by themselves.
     ``made``: the target is another with other weights, so it is none that data bring. ``of_distances``: the prediction
     is made of sums of squares.
     """
@@ -32,6 +33,7 @@ class ComparedFacts:
     smoothed: tuple[float, float] = (0.0, 0.0)
     bounded: tuple[float, float] = (0.0, 0.0)
     mass: float = -1.0
+    weighed: bool = False
     made: bool = False
     of_distances: bool = False
 
@@ -82,7 +84,8 @@ class Learned:
 
     ``gained`` is the share of the loss of the best constant prediction that it lies below that; ``told`` that by which
     it rises with shuffled targets. ``error`` is the standard error of the less certain of the two, ``told_error`` of
-    the latter. A step has ``targets`` of it, of ``classes`` (0: no classes).
+    the latter. A step has ``targets`` of it, of ``classes`` (0: no classes). ``own_way``: on the way to the prediction
+    stands a Function of the user's own, which may turn the gradient round.
     """
 
     op: str
@@ -96,6 +99,7 @@ class Learned:
     told_error: float = 0.0
     targets: int = 0
     classes: int = 0
+    own_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,22 +213,24 @@ class PlayersFacts:
 @dataclass(frozen=True)
 class SlopesFacts:
     """The losses of a step, and what they are where all derivatives by inputs, which they are made of, are so many
-    ``times`` as large.
+    ``times`` as large, and of the other sign (``turned``).
     """
 
     experiment: ClassVar[str] = "larger_slopes"
     times: float
     before: tuple[float, ...]
     after: tuple[float, ...]
+    turned: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class TermRatio:
-    """A term of the loss, and its value for the batch twice over that of the batch."""
+    """A term of the loss, its value for the batch twice over that of the batch, and the norm of its gradient."""
 
     name: str
     weight: float
     ratio: float
+    size: float = 0.0
 
 
 @dataclass(frozen=True)

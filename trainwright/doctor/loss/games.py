@@ -86,13 +86,14 @@ def judges_see_the_same(case: Case) -> Iterator[Verdict]:
 
 
 def slopes_are_bounded(case: Case) -> Iterator[Verdict]:
-    """A loss that is made of derivatives by inputs does not fall where these are far larger."""
+    """A loss that is made of derivatives by inputs does not fall where these are far larger, of either sign."""
     facts = case.newest(SlopesFacts)
     if facts is None:
         if (why := case.blind(SlopesFacts)) is not None:
             yield NotApplicable(why)
         return
-    known = [(a, b) for a, b in zip(facts.before, facts.after) if math.isfinite(a)]
+    # what depends on the sign of slopes, as a divergence does, is no penalty on their size
+    known = [(a, max(b, c)) for a, b, c in zip(facts.before, facts.after, facts.turned) if math.isfinite(a)]
     bad = next(((a, b) for a, b in known if b < a - ROUNDING * abs(a)), None)
     if bad is None:
         yield Holds(", ".join(f"{a:.4g} to {b:.4g}" for a, b in known[:3]))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, Severity, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.facts import (
     AtTargetsFacts,
@@ -27,6 +27,10 @@ ROUNDING = 1e-6
 """Of a loss, relative: a smaller change is none."""
 FAR, MORE = 1.5, 0.5
 """Of the loss over classes of outputs of 0, so many times, and so much more: chance is not that bad."""
+SOON, STAYS = 16, 0.9
+"""The step at which it is looked at again; of the loss of chance, what it is below by then where scales do no harm."""
+LITTLE = 0.25
+"""Of the gradients of the rest: the weight of a penalty that is a sum may be chosen for the batch that there is."""
 APART = 0.01
 """Of how far predictions that are wrong are from those that are right: by less, none is better."""
 LATER = 8
@@ -34,52 +38,61 @@ LATER = 8
 
 
 def starts_at_chance(case: Case) -> Iterator[Verdict]:
-    """The first loss is not far above that of outputs of 0, which know nothing."""
-    first = next((facts for step, facts in case.every(ComparisonsFacts) if step == 1), None)
+    """The first loss is not far above that of outputs of 0, which know nothing, or comes down within a few steps."""
+    every = case.every(ComparisonsFacts)
+    first = next((facts for step, facts in every if step == 1), None)
     if first is None:
         return
     known = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value)]
     calls = [each for each in known if not each.made and not each.of_distances]
-    far = next((each for each in first.implied if each.value > FAR * each.blank + MORE), None)
-    if far is not None:
-        yield _starts_far(far.op, far.value, far.blank)
-        return
-    if first.implied and not calls:
-        yield Holds(", ".join(f"{each.op} {each.value:.3g} against {each.blank:.3g}" for each in first.implied[:3]))
-        return
-    if not calls:
-        own = "the model makes its own targets, or scores are distances"
-        yield NotApplicable(own if known else "no loss function that compares with targets")
-        return
+    implied = next((n for n, each in enumerate(first.implied) if each.value > FAR * each.blank + MORE), None)
     bad = [each for each in calls if _is_far_above(each)]
-    if not bad:
-        yield Holds(", ".join(f"{named(each)} {each.value:.3g} against {each.blank:.3g}" for each in calls[:3]))
+    if implied is None and not bad:
+        if not calls and not first.implied:
+            own = "the model makes its own targets, or scores are distances"
+            yield NotApplicable(own if known else "no loss function that compares with targets")
+            return
+        rows = [(each.op, each.value, each.blank) for each in first.implied]
+        rows += [(named(each), each.value, each.blank) for each in calls]
+        yield Holds(", ".join(f"{name} {value:.3g} against {blank:.3g}" for name, value, blank in rows[:3]))
         return
-    worst = max(bad, key=lambda each: (_is_over_classes(each), each.value / each.blank))
-    severity: Severity = "warning" if _is_over_classes(worst) else "info"
-    yield _starts_far(named(worst), worst.value, worst.blank, severity, where_of(worst), [("targets", worst.targets)])
+    if every[-1][0] < SOON <= case.last_step:
+        yield ExperimentRequest(ComparisonsFacts.experiment)
+    elif every[-1][0] < SOON and not case.finished:
+        yield NotApplicable("a few steps tell whether the loss stays far above chance")
+    elif implied is not None:
+        one = first.implied[implied]
+        now = next((each.value for each in every[-1][1].implied[implied:]), one.value)
+        yield _starts_far(one.op, (one.value, now), one.blank)
+    else:
+        worst = max(bad, key=lambda each: (_is_over_classes(each), each.value / each.blank))
+        place = first.calls.index(worst)
+        now = next((each.value for each in every[-1][1].calls[place:]), worst.value)
+        of = (worst.value, now)
+        yield _starts_far(named(worst), of, worst.blank, worst, [("targets", worst.targets)])
 
 
 def _starts_far(
     name: str,
-    value: float,
+    values: tuple[float, float],
     blank: float,
-    severity: Severity = "warning",
-    where: Where | None = None,
+    call: ComparedFacts | None = None,
     more: Sequence[Measured] = (),
 ) -> Finding:
+    """``values``: at first, and when it was looked at last."""
+    stays = not values[1] < STAYS * blank
     return finding(
         "law.loss.starts_at_chance",
-        severity,
+        "warning" if stays and (call is None or _is_over_classes(call)) else "info",
         1,
-        symptom=f"the first {name} is {value:.4g}; outputs of 0 have {blank:.4g}",
+        symptom=f"the first {name} is {values[0]:.4g}; outputs of 0 have {blank:.4g}",
         cause="the outputs are much too large before anything was learned: the scale of inputs, weights or outputs",
         remedy="standardise the inputs, use the usual initialisation, and look for a factor before the loss",
         sure=0.85,
         stage="forward",
         since_step=1,
-        where=where or Where(op=name),
-        evidence=[(f"first {name}", value, blank), *more],
+        where=Where(op=name) if call is None else where_of(call),
+        evidence=[(f"first {name}", values[0], blank), (f"{name} when it was looked at last", values[1]), *more],
     )
 
 
@@ -278,9 +291,10 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
     first = facts.losses[0]
     if mixed is not None:
         summed = [each for each in mixed.terms if _kind(each.ratio) == "sum"]
+        rest = sum(each.size for each in mixed.terms if each not in summed)
         yield finding(
             "law.loss.batch_is_cut_anywhere",
-            "warning",
+            "info" if sum(each.size for each in summed) < LITTLE * rest else "warning",
             case.last_step,
             symptom=f"{summed[0].name} is a sum over the samples and the rest of the loss is a mean over them",
             cause="the terms are reduced in two ways, so their balance depends on the size of the batch",

@@ -48,7 +48,7 @@ def knows_more_than_nothing(case: Case) -> Iterator[Verdict]:
     last = bad[0]
     yield finding(
         "law.loss.knows_more_than_nothing",
-        "warning",
+        "info" if len(bad) < len(facts.calls) and all(each.own_way for each in bad) else "warning",
         case.last_step,
         symptom=f"after {case.last_step} steps {named(last)} is {last.value:.4g}; a prediction without inputs has "
         f"{last.constant:.4g}, and with the targets shuffled it is {last.shuffled:.4g}",

@@ -27,8 +27,10 @@ def probabilities_add_up(case: Case) -> Iterator[Verdict]:
     trained = [each for each in (compared.calls if compared else ()) if each.mass >= 0.0]
     if evaluated is None and compared is None:
         return
-    off = [each for each in trained if each.mass > ROUNDED]
-    if off:
+    off = [each for each in trained if each.mass > ROUNDED and not each.weighed]
+    if not off and any(each.weighed for each in trained):
+        yield NotApplicable("the probabilities are weighed by themselves, or taken from 1")
+    elif off:
         yield _adds_up_to_another(case.last_step, "in training", off[0].mass, where_of(off[0]))
     elif evaluated is not None and evaluated.mass > ROUNDED:
         where = Where(op="nll_loss", source=evaluated.mass_line)

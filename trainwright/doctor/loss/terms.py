@@ -17,6 +17,8 @@ WHOLE, NOTHING, TRIES, LONG = 16, 1e-5, 4, 128
 """Steps after which a penalty that begins at 0 has left it; between the gradients of two terms: with less, a hundred
 thousand steps go as far as one should; looks at terms, of which some may not be possible; steps after which a
 threshold should have let something in."""
+SMALL = 0.01
+"""A weight that is small on purpose: that of a penalty."""
 
 
 def every_term_matters(case: Case) -> Iterator[Verdict]:
@@ -33,69 +35,75 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         for n, term in enumerate(terms)
         if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
     ]
-    never, values = ([term for term in never if bool(term.get("valued")) is kind] for kind in (False, True))
-    later = [term for term in never if term.get("switched") or term.get("frozen")]
-    idle = [term["name"] for term in never if not term.get("chosen") and (term not in later or case.finished)]
-    weak = None if never or values else _without_effect([e.values["terms"] for e in every])
+    later = [term for term in never if term["idle"] in _AWAITS]
+    meant = [(term, why) for term in never if (why := _meant(term, case.finished)) is not None]
+    idle = [term["name"] for term in never if term["idle"] != "chosen" and term not in later and _meant(term) is None]
+    weak = None if never else _without_effect([e.values["terms"] for e in every])
     if weak is not None and every[-1].step < WHOLE:
         if case.last_step >= WHOLE and len(case.outcomes("terms")) < TRIES:
             yield ExperimentRequest("terms")
-        return
-    if weak is not None:
+    elif weak is not None:
         yield _weak(every[-1], weak)
-        return
-    if later and not case.finished:
-        yield NotApplicable(f"{later[0]['name']} is {_AWAITS[bool(later[0].get('frozen'))]}")
-        return
-    if later and every[-1].step < LATE * case.last_step and len(every) <= TRIES:
+    elif later and not case.finished and not idle:
+        yield NotApplicable(f"{later[0]['name']} is {_AWAITS[later[0]['idle']]}")
+    elif later and not idle and every[-1].step < LATE * case.last_step and len(every) <= TRIES:
         yield ExperimentRequest("terms")
-        return
-    if never and not idle:
+    elif never and not idle and not meant:
         yield from _left_out(case, every[-1], never[0]["name"])
-        return
-    if values and not idle:
-        yield _of_values(every[-1], values[0]["name"])
-        return
-    if not idle or len(idle) == len(terms):
+    elif not idle and meant:
+        yield _without_gradient(every[-1], *meant[0])
+    elif not idle or len(idle) == len(terms):
         yield Holds(f"{len(terms)} terms: {', '.join(str(term['name']) for term in terms)}")
-        return
-    if len(every) < 2:
-        return
-    yield finding(
+    elif len(every) > 1:
+        yield _idle(every[-1], idle[0])
+
+
+def _idle(look: Examined, name: str) -> Finding:
+    return finding(
         "law.loss.every_term_matters",
         "warning",
-        every[-1].step,
-        symptom=f"the term {idle[0]} of the loss has no gradient",
+        look.step,
+        symptom=f"the term {name} of the loss has no gradient",
         cause="it was detached, made under no_grad, or is constant: it is in the number that is printed, and nothing "
         "is learned from it",
         remedy="keep the graph of what the term is made of, or leave it out of the loss",
         sure=0.85,
         stage="loss",
-        where=Where(op=idle[0]),
-        evidence=[(f"gradient norm of {term['name']}", term["norm"]) for term in terms[:6]],
+        where=Where(op=name),
+        evidence=[(f"gradient norm of {term['name']}", term["norm"]) for term in look.values["terms"][:6]],
     )
 
 
 _AWAITS = {
-    False: "multiplied by zeros, which a schedule may raise",
-    True: "made of what is frozen, which may be trained in a later stage",
+    "switched": "multiplied by zeros, which a schedule may raise",
+    "frozen": "made of what is frozen, which may be trained in a later stage",
+}
+_MEANT = {
+    "valued": "all of it was detached, and another term is made of the same values",
+    "doubled": "what it is made of was detached, and its gradient is the one that the other terms have already",
 }
 
 
-def _of_values(look: Examined, name: str) -> Finding:
-    """Of a term that makes the number what it should be, where another has its gradient."""
+def _meant(term: Facts, finished: bool = False) -> str | None:
+    """Why a term may have no gradient on purpose; None for no reason that is known."""
+    if term["idle"] in _AWAITS:
+        return f"it is {_AWAITS[term['idle']]}" if finished else None
+    return _MEANT.get(term["idle"]) or ("it is 0, and adds nothing" if term["zero"] and not term["idle"] else None)
+
+
+def _without_gradient(look: Examined, term: Facts, why: str) -> Finding:
+    """Of a term that may have none on purpose."""
     return finding(
         "law.loss.every_term_matters",
         "info",
         look.step,
-        symptom=f"the term {name} of the loss has no gradient",
-        cause="all of it was detached, and another term is made of the same values: on purpose, where that one has the "
-        "gradient of both",
-        remedy="nothing, where that is so; else keep the graph of what the term is made of",
+        symptom=f"the term {term['name']} of the loss has no gradient",
+        cause=why,
+        remedy="nothing, where that is on purpose; else keep the graph of what the term is made of",
         sure=0.5,
         stage="loss",
-        where=Where(op=name),
-        evidence=[(f"gradient norm of {name}", 0.0)],
+        where=Where(op=term["name"]),
+        evidence=[(f"gradient norm of {term['name']}", 0.0)],
     )
 
 
@@ -133,9 +141,10 @@ def _without_effect(looks: list[list[Facts]]) -> int | None:
 def _weak(look: Examined, place: int) -> Finding:
     terms = look.values["terms"]
     term, large = terms[place], max(terms, key=lambda each: float(each["norm"]))
+    is_weighed = abs(term["own"]) < SMALL and term["norm"] >= NOTHING * large["norm"] * abs(term["weight"])
     return finding(
         "law.loss.every_term_matters",
-        "warning",
+        "info" if is_weighed else "warning",
         look.step,
         symptom=f"the gradient of the term {term['name']} of the loss is {term['norm'] / large['norm']:.1g} of that of "
         f"{large['name']}: it has no effect",

@@ -106,7 +106,8 @@ def tokens(session: ReplaySession) -> Facts:
     """For each token input and each cross-entropy: which token of the input is the target, and what gives it away.
 
     ``shares``: the share of targets that are the token at each offset. ``sees``: how far scores change when only later
-    tokens do, in eval mode, in standard deviations of the scores. ``ends``: padding ids, see ``_ends``.
+    tokens do, in eval mode, in standard deviations of the scores; ``given``: when their own token does, too.
+    ``ends``: padding ids, see ``_ends``.
     """
     inspector = _Losses(session)
     with session.live():
@@ -127,24 +128,35 @@ def tokens(session: ReplaySession) -> Facts:
 
 
 def _sees(session: ReplaySession, placed: Placed, which: int) -> Facts:
-    """How far predictions change before a position, about three quarters into the row, from which on tokens differ."""
+    """How far predictions change before a position, about three quarters into the row, from which on tokens differ, and
+    how far at it.
+    """
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
     counts = placed.loss.target >= 0
     starts = sorted(range(1, length), key=lambda t: abs(t - 3 * length // 4))
-    start = next((t for t in starts if bool((counts & (column == t - 1)).any())), None)
+    known = [t for t in starts if bool((counts & (column == t - 1)).any())]
+    start = next((t for t in known if bool((counts & (column == t)).any())), next(iter(known), None))
     if start is None:
         return {"sees": None}
     was, now = _losses_in_eval(session), _losses_in_eval(session, _changed_from(ids, start))
     if len(now) <= which or len(was) <= which or now[which].marks.shape != was[which].marks.shape:
         return {"sees": None}
-    before = (counts & (column < start)).nonzero().flatten()
+    before, at = ((counts & places).nonzero().flatten() for places in (column < start, column == start))
     nearest = before[column[before].argsort(descending=True, stable=True)][: placed.loss.max_rows]
+    own = at[: placed.loss.max_rows]
     with session.live():
-        rows, changed = was[which].scores(nearest).double(), now[which].scores(nearest).double()
-    spread = float(rows.std()) if rows.numel() > 1 else 0.0
-    largest = float((changed - rows).abs().max())
-    return {"sees": largest / spread if spread > 0 else None, "from": start}
+        sees, given = (_change(was[which], now[which], rows) for rows in (nearest, own))
+    return {"sees": sees, "given": given, "from": start}
+
+
+def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:
+    """How far the scores of these rows are apart, in standard deviations; None where there are none."""
+    if not len(rows):
+        return None
+    scores, changed = was.scores(rows).double(), now.scores(rows).double()
+    spread = float(scores.std()) if scores.numel() > 1 else 0.0
+    return float((changed - scores).abs().max()) / spread if spread > 0 else None
 
 
 def _changed_from(ids: Tensor, start: int) -> InputHandler:

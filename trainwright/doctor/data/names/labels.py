@@ -43,7 +43,9 @@ def no_shift(case: Case) -> Iterator[Finding]:
     """The target of a causal model is the token that it is given, or another one than the next.
 
     Where one loss has the next token as its target, others may have any (prediction of several tokens). A model that
-    sees the whole row may reconstruct it on purpose (autoencoder, masked tokens): nothing is reported.
+    sees the whole row may reconstruct it on purpose (autoencoder, masked tokens): nothing is reported. Nor is it where
+    the scores at a position do not depend on its own token: the model shifts what it is given (teacher forcing within a
+    decoder, masked convolutions).
     """
     for exam, found in _rows(case):
         offsets = [(_offset(row), row) for row in found]
@@ -51,6 +53,8 @@ def no_shift(case: Case) -> Iterator[Finding]:
             return
         for offset, row in offsets:
             if offset is None or row.get("sees") is None or row["sees"] > SEEN:
+                continue
+            if offset == 0 and row.get("given") is not None and row["given"] <= SEEN:
                 continue
             target = {0: "the token it is given", -1: "the token before"}.get(offset, f"the token {offset} places on")
             yield finding(

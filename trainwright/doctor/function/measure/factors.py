@@ -126,8 +126,9 @@ def without_factors(session: ReplaySession) -> Facts:
     best: WithoutFactorFacts | None = None
     for each in chosen:
         change = _without(session, each)
-        start = losses_after(session, begin, [], unseen, as_it_was, change)
-        end = losses_after(session, begin, way, unseen, change, change)
+        measured = as_it_was if each.module is None or _is_a_loss(session) else change
+        start = losses_after(session, begin, [], unseen, as_it_was, measured)
+        end = losses_after(session, begin, way, unseen, change, measured)
         facts = WithoutFactorFacts(
             begin.step, session.step, each.module, each.factor, each.line,
             before=mean_of(first), after=mean_of(after),
@@ -137,6 +138,14 @@ def without_factors(session: ReplaySession) -> Facts:
         best = facts if best is None or facts.after_without < best.after_without else best
     assert best is not None
     return dict(strict(vars(best)))
+
+
+def _is_a_loss(session: ReplaySession) -> bool:
+    """Whether all that the models return are single numbers. A factor in a loss changes what is measured, so that is
+    the loss as it was.
+    """
+    outputs = tensors_of(session.run(upto="forward").outputs)
+    return bool(outputs) and all(each.numel() == 1 for each in outputs)
 
 
 def _odd_of(session: ReplaySession) -> list[OddFactor]:

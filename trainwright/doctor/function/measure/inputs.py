@@ -11,7 +11,7 @@ from torch import Tensor
 from trainwright.doctor.function.facts import InputsFacts
 from trainwright.doctor.function.measure.passes import EvalPasses, apart, in_place_of
 from trainwright.recorder.program import tensors_of
-from trainwright.replay.replayer import Intervention
+from trainwright.replay.replayer import AS_IT_WAS, Intervention
 
 COLUMNS_OF = {2: 1, 4: 1}
 """By the number of dimensions of an input: which one holds columns or channels, and not places."""
@@ -52,11 +52,32 @@ def _of_first(x: Tensor) -> Tensor:
 
 
 def _has_effect(passes: EvalPasses, x: Tensor, other: Tensor) -> bool:
-    """Whether any output, of whatever shape, is another one."""
+    """Whether any output, of whatever shape, is another one in either mode, or the loss, which may take it as well."""
     now = passes.run(Intervention(inputs=in_place_of(x, other)))
     if len(now) != len(passes.base) or any(a.shape != b.shape for a, b in zip(passes.base, now)):
         return True
-    return apart(passes.base, now) > 0.0
+    return apart(passes.base, now) > 0.0 or _loss(passes, AS_IT_WAS) != _loss(passes, _everywhere(x, other))
+
+
+def _loss(passes: EvalPasses, change: Intervention) -> tuple[float, str]:
+    """In train mode, with the random numbers of the step; and the error of what cannot be computed."""
+    result = passes.session.run(change, upto="forward")
+    return (0.0, str(result.error)) if result.error is not None else (result.loss, "")
+
+
+def _everywhere(x: Tensor, other: Tensor) -> Intervention:
+    """``other`` where the model is given ``x``, and where the loop makes something of it, or of a view of it."""
+    other = torch.empty_like(x).copy_(other)
+
+    def changed(tensor: Tensor) -> Tensor:
+        if tensor is x:
+            return other
+        is_view = tensor._base is not None and tensor._base is (x if x._base is None else x._base)
+        if not is_view or x.numel() * x.element_size() != x.untyped_storage().nbytes():
+            return tensor
+        return other.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    return Intervention(inputs=in_place_of(x, other), constants=changed)
 
 
 def _without_gradient(passes: EvalPasses, x: Tensor, dim: int) -> set[int]:

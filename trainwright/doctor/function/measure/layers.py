@@ -130,7 +130,9 @@ class _Layers(StepInspector):
         for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if id(t) in self._scores]:
             path, scores, spread = self._scores[id(weights)]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
+                is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weigh what it is given
                 of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
+                of_a_product = of_a_product and (is_square or not place)
                 sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones(1)
                 self._note_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainwright.doctor.function.facts import Deviation
 from trainwright.doctor.function.measure.passes import EvalPasses, apart, distance, in_place_of
 from trainwright.recorder.program import Operation, constants_of
-from trainwright.replay.functions import InputHandler, change_leaves
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
 from trainwright.replay.replayer import Intervention
 
+COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
 LEAST = 4
 """Positions that a sequence must have."""
 
@@ -70,14 +72,28 @@ def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor,
 
 
 def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
-    """What in model, input or loss says that this id, or these positions, are padding; "" where nothing does."""
-    if any(isinstance(m, nn.Embedding) and m.padding_idx == filler for m in passes.session.modules.values()):
-        return "padding_idx of an embedding"
+    """What in model or input says that these positions are not to be seen; "" where nothing does. A vector of zeros for
+    padding (``padding_idx``), or targets without it, are usual where the model sees it: convolutions and their maximum,
+    a mean, a recurrent layer.
+    """
     masks = [x for x in passes.session.inputs if x is not ids and x.shape == ids.shape]
     if any(int(((x != 0) != (ids != filler)).sum()) in (0, ids.numel()) for x in masks):
         return "a mask among the inputs"
-    operations = [each for each in passes.session.recorded_step.program if isinstance(each, Operation)]
-    return "ignore_index of the loss" if any(each.kwargs.get("ignore_index") == filler for each in operations) else ""
+    return "a mask that the model makes" if _is_compared(passes, ids, filler) else ""
+
+
+def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
+    """Whether something compares the ids with that of the padding."""
+    found: list[bool] = []
+
+    def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function).strip("_") in COMPARISONS and len(args) > 1 and isinstance(args[0], Tensor):
+            is_it = isinstance(args[1], int | float) and args[1] == filler and args[0].shape == ids.shape
+            found.append(is_it and torch.equal(args[0].to(ids), ids))
+        return function(*args, **kwargs)
+
+    passes.run(Intervention(ops=call))
+    return any(found)
 
 
 def future(passes: EvalPasses) -> Deviation | None:
@@ -101,7 +117,7 @@ def future(passes: EvalPasses) -> Deviation | None:
         def early(one: Tensor, two: Tensor, shape: torch.Size = x.shape[:2], start: int = start) -> float:
             return distance(one[:, :start], two[:, :start]) if one.shape[:2] == two.shape[:2] == shape else 0.0
 
-        found = Deviation(max(early(a, b) for a, b in pairs), passes.limit)
+        found = Deviation(min(early(a, b) for a, b in pairs), passes.limit)  # another output may be read backwards
         return passes.located(found, change, early)
     return None
 

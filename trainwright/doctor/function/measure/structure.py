@@ -168,7 +168,7 @@ def aliased(angles: Tensor) -> tuple[int, int]:
 @experiment("structure", when="first")
 def structure(session: ReplaySession) -> Facts:
     """What is trained, what the graph reaches, and which linear layers follow each other with nothing in between."""
-    wiring = _Wiring(session)
+    wiring, held = _Wiring(session), _held_by_modules(session)
     with session.live():
         result = wiring.run()
         owned = {id(p) for o in session.optimizers for g in o.param_groups for p in g["params"]}
@@ -177,7 +177,7 @@ def structure(session: ReplaySession) -> Facts:
         }
         unreached = {name for name in trained if result.grads.get(name) is None}
         cuts = wiring.cuts(unreached)
-    unregistered = _unregistered(session, wiring.leaves)
+    unregistered = {name: t for name, t in _unregistered(session, wiring.leaves).items() if id(t) in held}
     return {
         **_trained_counts(session, trained),
         "cuts": cuts,
@@ -217,6 +217,13 @@ def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str
                 if strange.pop(id(leaf), None) is not None:
                     found[f"{'.'.join(p for p in (path, name) if p)}#{len(found)}"] = leaf
     return found
+
+
+def _held_by_modules(session: ReplaySession) -> set[int]:
+    """The tensors that lie in attributes of modules before a pass: an input that is kept for a derivative by it is new
+    in each.
+    """
+    return {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
 
 
 def unregistered_parameters(session: ReplaySession) -> dict[str, Tensor]:

@@ -11,6 +11,11 @@ from trainwright.doctor.trend import FALLS, slope_in_errors
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
+MANY = 32
+"""Values of a channel that have a mean."""
+HARD = 0.8
+"""A rate of dropout that leaves less than a fifth."""
+
 
 def _looks(case: Case) -> list[Examined]:
     return [exam for exam in case.outcomes("layers") if "loss" in exam.values]
@@ -104,7 +109,8 @@ def _falls(depth: Sequence[Sequence[float]]) -> bool:
 def bn_tiny_batch(case: Case) -> Iterator[Finding]:
     """BatchNorm in training mode computes its statistics from at most two samples or four values, in two looks.
 
-    A short last batch is tiny once in an epoch; frozen statistics use no batch.
+    A short last batch is tiny once in an epoch; frozen statistics use no batch. An image or two have enough values for
+    statistics of their own, so that is an info.
     """
     looks = _looks(case)[-2:]
     tiny = [{path for path, seen in exam.values["norms"].items() if _is_tiny(seen)} for exam in looks]
@@ -114,7 +120,7 @@ def bn_tiny_batch(case: Case) -> Iterator[Finding]:
     seen = now.values["norms"][path]
     yield finding(
         "model.bn_tiny_batch",
-        "warning",
+        "info" if seen["values"] >= MANY else "warning",
         now.step,
         symptom=f"{in_words(path)} normalises by the statistics of {seen['samples']} samples, "
         f"{seen['values']} values a channel",
@@ -169,7 +175,8 @@ def bn_double_update(case: Case) -> Iterator[Finding]:
 def excess_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Dropout is high, and over several draws the same batch has a clearly lower loss without it.
 
-    Not examined in the first steps: nothing has been learned yet that dropout could take away.
+    Not examined in the first steps: nothing has been learned yet that dropout could take away. A rate below 0.8 may be
+    meant for data that are few: an info.
     """
     looks = _looks(case)
     if not looks or not looks[-1].values["dropout"] or looks[-1].step < 8:
@@ -183,7 +190,7 @@ def excess_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
         return
     yield finding(
         "model.excess_dropout",
-        "warning",
+        "warning" if p >= HARD else "info",
         step,
         symptom=f"the loss of a batch is {facts['with']:.3g} with dropout, {facts['without']:.3g} without",
         cause=f"{in_words(path)} drops {p:.0%} of its values: too little is left to learn from",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words, listed
+from trainwright.doctor.function.laws import FELT
 from trainwright.doctor.vitals.standing import is_left_as_it_is, standing
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
@@ -139,7 +140,8 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
     """In eval mode the outputs for other samples change when one sample is replaced.
 
     That is certain where a view swapped dimensions. Otherwise it counts only where the loader tells what a sample is:
-    the nodes of one graph, or time steps, may well depend on each other.
+    the nodes of one graph, or time steps, may well depend on each other. What one sample hardly changes is an info: a
+    statistic of the batch may be a feature on purpose.
     """
     exam = case.newest("isolation")
     if exam is None or exam.values.get("others", 0.0) <= 1e-3:
@@ -152,7 +154,7 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
     how = f"a view of {shuffle['from']} as {shuffle['to']} in {in_words(shuffle['module'])}" if shuffle else None
     yield finding(
         "model.mixes_samples",
-        "critical" if shuffle else "warning",
+        "critical" if shuffle else "warning" if facts["others"] >= FELT else "info",
         exam.step,
         symptom=f"with sample {facts['changed']} of a batch replaced, the outputs for {facts['samples']} others change",
         cause=f"{how or 'an operation'} puts values of one sample into others",
@@ -238,7 +240,8 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
     Three kinds disagree by design: a forward that is the identity (gradient reversal), one that is constant nearly
     everywhere (rounding, a step function) with a surrogate gradient, and a backward that goes through an argument of
-    which the forward makes nothing (feedback alignment). A backward that draws random numbers of its own is compared
+    which the forward makes nothing (feedback alignment). One that passes the gradient straight through (a clamp or a
+    rounding that is not to stop it) is an info. A backward that draws random numbers of its own is compared
     in the mean over many drawings.
     """
     exam = case.newest("structure")
@@ -261,9 +264,12 @@ def _deviates(each: Facts) -> bool:
 def _no_derivative(step: int, each: Facts) -> Finding:
     bias, noise = each.get("bias"), each.get("noise", 0.0)
     is_estimate = bias is not None and bias <= max(0.02, BEYOND_CHANCE * noise)
-    is_info = each["identity"] or is_estimate
+    is_info = each["identity"] or is_estimate or bool(each.get("straight"))
     symptom = f"the backward of {each['function']} is off by {each['error']:.0%} from a difference quotient"
     cause = "it is not the derivative of its forward" + (", which is the identity" if each["identity"] else "")
+    cause += ": it passes the gradient on as it is, on purpose in a straight-through estimator" * bool(
+        each.get("straight")
+    )
     if bias is not None:
         symptom = f"the backward of {each['function']}, which draws random numbers, is off by {bias:.0%} in the mean"
     if is_estimate:

@@ -140,7 +140,10 @@ class _FiniteDifferences:
             worst = max(worst, facts, key=lambda each: float(each["error"]))
         drawn = self._in_the_mean(weights, widths[1]) if self._draws_on_the_way_back(weights) else {}
         own_way = self._has_a_way_of_its_own(weights)
-        return {**worst, "identity": identity, "constant": constant, "own_way": own_way, **drawn}
+        straight = bool(grads) and all(any(torch.equal(grad, w) for w in weights) for grad in grads.values())
+        return {
+            **worst, "identity": identity, "constant": constant, "own_way": own_way, "straight": straight, **drawn
+        }  # fmt: skip
 
     def _draws_on_the_way_back(self, weights: list[Tensor]) -> bool:
         """Whether the backward pass gives other gradients from another random state, behind the same forward pass."""

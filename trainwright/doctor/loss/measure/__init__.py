@@ -29,23 +29,27 @@ from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401
 from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
 from trainwright.doctor.loss.measure import divergence as _divergence  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
+from trainwright.doctor.loss.measure import terms as _terms  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
+from trainwright.doctor.loss.measure.bounds import is_weighed_both_ways
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
 from trainwright.doctor.loss.measure.implied import implied
 from trainwright.doctor.loss.measure.made import other_outputs, other_weights, others_among
 from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.reductions import added_to_rows, divided_among_means, summed_among_means
-from trainwright.doctor.loss.measure.scores import SAMPLES, made_by
+from trainwright.doctor.loss.measure.scores import SAMPLES, is_of_probabilities, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import change_leaves, function_name
+from trainwright.replay.inspector import custom_functions_of
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult, Upto
 from trainwright.replay.scaled import scaled_outputs
 from trainwright.replay.session import ReplaySession
+from trainwright.replay.terms import made_of, terms_of
 from trainwright.runlog.json_values import Facts, strict
 
 MAX_CALLS = 4
@@ -180,6 +184,7 @@ def _looked_at(call: ComparedLoss, module: str | None) -> ComparedFacts:
         outside=outside,
         bounded=_bounded(call),
         mass=call.mass() if call.name == "nll_loss" else -1.0,
+        weighed=call.name == "nll_loss" and is_of_probabilities(call.x),
         of_distances=call.of_distances,
         swapped=call.name in ORDERED and call.target.requires_grad and not call.x.requires_grad,
         itself=x.shape == target.shape and x.numel() > 1 and torch.equal(x.double(), target.double()),
@@ -191,7 +196,7 @@ def learned(session: ReplaySession) -> Facts:
     """The losses of the last recorded steps, with the weights before the newest, against what tells nothing."""
     names: set[str] = set()
     rows: dict[tuple[int, str, str | None], list[tuple[float, float, float]]] = {}
-    sizes: dict[tuple[int, str, str | None], tuple[int, int]] = {}
+    sizes: dict[tuple[int, str, str | None], tuple[int, int, bool]] = {}
     chosen = [each for each in session.recorded_steps if each.blind is None][-MAX_STEPS:]
     for recorded in chosen:
         found = _calls(session, recorded, names, "eval")
@@ -201,14 +206,23 @@ def learned(session: ReplaySession) -> Facts:
             if call.varies and not (call.target.requires_grad and not call.x.requires_grad):
                 row = call.value(call.x.detach(), call.target.detach()), call.of_constant(), call.of_shuffled()
                 rows.setdefault((number, call.name, module), []).append(row)
-                sizes[number, call.name, module] = len(call.valid()), call.classes if call.is_hard else 0
+                own_way = bool(custom_functions_of([call.x]))
+                sizes[number, call.name, module] = len(call.valid()), call.classes if call.is_hard else 0, own_way
     calls = [_learned(key[1], key[2], each, *sizes[key]) for key, each in rows.items() if len(each) >= MIN_STEPS]
-    facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), not SAMPLES.isdisjoint(names))
+    drawn = not SAMPLES.isdisjoint(names) or any(map(_is_of_draws, chosen[-1:]))
+    facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), drawn)
     return dict(strict(vars(facts)))
 
 
+def _is_of_draws(recorded: RecordedStep) -> bool:
+    """Whether numbers of either sign weigh what the model says, as advantages weigh what was drawn: returns of draws
+    are no values that inputs tell.
+    """
+    return is_weighed_both_ways([each for term in terms_of(recorded) for each in made_of(recorded, term.slot)])
+
+
 def _learned(
-    op: str, module: str | None, rows: list[tuple[float, float, float]], targets: int, classes: int
+    op: str, module: str | None, rows: list[tuple[float, float, float]], targets: int, classes: int, own_way: bool
 ) -> Learned | None:
     if not all(map(math.isfinite, (number for row in rows for number in row))):
         return None
@@ -219,7 +233,7 @@ def _learned(
     told = [(other - own) / constant for own, _, other in rows]
     errors = stdev(gained) / math.sqrt(len(rows)), stdev(told) / math.sqrt(len(rows))
     means = fmean(gained), fmean(told)
-    return Learned(op, module, value, constant, shuffled, *means, max(errors), errors[1], targets, classes)
+    return Learned(op, module, value, constant, shuffled, *means, max(errors), errors[1], targets, classes, own_way)
 
 
 def _out_of_reach(call: ComparedLoss) -> tuple[str, float]:
@@ -248,7 +262,7 @@ def _bounded(call: ComparedLoss) -> tuple[float, float]:
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
     moved: list[str] = []
-    no_targets = _not_to_become_small(session) | _made_differences(session)
+    no_targets = _not_to_become_small(session) | _no_distances(session)
 
     def losses_after(step: float) -> ReplayResult:
         modules, number = ModuleStack(session.modules), count()
@@ -320,28 +334,36 @@ def _not_to_become_small(session: ReplaySession) -> set[int]:
     return both_ways | (derived - direct)
 
 
-def _made_differences(session: ReplaySession) -> set[int]:
-    """The numbers of the differences that are none of a prediction and its target: what is taken off was made of what
-    the model says, as a sampler's gradient or the value of a surrogate is.
+def _no_distances(session: ReplaySession) -> set[int]:
+    """The numbers of the differences that are none of a prediction and its target: there is nothing that makes a
+    distance of them, or what is taken off was made of what the model says, as a sampler's gradient or the value of a
+    surrogate is.
     """
+    differences = FollowedDifferences()
 
-    def targets(weights: Weights, constants: Callable[[Tensor], Tensor] | None = None) -> list[tuple[str, Tensor]]:
-        modules, found = ModuleStack(session.modules), list[tuple[str, Tensor]]()
+    def targets(
+        weights: Weights, constants: Callable[[Tensor], Tensor] | None = None
+    ) -> list[tuple[ComparedLoss, Tensor]]:
+        modules, found = ModuleStack(session.modules), list[tuple[ComparedLoss, Tensor]]()
 
         def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            result = differences.followed(function, args, kwargs)
             if (call := _differentiable(function, args, kwargs, modules)) is not None:
-                found.append((call.name, call.target.detach().clone()))
-            return function(*args, **kwargs)
+                found.append((call, call.target.detach().clone()))
+                differences.begin(call, result)
+            return result
 
         session.run(Intervention(ops=collect, model=_both(modules, weights), constants=constants), upto="forward")
         return found
 
     first = targets(nullcontext)
-    if RESIDUALS.isdisjoint(name for name, _ in first):
+    if RESIDUALS.isdisjoint(call.name for call, _ in first):
         return set()
     again = targets(partial(other_weights, session), other_outputs(session.recorded_step))
     made = others_among([target for _, target in first], [target for _, target in again])
-    return {n for n in made if first[n][0] in RESIDUALS}
+    return {n for n, (call, _) in enumerate(first) if not differences.is_distance(call)} | {
+        n for n in made if first[n][0].name in RESIDUALS
+    }
 
 
 def _both(modules: ModuleStack, weights: Weights) -> Weights:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trainwright.doctor.loss.facts import AtTargetsFacts
 from trainwright.doctor.loss.measure.comparing import BINARY, CLASSES, DISTANCES
-from trainwright.doctor.loss.measure.scores import alone
+from trainwright.doctor.loss.measure.terms import alone
 from trainwright.recorder.program import Call, Constant, Operation, RecordedStep, Slot, constants_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention, NotReplayable

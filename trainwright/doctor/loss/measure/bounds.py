@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trainwright.doctor.loss.facts import LargerOutputsFacts
-from trainwright.recorder.program import Operation, RecordedStep, constants_of
+from trainwright.recorder.program import Operation, RecordedStep, Slot, constants_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
@@ -17,6 +17,8 @@ from trainwright.runlog.json_values import Facts, strict
 
 TIMES = (1.0, 1e2, 1e4, 1e6)
 PRODUCTS = frozenset({"mul", "rmul", "imul", "multiply", "div", "divide", "truediv", "matmul", "einsum", "dot", "bmm"})
+AGAINST = frozenset({"sub", "rsub", "subtract", "div", "divide", "truediv"})
+PARTS = frozenset({"chunk", "split", "__getitem__", "unbind"})
 MOST_TERMS = 8
 
 
@@ -26,12 +28,16 @@ def larger_outputs(session: ReplaySession) -> Facts:
     recorded = session.recorded_step
     if len(session.roots) > 1 or len(session.optimizers) > 1:
         raise NotReplayable("one model may want the loss of the other to rise")
+    if len(to_first_loss(recorded).calls) > 1:
+        raise NotReplayable("what a model says of one thing may be set against what it says of another")
     if not 1 <= len(terms_of(recorded)) <= MOST_TERMS:
         raise NotReplayable("the loss is made of many terms, or of none that is known")
     operations = [each for term in terms_of(recorded) for each in made_of(recorded, term.slot)]
     if any(each.name == "detach" for each in operations):
         raise NotReplayable("a part of the loss is detached: it weighs what was drawn, or is a target")
-    if _is_weighed_both_ways(operations):
+    if _are_set_against_each_other(recorded, operations):
+        raise NotReplayable("outputs are set against each other: one may be made of another, as a sample of its mean")
+    if is_weighed_both_ways(operations):
         raise NotReplayable("numbers below 0 weigh the samples: some of them are to become unlikely")
     outputs: dict[int, Tensor] = {}
     slots = [n for call in to_first_loss(recorded).calls for n in call.outputs]
@@ -41,7 +47,19 @@ def larger_outputs(session: ReplaySession) -> Facts:
     return dict(strict(vars(LargerOutputsFacts(TIMES, *rows))))
 
 
-def _is_weighed_both_ways(operations: Sequence[Operation]) -> bool:
+def _are_set_against_each_other(recorded: RecordedStep, operations: Sequence[Operation]) -> bool:
+    """Whether the difference or the quotient of two outputs, or of parts of them, is taken."""
+    outputs = {n for call in to_first_loss(recorded).calls for n in call.outputs}
+    outputs |= {n for each in operations if each.name in PARTS for n in each.outputs}
+    given = [
+        [n for arg in each.args[:2] if isinstance(arg, Slot) and (n := arg.number) in outputs]
+        for each in operations
+        if each.name.strip("_") in AGAINST
+    ]
+    return any(len(each) > 1 for each in given)
+
+
+def is_weighed_both_ways(operations: Sequence[Operation]) -> bool:
     """Whether a tensor with elements below 0 is multiplied by on the way to the loss, as an advantage is."""
     weights = [c.tensor for each in operations if _is_product(each) for c in constants_of((each.args, each.kwargs))]
     return any(each.numel() > 1 and bool((each.detach() < 0).any()) for each in weights)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.doctor.loss.facts import CutFacts, CutLoss, TermRatio
 from trainwright.doctor.loss.measure.players import GameProgram
-from trainwright.doctor.loss.measure.scores import alone
+from trainwright.doctor.loss.measure.terms import alone, size_of_gradient
 from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention, NotReplayable
@@ -59,28 +59,36 @@ def _cut(session: ReplaySession, recorded: RecordedStep, size: int) -> CutLoss:
     more = _twice(recorded, size, counts)
     pairs = list(zip(terms_of(recorded), terms_of(more)))
     ratios = [
-        TermRatio(one.name, one.weight, _of_term(session, (recorded, one), (more, two)))
+        TermRatio(one.name, one.weight, *_of_term(session, (recorded, one), (more, two)))
         for one, two in (pairs if 1 < len(pairs) <= MOST_TERMS else [])
         if one.own
     ]
     return CutLoss(_ratio(session, recorded, more), tuple(ratios), _divides(recorded, size, counts))
 
 
-def _of_term(session: ReplaySession, once: tuple[RecordedStep, Term], twice: tuple[RecordedStep, Term]) -> float:
-    """With its weight, which may be one over a number that the loop has counted."""
-    return twice[1].own / once[1].own * _ratio(session, alone(*once), alone(*twice))
+def _of_term(
+    session: ReplaySession, once: tuple[RecordedStep, Term], twice: tuple[RecordedStep, Term]
+) -> tuple[float, float]:
+    """The ratio with its weight, which may be one over a number that the loop has counted; and the norm of the gradient
+    of the term.
+    """
+    ratio = _ratio(session, alone(*once), alone(*twice))
+    with session.live():
+        return twice[1].own / once[1].own * ratio, size_of_gradient(session, once[1], once[0])
 
 
 def _ratio(session: ReplaySession, once: RecordedStep, twice: RecordedStep) -> float:
     """The loss of a step with its batch twice over its loss with it once."""
-    losses = []
-    for recorded in (once, twice):
-        with session.live():
-            result = session.replayer.run(recorded, Intervention(mode="eval"), upto="forward")
-        if result.error is not None:
-            raise result.error
-        losses.append(result.loss)
-    return losses[1] / losses[0] if losses[0] else math.nan
+    one, two = _loss(session, once), _loss(session, twice)
+    return two / one if one else math.nan
+
+
+def _loss(session: ReplaySession, recorded: RecordedStep) -> float:
+    with session.live():
+        result = session.replayer.run(recorded, Intervention(mode="eval"), upto="forward")
+    if result.error is not None:
+        raise result.error
+    return result.loss
 
 
 def _twice(recorded: RecordedStep, size: int, counts: list[float]) -> RecordedStep:

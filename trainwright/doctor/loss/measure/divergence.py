@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainwright.doctor.loss.facts import DivergenceFacts
-from trainwright.doctor.loss.measure.scores import alone
+from trainwright.doctor.loss.measure.terms import alone
 from trainwright.recorder.program import Call, Operation, RecordedStep, Slot, constants_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment

@@ -9,7 +9,15 @@ from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
 
-OF_SCORES = CLASSES | BINARY | {"softmax", "log_softmax", "logsumexp", "sigmoid", "logsigmoid", "argmax", "multinomial"}
+OF_SCORES = CLASSES | BINARY | {"softmax", "log_softmax", "logsumexp", "sigmoid", "logsigmoid", "log_sigmoid"}
+OF_SCORES |= {"argmax", "multinomial"}
+MONOTONE = OF_SCORES | {"softplus", "relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "exp", "expm1", "log", "log1p"}
+MONOTONE |= {"clamp", "clip", "clamp_min", "clamp_max", "erf", "erfc", "sign"}
+"""What one side of a difference is to become large by, or small: there is nothing that both should be equal at."""
+EVEN = frozenset({"square", "pow", "abs", "absolute", "norm", "linalg_norm", "linalg_vector_norm", "vector_norm"})
+EVEN |= {"cosh", "maximum", "max", "where", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+"""What makes a distance of a difference, that of a quantile among them."""
+BILINEAR = frozenset({"matmul", "bmm", "einsum", "dot", "mv", "mm", "inner", "vdot"})
 SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub", "neg", "negative", "mean", "sum", "stack", "cat"})
 PRODUCTS = frozenset({"mul", "rmul", "imul", "multiply", "div", "divide", "truediv", "itruediv"})
 VIEWS = frozenset(
@@ -22,8 +30,9 @@ DISTANCES = frozenset({"cdist"})
 class FollowedDifferences:
     """Follows differences through the functions that are called on them, up to the loss.
 
-    A logit less a constant becomes a score. A difference of which the loss is a linear function, as of a divergence
-    less a likelihood, has no least value: there is nothing that the one should be equal to.
+    A difference is a distance where its square or its size is taken. A logit less a constant becomes a score; of what
+    is bent to one side, as by a hinge, or of what the loss is a linear function of, as of a divergence less a
+    likelihood, there is nothing that the one should be equal to.
     """
 
     def __init__(self) -> None:
@@ -50,12 +59,14 @@ class FollowedDifferences:
         calls = set[int]().union(*given)
         if not calls:
             return result
+        name, made = function_name(function).strip("_"), tensors_of(result)
         if function_name(function) in OF_SCORES:
             self._scored |= calls
             return result
-        made = tensors_of(result)
-        if any(each.requires_grad for each in made) and not _is_linear(function_name(function).strip("_"), len(given)):
-            self._bent |= calls
+        if any(each.requires_grad for each in made):
+            self._scored |= calls - self._bent if name in MONOTONE else set()
+            is_even = name in EVEN or (name in PRODUCTS | BILINEAR and len(given) > 1)
+            self._bent |= calls if is_even else set()
         self._made_of |= {id(each): (each, calls) for each in made}
         return result
 

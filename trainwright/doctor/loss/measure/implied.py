@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.loss.facts import ImpliedFacts
-from trainwright.doctor.loss.measure.scores import alone
+from trainwright.doctor.loss.measure.terms import alone
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from trainwright.recorder.program import Backward, Instruction, Operation, RecordedStep, Slot
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.inspector import StepInspector
-from trainwright.replay.replayer import Intervention, NotReplayable
-from trainwright.replay.scaled import OTHER_OUTPUTS, as_if_trained, scaled_outputs, without_zeros
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.terms import Term, is_of_shared_values, terms_of
+from trainwright.replay.terms import terms_of
 from trainwright.runlog.json_values import Facts
 
 Grads: TypeAlias = dict[str, Tensor | None]
@@ -42,6 +36,8 @@ BOUNDED = frozenset(
     ]
 )
 """Losses with a lower bound that are better when they are smaller: nobody maximises one."""
+ABOVE = 1e-3
+"""What the logarithm of a probability, and a trifle that keeps it finite, is at most."""
 SQUARES = frozenset({"pow", "square", "abs"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RAISES = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
@@ -153,7 +149,7 @@ class _Losses(StepInspector):
             made_in = self._probabilities.get(id(x))
             facts["made_in"] = self._through_views(x) if made_in is None else made_in
         if name == "nll_loss":
-            facts["above_0"] = float((x.detach() > 0).double().mean())
+            facts["above_0"] = float((x.detach() > ABOVE).double().mean())
         if loss is not None and x.dim() == 2 and len(loss.target):
             facts |= _accuracy(loss)
         if name.startswith("binary") and isinstance(target, Tensor) and target.numel():
@@ -232,6 +228,28 @@ def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
     return None
 
 
+_PLAIN = ("Mul", "Div", "Neg", *_MOVES)
+MOST_NODES = 24
+
+
+def is_of_probabilities(x: Tensor) -> bool:
+    """Whether what a softmax over the classes made was given another form by more than a factor: weighed by itself, or
+    taken from 1.
+    """
+    waiting, seen = [(x.grad_fn, False)], 0
+    while waiting and seen < MOST_NODES:
+        (node, is_bent), seen = waiting.pop(0), seen + 1
+        if node is None:
+            continue
+        name, before = type(node).__name__, [each for each, _ in node.next_functions if each is not None]
+        if name in ("SoftmaxBackward0", "LogSoftmaxBackward0"):
+            if is_bent and node._saved_dim in (1, 1 - x.dim(), 2**64 - x.dim() + 1):  # type: ignore[attr-defined]
+                return True
+            continue
+        waiting += [(each, is_bent or len(before) > 1 or not name.startswith(_PLAIN)) for each in before]
+    return False
+
+
 @experiment("loss", when="checkup")
 def loss(session: ReplaySession) -> Facts:
     """The losses and softmaxes of the step with their arguments, shapes that broadcast, and the number of terms."""
@@ -291,99 +309,3 @@ def sign(session: ReplaySession) -> Facts:
         "tenth": loss_course(session, 4, lr=0.1),
         "turned": loss_course(session, 4, lr=0.1, sign=-1.0),
     }
-
-
-@experiment("terms", when="requested")
-def terms(session: ReplaySession) -> Facts:
-    """The terms that the loss is the sum of: the weight of each, and the norm of its gradient with that weight.
-
-    ``shared`` is the norm over the parameters that every term reaches. ``chosen``: a term has no gradient, and would
-    have one with larger, smaller or opposite outputs, which a threshold of them then lets in. ``switched``: it would
-    have one if a tensor from outside were not all zeros, such as weights that a schedule raises. ``frozen``: it would
-    have one if frozen parameters were trained, as in a later stage. ``valued``: all that it is made of was detached,
-    and another term with a gradient is made of the same. ``grafted``: a part of the loss is made of what a
-    model computes and does not return, whose graph a replay does not have. Runs in float32, so that a term that is
-    small without the loss scale does not vanish.
-    """
-    parts = terms_of(session.recorded_step)
-    if not 2 <= len(parts) <= 8:
-        raise NotReplayable("the loss is not a sum of a few terms")
-    grads = []
-    every = session.replayer.subject.parameters
-    with session.live():
-        for term in parts:
-            grads.append(_gradients(session, term))
-        chosen = [
-            term.weight != 0.0
-            and _norm(each, set(each)) == 0.0
-            and any(_has_any(_gradients(session, term, other)) for other in OTHER_OUTPUTS)
-            for term, each in zip(parts, grads)
-        ]
-        switched = [
-            not _norm(each, set(each))
-            and not is_chosen
-            and _has_any(_gradients(session, term, constants=without_zeros))
-            for term, each, is_chosen in zip(parts, grads, chosen)
-        ]
-        recorded = as_if_trained(session.recorded_step, every, [p for p in every if p.is_floating_point()])
-        frozen = [
-            not _norm(each, set(each)) and _has_any(_gradients(session, term, recorded=recorded))
-            for term, each in zip(parts, grads)
-        ]
-    learned = [term.slot for term, each in zip(parts, grads) if _norm(each, set(each))]
-    valued = [
-        term.slot not in learned and is_of_shared_values(session.recorded_step, term.slot, learned) for term in parts
-    ]
-    reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
-    common = set.intersection(*reached)
-    facts = []
-    for term, each, is_chosen, is_switched, is_frozen, is_valued in zip(parts, grads, chosen, switched, frozen, valued):
-        facts.append({
-            "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
-            "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
-            "chosen": is_chosen, "switched": is_switched, "frozen": is_frozen,
-            "valued": is_valued,
-        })  # fmt: skip
-    return {"terms": facts, "shared": len(common), "grafted": bool(session.recorded_step.values.get("grafted"))}
-
-
-def _gradients(
-    session: ReplaySession,
-    term: Term,
-    other: tuple[float, float] = (1.0, 0.0),
-    constants: Callable[[Tensor], Tensor] | None = None,
-    recorded: RecordedStep | None = None,
-) -> Grads:
-    """Of one term alone, with other outputs, with others in place of what comes from outside, of another step."""
-    model = partial(scaled_outputs, session, *other)
-    change = Intervention(dtype="fp32", model=model, constants=constants)
-    result = session.replayer.run(alone(recorded or session.recorded_step, term), change, upto="backward")
-    for parameter in session.replayer.subject.parameters:
-        parameter.grad = None
-    if result.error is not None:
-        raise result.error
-    return result.grads
-
-
-def _has_any(grads: Grads) -> bool:
-    return any(each is not None and bool(each.nan_to_num(0.0).any()) for each in grads.values())
-
-
-def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
-    """The step up to its first backward pass, with one term as its loss."""
-    end = next(n for n, each in enumerate(recorded.program) if isinstance(each, Backward))
-    backward = recorded.program[end]
-    assert isinstance(backward, Backward)
-    kept = [each for each in recorded.program[:end] if not _adds_to(each, term)]
-    program = [*kept, replace(backward, slot=term.slot, scale_at=1.0, gradient=None)]
-    return replace(recorded, program=program, values={k: v for k, v in recorded.values.items() if k != "carried"})
-
-
-def _adds_to(instruction: Instruction, term: Term) -> bool:
-    """Whether this is ``loss += other``, which adds other terms in place to this one."""
-    return isinstance(instruction, Operation) and instruction.in_place and instruction.args[0] == Slot(term.slot)
-
-
-def _norm(grads: Grads, names: set[str]) -> float:
-    chosen = [g.double().square().sum() for n, g in grads.items() if g is not None and n in names]
-    return float(torch.stack(chosen).sum().sqrt()) if chosen else 0.0

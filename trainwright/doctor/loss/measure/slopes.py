@@ -20,12 +20,14 @@ TIMES = 1000.0
 
 @experiment(SlopesFacts.experiment, when="first")
 def larger_slopes(session: ReplaySession) -> Facts:
-    """The losses as they were, and with all derivatives by inputs of the models so many times as large."""
+    """The losses as they were, and with all derivatives by inputs of the models so many times as large, of either
+    sign.
+    """
     program = session.recorded_step.program
     if not any(isinstance(each, Operation) and _is_kept(each.name, each.kwargs) for each in program):
         raise NotReplayable("no derivative is a part of the loss")
     losses = []
-    for times in (1.0, TIMES):
+    for times in (1.0, TIMES, -TIMES):
         larger = _Larger(times)
         result = session.run(Intervention(inputs=larger.note, ops=larger.call), upto="forward")
         if result.error is not None:

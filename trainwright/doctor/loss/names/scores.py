@@ -10,6 +10,8 @@ from trainwright.doctor.update.facts import UpdateFacts
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Watched, Where
 
+LASTING = 2
+"""Steps after one without gradients which have none either: there is more to it than a batch."""
 RATIO = 1000.0
 """Between the gradients of two terms: above it the smaller one has practically no effect."""
 
@@ -200,30 +202,45 @@ def graph_cut_at_loss(case: Case) -> Iterator[Finding]:
 
     The last is known where backward ran from a tensor without a graph, or from one that does not depend on the model's
     outputs, or where a replay gives no parameter a gradient. With an optimizer of another model's parameters there are
-    no gradients either; the replay tells the two apart.
+    no gradients either; the replay tells the two apart. Where other steps have gradients, and the next ones too, a
+    batch had nothing to learn from (no pair, no match): an info.
     """
-    unreached = {e.step for e in case.outcomes("loss") if e.values.get("reached") == 0}
-    for watched in case.watched:
-        backward = [value for kind, value in watched.events if kind == "backward"]
-        reached, owned = watched.values.get("grads", (1, 1))
-        cut = any(value.get("cut") for value in backward) or watched.step in unreached
-        strange = watched.values.get("blind") == "the loss is not made of what the watched model returned"
-        if not backward or reached or not owned or not (cut or strange) or _dropped(watched):
-            continue
-        yield finding(
-            "grad.graph_cut_at_loss",
-            "critical",
-            watched.step,
-            symptom=f"after backward none of the {owned} parameters has a gradient",
-            cause="the graph of the loss reaches no parameter: it was made from a number, or from detached outputs",
-            remedy="keep the tensors that the model and the loss function return: no .item(), .detach(), .data or "
-            "torch.tensor(...) on the way to backward()",
-            sure=0.98 if cut else 0.9,
-            stage="loss",
-            evidence=[("parameters with a gradient", reached, owned)],
-            explains=("opt.*", "grad.*", "data.label_*", "loop.*"),
-        )
+    cut = [each for each in case.watched if _is_cut(case, each)]
+    reaching = [each.step for each in case.watched if each.values.get("grads", (0, 0))[0]]
+    lasting = [each for each in cut if not any(step > each.step for step in reaching)]
+    if not cut:
         return
+    later = [each for each in case.watched if lasting and each.step > lasting[0].step]
+    if lasting and reaching and len(later) < LASTING:
+        return
+    watched = (lasting or cut)[0]
+    reached, owned = watched.values.get("grads", (1, 1))
+    yield finding(
+        "grad.graph_cut_at_loss",
+        "critical" if lasting else "info",
+        watched.step,
+        symptom=f"after backward none of the {owned} parameters has a gradient",
+        cause="the graph of the loss reaches no parameter: it was made from a number, or from detached outputs"
+        if lasting
+        else "this batch has nothing to learn from: other steps have gradients",
+        remedy="keep the tensors that the model and the loss function return: no .item(), .detach(), .data or "
+        "torch.tensor(...) on the way to backward()",
+        sure=0.98 if any(value.get("cut") for kind, value in watched.events if kind == "backward") else 0.9,
+        stage="loss",
+        evidence=[("parameters with a gradient", reached, owned)],
+        explains=("opt.*", "grad.*", "data.label_*", "loop.*") if lasting else (),
+    )
+
+
+def _is_cut(case: Case, watched: Watched) -> bool:
+    """Whether the loss of a step is known to reach no parameter."""
+    backward = [value for kind, value in watched.events if kind == "backward"]
+    reached, owned = watched.values.get("grads", (1, 1))
+    if not backward or reached or not owned or _dropped(watched):
+        return False
+    unreached = any(e.step == watched.step and e.values.get("reached") == 0 for e in case.outcomes("loss"))
+    strange = watched.values.get("blind") == "the loss is not made of what the watched model returned"
+    return unreached or strange or any(value.get("cut") for value in backward)
 
 
 def _dropped(watched: Watched) -> bool:

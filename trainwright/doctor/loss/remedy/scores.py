@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainwright.doctor.loss.measure.scores import PAIRED, class_dim, is_simplex, loss_course, terms
+from trainwright.doctor.loss.measure.scores import PAIRED, class_dim, is_simplex, loss_course
+from trainwright.doctor.loss.measure.terms import terms
 from trainwright.recorder.program import Call, Instruction, Operation, Slot
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import OpHandler, function_name
