@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
 from trainwright.recorder.engine_changes import EngineChanges
+from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
@@ -45,7 +46,7 @@ class StepInputs:
 
     @property
     def num_bytes(self) -> int:
-        return sum([tensor.nbytes for tensor in self.tensors])
+        return sum([num_bytes(tensor) for tensor in self.tensors])
 
     @property
     def is_unchanged(self) -> bool:

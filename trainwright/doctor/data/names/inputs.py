@@ -51,7 +51,7 @@ def badly_scaled(case: Case) -> Iterator[Finding | ExperimentRequest]:
     first = next((e for e in case.outcomes("batch") if e.values.get("inputs")), None)
     if first is None or first.step > 4:
         return
-    floats = [i for i in first.values["inputs"] if i["float"] and len(i["shape"]) > 1 and not i["constant"]]
+    floats = [i for i in first.values["inputs"] if "mean" in i and len(i["shape"]) > 1 and not i["constant"]]
     large = [i for i in floats if math.hypot(i["mean"], i["std"]) > LARGE]
     small = [i for i in floats if i["std"] < SMALL and (abs(i["mean"]) > 5 * i["std"] or i["std"] < SMALL / 4)]
     if not (large or small) or (len(small) < len(floats) and not large):
