@@ -38,7 +38,9 @@ class RowsFacts:
 
     ``compared`` pairs of steps that follow each other share ``shared_next`` rows, pairs that are further apart
     ``shared_far``, on the mean; ``partly`` of the pairs share some rows, and not all. ``is_continuous``: two samples
-    are never equal by chance. The last of ``num_evaluations`` came in step ``evaluated_at``.
+    are never equal by chance. The last of ``num_evaluations`` came in step ``evaluated_at``;
+    ``is_between``: it stands between two loops of the program. ``are_changed``: the rows of the last two are of
+    the same samples, and differ.
     """
 
     experiment: ClassVar[str] = "rows"
@@ -60,6 +62,8 @@ class RowsFacts:
     evaluations: tuple[EvaluatedRows, ...] = ()
     num_evaluations: int = 0
     evaluated_at: int = 0
+    is_between: bool = False
+    are_changed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
