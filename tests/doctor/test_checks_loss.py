@@ -144,6 +144,7 @@ def asked_for(offset: int, sees: float = 0.0, **more: Any) -> Examined:
 def test_targets_and_tokens() -> None:
     assert codes(labels.no_shift, asked_for(0)) == ["loss.no_shift"]
     assert codes(labels.no_shift, asked_for(2)) == ["loss.no_shift"]
+    assert [each.found.severity for each in labels.no_shift(Case([asked_for(-1)]))] == ["info"]
     assert codes(labels.no_shift, asked_for(1)) == []
     assert codes(labels.no_shift, asked_for(0, sees=0.4)) == [], "an autoencoder sees the whole row"
     assert codes(labels.future_leak, asked_for(1, sees=0.4)) == ["model.future_leak"]

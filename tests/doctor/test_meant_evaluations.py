@@ -137,3 +137,31 @@ def test_a_mean_beside_sums_is_possible() -> None:
     sums = Beside(80_000.0, 13_000.0, recognised=frozenset({"test_loss"}))
     assert not _wrong_loss("test_loss", 106.0, sums)
     assert _wrong_loss("val_loss", 106.0, sums) == "too small"
+
+
+@pytest.mark.slow
+def test_an_image_is_trained_and_the_model_stays() -> None:
+    model, image = net(0.0), torch.randn(1, WIDTH, requires_grad=True)
+    optimizer = torch.optim.Adam([image], lr=0.05)
+    with tw.watch(model, optimizer, quiet=True) as watch:
+        for _ in range(40):
+            optimizer.zero_grad()
+            (model(image) - 1.0).square().mean().backward()
+            optimizer.step()
+    assert [each.severity for each in watch.findings() if each.code == "opt.params_missing"] == ["info"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_sample_what_dropout_makes_of_the_same_rows() -> None:
+    def change(loop: Loop) -> None:
+        in_part(loop)
+
+        def end(step: int) -> None:
+            if step % 6 == 5:
+                with torch.no_grad():
+                    torch.stack([loop.model(loop.x[TRAINED:]) for _ in range(4)]).mean().item()
+
+        loop.end = end
+
+    found = [each for each in watched(change, steps=26).findings() if each.code == "mode.train_during_eval"]
+    assert [each.severity for each in found] == ["info"]

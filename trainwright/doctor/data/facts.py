@@ -15,7 +15,7 @@ class EvaluatedRows:
     """An evaluation: after which step, how many rows, and how many of them had been trained on by now.
 
     ``mixed`` of its ``calls`` read some rows that had been trained on and some that had not, a tenth of each at least.
-    ``again`` are rows that an evaluation before it had read.
+    ``again`` are rows that an evaluation before it had read, ``distinct`` those that differ.
     """
 
     step: int
@@ -25,6 +25,7 @@ class EvaluatedRows:
     mixed: int
     digest: int
     again: int = 0
+    distinct: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import Computed, EvaluationFacts, LoopFiguresFacts, RowsFacts
+from trainwright.doctor.data.facts import Computed, EvaluationFacts, LoopFiguresFacts, RowsFacts, TrainingAveragesFacts
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 
@@ -40,9 +40,11 @@ def evaluation_is_possible(case: Case) -> Iterator[Verdict]:
     of_accuracies = [each for each in told if _is_of_an_accuracy(each[0])]
     beside = _beside(case, losses)
     wrong = [(*each, why) for each in of_losses if (why := _wrong_loss(*each, beside))]
-    wrong += [(*each, why) for each in of_accuracies if (why := _wrong_accuracy(each[1], beside))]
+    wrong += [(*each, "no share") for each in of_accuracies if not 0.0 <= each[1] <= 100.0]
     unlearned = [(*each, why) for each in of_losses if (why := _misled(each[1], beside))]
-    unlearned += [(*each, why) for each in of_accuracies if (why := _blind(each[1], beside))]
+    unlearned += [
+        (*each, why) for each in of_accuracies if (why := _wrong_accuracy(each[1], beside) or _blind(each[1], beside))
+    ]
     if wrong or unlearned:
         yield _impossible(case, *(wrong or unlearned)[0], beside, is_sure=bool(wrong) or not _may_be_overfitted(beside))
     elif of_losses or of_accuracies:
@@ -77,14 +79,19 @@ class Beside:
 
 def _beside(case: Case, losses: Sequence[float]) -> Beside:
     evaluated, rows = case.newest(EvaluationFacts), case.newest(RowsFacts)
+    training = case.newest(TrainingAveragesFacts)
     numbers = () if evaluated is None else evaluated.numbers
+    of_training = () if training is None else training.numbers
     shares = [] if evaluated is None else [each for each in evaluated.computed if is_a_share(each)]
     return Beside(
         first=sum(losses[:4]) / 4,
         now=sum(losses[-16:]) / len(losses[-16:]),
         classes=_classes(case),
         rows=0 if evaluated is None else evaluated.rows,
-        recognised=frozenset(each.name for each in numbers if not each.wrong and not each.is_plain),
+        recognised=frozenset(
+            [each.name for each in numbers if not each.wrong and not each.is_plain]
+            + [each.name for each in of_training]
+        ),
         share=(shares[0].low + shares[0].high) / 2 if shares else None,
         passes=rows.rows / max(1, rows.distinct) if rows is not None and rows.new_lately == 0.0 else 0.0,
     )
@@ -145,8 +152,6 @@ def _may_be_overfitted(beside: Beside) -> bool:
 
 def _wrong_accuracy(value: float, beside: Beside) -> str:
     """A model that is surer than chance is not right more seldom than by chance. Above 1 an accuracy is in percent."""
-    if not 0.0 <= value <= 100.0:
-        return "no share"
     if beside.classes < 2 or beside.now >= KNOWS * math.log(beside.classes):
         return ""
     chance = 1 / beside.classes
@@ -159,7 +164,7 @@ def _blind(value: float, beside: Beside) -> str:
     """An accuracy of a model that knows much of what it is trained on is better than chance."""
     if beside.classes < 2 or beside.rows < MANY or beside.now >= KNOWS_MUCH * math.log(beside.classes):
         return ""
-    is_blind = 0.0 <= value <= 100.0 and _share(value) < beside.above_chance
+    is_blind = _share(value) < beside.above_chance
     return f"no better than chance, {1 / beside.classes:.3g}," if is_blind else ""
 
 

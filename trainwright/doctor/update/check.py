@@ -338,13 +338,15 @@ def once_for_each(case: Case) -> Iterator[Verdict]:
     if twice < 2 and not missing:
         yield Holds(f"{len(exam.values['optimizers'])} optimizers up to step {exam.step}")
         return
-    yield _not_once(exam.step, twice, missing)
+    is_fixed = exam.values["missing_share"] == 1.0 and not any(each["stale"] for each in exam.values["optimizers"])
+    yield _not_once(exam.step, twice, missing, "info" if is_fixed and twice < 2 else "warning")
 
 
-def _not_once(step: int, twice: int, missing: Sequence[str]) -> Finding:
+def _not_once(step: int, twice: int, missing: Sequence[str], severity: Severity) -> Finding:
+    """An info where the optimizer holds none of the model: what the model is given is trained."""
     return finding(
         "law.update.once_for_each",
-        "warning",
+        severity,
         step,
         symptom=f"{twice} updates were made with gradients that had been applied before"
         if twice >= 2

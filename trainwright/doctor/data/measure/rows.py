@@ -175,6 +175,7 @@ class InputRows(Probe):
             mixed=sum(0.1 < share < 0.9 for share in shares),
             digest=sum(rows) % 2**53,
             again=sum(row in self._evaluated for row in rows),
+            distinct=len(set(rows)),
         )
         if len(self._evaluated) < MOST_ROWS:
             self._evaluated.update(rows)

@@ -307,7 +307,9 @@ def owners(case: Case) -> Iterator[Finding]:
     names, share = exam.values["missing"], exam.values["missing_share"]
     stale = sum(optimizer["stale"] for optimizer in exam.values["optimizers"])
     owned = sum(optimizer["parameters"] for optimizer in exam.values["optimizers"])
-    severity: Severity = "critical" if share > 0.3 else "warning"
+    severity: Severity = "critical" if share > 0.3 and stale else "warning"
+    if not stale and share == 1.0:
+        severity = "info"  # the model stays as it is, and what it is given is trained
     evidence: list[Measured] = [
         ("parameters with a gradient that no optimizer has", len(names), 0),
         ("their share of the weights", share),
