@@ -157,3 +157,14 @@ def test_the_watch_tells_it_at_its_line(before: str, after: str, code: str, tmp_
     [found] = [each for each in watch.findings() if each.code.startswith(("law.program.bests", "law.program.arg"))]
     assert (found.code, found.severity, watch.session.failures) == (code, "warning", [])
     assert str(found.where.source).startswith("program.py:")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("if val_loss < best:", "if (now := val_loss) < best:\n                val_loss = now"),
+        ("if val_loss < best:", "now = val_loss\n            if now < best:"),
+    ],
+)
+def test_a_best_is_set_to_the_same_under_another_name(before: str, after: str) -> None:
+    assert not list(broken_bests(changed(before, after)))

@@ -168,6 +168,7 @@ def test_targets_and_tokens() -> None:
     assert codes(labels.no_shift, asked_for(0, given=1.2)) == ["loss.no_shift"]
     assert codes(labels.no_shift, asked_for(0, given=0.0)) == [], "the model shifts what it is given"
     assert codes(labels.no_shift, asked_for(2)) == ["loss.no_shift"]
+    assert [each.found.severity for each in labels.no_shift(Case([asked_for(-1)]))] == ["info"]
     assert codes(labels.no_shift, asked_for(1)) == []
     assert codes(labels.no_shift, asked_for(0, sees=0.4)) == [], "an autoencoder sees the whole row"
     assert codes(labels.future_leak, asked_for(1, sees=0.4)) == ["model.future_leak"]

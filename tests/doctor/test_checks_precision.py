@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,6 +160,13 @@ class TestSchedule:
         part = {"class": name, "T_max": 64, "last_epoch": 65}
         record = scheduled(stepped(EACH_STEP, **part), lrs=[[64, 1e-5], [65, 0.0], [66, 1e-5]])
         assert codes(schedules.cosine_climbs, record) == expected
+
+    @pytest.mark.parametrize(("cycles", "expected"), [(1, ["sched.cosine_climbs"]), (3, [])])
+    def test_a_lambda_that_climbs_more_than_once_is_a_cycle(self, cycles: int, expected: list[str]) -> None:
+        steps = range(32 * cycles - 9)
+        rates = [[1 + step, 0.5 + 0.5 * math.cos(math.pi * step / 16)] for step in steps]
+        record = scheduled(stepped(EACH_STEP, **{"class": "LambdaLR"}), lrs=rates)
+        assert codes(schedules.cosine_climbs, record, finished=True) == expected
 
     def test_a_warm_up_from_zero_is_stepped(self) -> None:
         idle = stepped([[0, 1, 0]] * 2, **{"class": "LambdaLR", "base_lrs": [1e-3]})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.doctor.law_loops import BATCH, Change, Loop, states, watched
-from trainwright.doctor.data.evaluation import _misled, _wrong_accuracy
+from trainwright.doctor.data.possible import Beside, _blind, _misled, _wrong_accuracy
 
 TRAINED, EVERY = 80, 5
 Prepare = Callable[[Tensor], Tensor]
@@ -97,7 +97,8 @@ def test_other_rows_each_time_are_an_info_where_training_has_them_too() -> None:
     ],
 )
 def test_an_accuracy_beside_the_losses_of_training(value: float, loss: float, rows: int, wrong: bool) -> None:
-    assert bool(_wrong_accuracy(value, loss, 4, rows)) == wrong
+    beside = Beside(first=1.4, now=loss, classes=4, rows=rows)
+    assert bool(_wrong_accuracy(value, beside) or _blind(value, beside)) == wrong
 
 
 @pytest.mark.parametrize(
@@ -112,4 +113,4 @@ def test_an_accuracy_beside_the_losses_of_training(value: float, loss: float, ro
     ],
 )
 def test_a_loss_above_that_of_knowing_nothing(value: float, first: float, now: float, wrong: bool) -> None:
-    assert bool(_misled(value, first, now, 4)) == wrong
+    assert bool(_misled(value, Beside(first=first, now=now, classes=4))) == wrong

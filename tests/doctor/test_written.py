@@ -270,3 +270,28 @@ def test_an_evaluation_that_never_comes_beside_passes_of_another_kind(tmp_path: 
     file.write_text(inside.replace("model(x).detach()", "evaluate(model, batches[:1])").replace("% 8 == 0", "% 8 == 9"))
     [found] = [each for each in runpy.run_path(str(file))["train"]().findings() if "evaluation_goes" in each.code]
     assert found.symptom.startswith("shown is 0 after 40 steps")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name", "is_missed"),
+    [
+        ("loss = F.cross", "sure = F.softmax(model(x), 1).max(); loss = F.cross", "sure", False),
+        ("loss = F.cross", "hidden = model(x); loss = F.cross", "hidden", False),
+        ("loss = F.cross", "penalty = model(x).square().mean(); loss = F.cross", "penalty", True),
+        ("model.load_state_dict(best)", "pass", "best", True),
+    ],
+)
+def test_what_may_be_there_to_be_looked_at_is_an_info(before: str, after: str, name: str, is_missed: bool) -> None:
+    found = {each.name: each.is_missed for each in unread_values(syntax(LOOP.replace(before, after, 1)))}
+    assert found[name] == is_missed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "running = running + f(running); running = running + f(running)",
+        "layers.append(nn.Linear(rows, rows)); layers.append(nn.Linear(rows, rows))",
+    ],
+)
+def test_what_is_new_each_time_may_be_added_twice(line: str) -> None:
+    assert not list(misplaced_sums(syntax(LOOP.replace("step += 1", f"step += 1; {line}"))))

@@ -20,6 +20,8 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 
 Line: TypeAlias = int | None
 """Of a file; None where there is none."""
+FrameLine: TypeAlias = tuple[int, CodeType, int]
+"""A frame of a stack by its id, which one that comes later may have again; its function; its line."""
 
 
 def caller() -> str | None:
@@ -50,6 +52,16 @@ def line_within(code: CodeType | None) -> Line:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return None if frame is None else frame.f_lineno
+
+
+def lines_of_stack() -> list[FrameLine]:
+    """All frames of this stack, outermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[FrameLine] = []
+    while frame is not None:
+        lines.append((id(frame), frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return lines[::-1]
 
 
 def _is_standard(name: str) -> bool:

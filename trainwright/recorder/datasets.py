@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_w
 
 from trainwright.errors import text_of
 from trainwright.recorder.hooks import muted
+from trainwright.recorder.plain_tensors import num_bytes as bytes_of
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Loader
 from trainwright.runlog.json_values import Facts
@@ -74,7 +76,7 @@ def leaves_of(sample: object) -> list[Tensor]:
 def _is_small(dataset: object) -> bool:
     num_bytes = 0
     for num_objects, leaf in enumerate(_walk(dataset)):
-        num_bytes += leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else 0
+        num_bytes += bytes_of(leaf) if isinstance(leaf, Tensor) else leaf.nbytes if isinstance(leaf, np.ndarray) else 0
         if num_bytes > COPY_BYTES or num_objects > COPY_OBJECTS:
             return False
     return True
@@ -143,7 +145,7 @@ def _epochs(loader: Loader, position: int, init: Callable[[int], None] | None) -
 
 
 def _digests(samples: list[object]) -> tuple[int, ...]:
-    return tuple([hash(tuple([_bytes(leaf) for leaf in leaves_of(sample)])) for sample in samples])
+    return tuple([hash(tuple([_bytes(leaf) for leaf in plain(leaves_of(sample))])) for sample in samples])
 
 
 def _bytes(leaf: Tensor) -> bytes:

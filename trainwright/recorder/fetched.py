@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
-
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Ids, tensors_of
 
 REMEMBERED = 16
@@ -38,7 +37,7 @@ class FetchedBatches:
 
 def _addresses(value: object) -> set[int]:
     """Addresses of the storages of all tensors in a batch: a slice of a tensor has the storage of the whole."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value, 3) if tensor.layout is torch.strided}
+    return {tensor.untyped_storage().data_ptr() for tensor in plain(tensors_of(value, 3))}
 
 
 def _as_ids(ids: object) -> Ids:

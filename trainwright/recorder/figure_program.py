@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.program import Slot, mapped, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
@@ -199,7 +200,7 @@ class FigureProgram:
         return number if reference is not None and reference() is tensor else None
 
     def _hold(self, tensors: Sequence[Tensor]) -> None:
-        self._num_bytes += sum(each.nbytes for each in tensors)
+        self._num_bytes += sum(map(num_bytes, tensors))
         if self._num_bytes > BYTES:
             self.forget()
             self.is_whole = False

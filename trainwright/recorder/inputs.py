@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
 from trainwright.recorder.engine_changes import EngineChanges
+from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
@@ -78,7 +79,7 @@ class InputRecorder:
             batch,
             tensors,
             [each._version for each in tensors],
-            sum([each.nbytes for each in tensors]),
+            sum([num_bytes(each) for each in tensors]),
             generators,
             state.fraction,
             state.micro_limit,

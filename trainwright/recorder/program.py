@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.recorder.plain_tensors import version_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runlog.json_values import Event, Facts
 
@@ -37,7 +38,7 @@ class Constant:
 
     @property
     def is_unchanged(self) -> bool:
-        return self.tensor._version == self.version
+        return version_of(self.tensor) == self.version
 
 
 Autocast = tuple[bool, torch.dtype, bool]
@@ -221,8 +222,8 @@ def constants_of(value: object) -> list[Constant]:
 def mapped(value: object, change: Callable[[Any], object]) -> Any:
     """``value`` with every leaf replaced; containers are rebuilt, objects of other classes are leaves."""
     if isinstance(value, tuple):
-        items = [mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        items = tuple(mapped(item, change) for item in value)
+        return items if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may look at them
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     if type(value) is dict:

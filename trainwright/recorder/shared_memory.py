@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from trainwright.recorder.plain_tensors import is_plain
+
 MUCH_LARGER = 4
 """A view of a storage this many times its size is a part of a data set, all of whose views share one file."""
 
 
 def is_of_worker(tensor: Tensor) -> bool:
     """Whether a plain tensor has a shared storage of about its own size."""
-    if not tensor.is_cpu or tensor.layout != torch.strided:
+    if not tensor.is_cpu or not is_plain(tensor):
         return False
     storage = tensor.untyped_storage()
     if not storage.is_shared() or tensor.is_conj() or tensor.is_neg():

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trainwright.recorder.callers import caller
 from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.plain_tensors import num_bytes as bytes_of
+from trainwright.recorder.plain_tensors import version_of
 from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -100,19 +102,22 @@ class Tape(PausableMode):
             return None
         written: list[object] = []
         num_bytes = reads = 0
-        for each in args:
-            if type(each) is not Tensor:
-                if type(each) not in _SIMPLE:
+        try:
+            for each in args:
+                if type(each) is not Tensor:
+                    if type(each) not in _SIMPLE:
+                        return None
+                    written.append(each)
+                elif (known := self._slots.get(id(each))) is not None and known[0]() is each:
+                    written.append(Slot(known[1]))
+                    reads += 1
+                elif each.grad_fn is None and not each.requires_grad and each.numel() > SMALL:
+                    written.append(Constant(each, each._version))
+                    num_bytes += each.nbytes
+                else:
                     return None
-                written.append(each)
-            elif (known := self._slots.get(id(each))) is not None and known[0]() is each:
-                written.append(Slot(known[1]))
-                reads += 1
-            elif each.grad_fn is None and not each.requires_grad and each.numel() > SMALL:
-                written.append(Constant(each, each._version))
-                num_bytes += each.nbytes
-            else:
-                return None
+        except RuntimeError:  # a sparse tensor has no nbytes, and one of inference mode no version
+            return None
         self.num_bytes += num_bytes
         self._reads += reads
         return tuple(written), kwargs
@@ -141,17 +146,17 @@ class Tape(PausableMode):
             return self._constant(leaf)
         self.grafted |= leaf.grad_fn is not None
         copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
-        return Constant(copy, copy._version, leaf.grad_fn is not None)
+        return Constant(copy, version_of(copy), leaf.grad_fn is not None)
 
     def _constant(self, leaf: Tensor) -> Constant:
         """Of a tensor that nothing was computed from a weight for: it is held, not copied."""
         if leaf.requires_grad:
             self.leaves = True
         else:
-            self.num_bytes += leaf.nbytes
+            self.num_bytes += bytes_of(leaf)
             if (self._has_workers or not self.is_resting) and type(leaf) is Tensor:
                 leaf = self._private(leaf)
-        return Constant(leaf, leaf._version)
+        return Constant(leaf, version_of(leaf))
 
     def _private(self, leaf: Tensor) -> Tensor:
         if not is_of_worker(leaf):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.recorder.plain_tensors import is_dense, num_bytes
 from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.replay.session import ReplaySession
@@ -71,8 +72,11 @@ def _measured(session: ReplaySession) -> int:
     seen: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        if is_dense(tensor):
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        else:
+            seen[id(tensor)] = num_bytes(tensor)
         return tensor.detach()  # the tensor itself, where an operation saves its result, would be a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -81,7 +85,7 @@ def _measured(session: ReplaySession) -> int:
 
 
 def _size_of(recorded: RecordedStep) -> int:
-    return sum(c.tensor.nbytes for call in recorded.calls for c in constants_of((call.args, call.kwargs)))
+    return sum(num_bytes(c.tensor) for call in recorded.calls for c in constants_of((call.args, call.kwargs)))
 
 
 def _mib(num_bytes: float) -> str:

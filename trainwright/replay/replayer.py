@@ -346,7 +346,7 @@ def batch_size(recorded: RecordedStep) -> int | None:
         for value in (*call.args, *call.kwargs.values()):
             for constant in (value,) if type(value) is Constant else constants_of(value):
                 if constant.tensor.dim():
-                    return int(constant.tensor.shape[0])
+                    return constant.tensor.size(0)  # of a nested tensor there is no shape
     return None
 
 

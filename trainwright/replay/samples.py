@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, classes_in
@@ -57,7 +58,8 @@ def losses_of(session: ReplaySession) -> list[RecordedLoss]:
 def inputs_of(recorded: RecordedStep) -> list[Tensor]:
     """The tensors of the first forward call that have the batch as their first dimension."""
     call = next((each for each in recorded.program if isinstance(each, Call)), None)
-    tensors = [] if call is None else [c.tensor for c in constants_of((call.args, call.kwargs)) if c.is_unchanged]
+    constants = [] if call is None else constants_of((call.args, call.kwargs))
+    tensors = plain(each.tensor for each in constants if each.is_unchanged)
     return [t for t in tensors if t.dim() and t.shape[0] == tensors[0].shape[0]]
 
 

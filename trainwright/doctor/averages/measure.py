@@ -13,6 +13,7 @@ from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.listener import has_listeners
+from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
@@ -261,7 +262,7 @@ def _holders(
             tensors = list(each.parameters())
         else:
             continue
-        is_whole = bool(tensors) and all(isinstance(t, Tensor) and t.grad_fn is None for t in tensors)
+        is_whole = bool(tensors) and all(isinstance(t, Tensor) and t.grad_fn is None and is_dense(t) for t in tensors)
         if is_whole and tuple(t.shape for t in tensors) in by_shapes and not _is_parts(each, kind):
             yield each, kind.__name__, list(tensors)
 
@@ -278,9 +279,9 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     pairs = [_Pair(names[n], _looked_up(holder, n), _live(original.module, names[n])) for n in chosen]
     buffers: list[_Pair] = []
     if isinstance(holder, nn.Module):
-        theirs = dict(holder.named_buffers())
+        theirs = {name: each for name, each in holder.named_buffers() if is_dense(each)}
         for name, buffer in original.module.named_buffers():
-            if buffer.is_floating_point() and name in theirs and len(buffers) < TENSORS:
+            if buffer.is_floating_point() and is_dense(buffer) and name in theirs and len(buffers) < TENSORS:
                 buffers.append(_Pair(name, _live(holder, name), _live(original.module, name)))
     module = holder if isinstance(holder, nn.Module) else None
     return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers, module=module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data import amounts, evaluation, figures
+from trainwright.doctor.data import amounts, evaluation, figures, possible
 from trainwright.doctor.data.facts import (
     SAME,
     DrawsFacts,
@@ -274,7 +274,7 @@ LAWS: tuple[Law, ...] = (
     Law("data.evaluation_is_the_same", evaluation.evaluation_is_the_same),
     Law("data.evaluated_batches_are_used", evaluation.evaluated_batches_are_used),
     Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
-    Law("data.evaluation_is_possible", evaluation.evaluation_is_possible),
+    Law("data.evaluation_is_possible", possible.evaluation_is_possible),
     Law("data.figures_are_averages", figures.figures_are_averages),
     Law("data.figures_do_not_grow", amounts.figures_do_not_grow, named_by=("law.data.figures_are_averages",)),
     Law("data.evaluation_has_rows", amounts.evaluation_has_rows),

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, LoopFiguresFacts, RowsFacts
-from trainwright.doctor.finding import Finding, finding
+from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, RowsFacts
+from trainwright.doctor.data.figures import LOSSES
+from trainwright.doctor.data.possible import is_a_share
+from trainwright.doctor.finding import Finding, Severity, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.program.facts import ObjectsFacts, WrittenFacts
 from trainwright.runlog.records import Where
@@ -18,18 +20,16 @@ SHARE = 0.05
 """Of rows: less is a few that are there twice."""
 EARLY, LONG = 4, 32
 """Steps before which an evaluation is a test of itself; steps of a run that is long enough to evaluate again."""
-KNOWS, KNOWS_MUCH, MANY = 0.8, 0.5, 64
-"""Of the loss at chance: a model with less knows something, or much, of the classes; rows that tell chance from it."""
-ENOUGH = 16
-"""Losses of training to compare with."""
 SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
 """Deviations between the means, and between the deviations a factor: augmentation changes both by less. Standard errors
 that a shift must have."""
-BY_CHANCE = 1.25
-"""Times the loss at chance: a first loss of a fresh model is less far from it."""
-TOO_LARGE, TOO_SMALL = 20.0, 0.02
-"""Times the losses of training: a model that is sure and wrong comes to several times chance; dropout, smoothing and
-augmentation make training losses several times as large as those of an evaluation."""
+FAR = 5.0
+"""Deviations, and a factor, that no other time or place of the same data is away."""
+WORSE = 2.0
+"""Times the losses of training: a loss that the evaluation suffers in. Accuracies are compared with half of the
+probability that the losses of training give to what is right."""
+ENOUGH = 8
+"""Losses of training to compare with."""
 
 
 def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
@@ -47,7 +47,7 @@ def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
     if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
         yield finding(
             "law.data.evaluation_is_apart",
-            "warning",
+            "info" if last.shared >= (1 - SHARE) * facts.distinct else "warning",
             facts.steps,
             symptom=f"{last.shared} of {last.rows} rows of the evaluation are also trained on, by their content",
             cause="the parts of the data for training and for evaluation overlap",
@@ -75,15 +75,17 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
         yield NotApplicable("too few samples of floating-point inputs are known of both")
         return
     is_moved = likeness.shift > max(SHIFT, CERTAIN * likeness.noise)
+    suffers = _suffers(case, facts)
     if likeness.is_cut:
-        yield _cut(facts)
+        yield _cut(facts, "info" if suffers is False else "warning")
         return
     if not is_moved and 1 / SCALE < likeness.ratio < SCALE:
         yield Holds(f"{likeness.samples} samples, {likeness.shift:.2g} deviations apart, {likeness.ratio:.3g} as wide")
         return
+    is_far = likeness.shift > FAR or not 1 / FAR < likeness.ratio < FAR
     yield finding(
         "law.data.evaluation_is_alike",
-        "warning",
+        "warning" if (is_far if suffers is None else suffers) else "info",
         max(1, facts.after),
         symptom=f"the inputs of the evaluation are others than those of training: of the median feature the means are "
         f"{likeness.shift:.3g} deviations apart, and it varies {likeness.ratio:.3g} times as much",
@@ -99,10 +101,25 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _cut(facts: EvaluationFacts) -> Finding:
+def _suffers(case: Case, facts: EvaluationFacts) -> bool | None:
+    """Whether the evaluation is clearly worse than training is at the time; None where that cannot be told."""
+    losses = [each.loss for each in case.watched if each.step <= max(1, facts.after) and math.isfinite(each.loss)][-16:]
+    if len(losses) < ENOUGH or min(losses) <= 0.0:
+        return None
+    now = sum(losses) / len(losses)
+    means = [(each.low + each.high) / 2 for each in facts.computed if each.of.startswith(LOSSES)]
+    shares = [(each.low + each.high) / 2 for each in facts.computed if is_a_share(each)]
+    if means:
+        return min(means) > WORSE * now
+    is_over_classes = any(each.values.get("classes") for each in case.outcomes("batch"))
+    is_less = bool(shares) and is_over_classes and max(shares) < math.exp(-now) / WORSE
+    return True if is_less else None  # a share may be of other classes than the loss: it shows no more than that
+
+
+def _cut(facts: EvaluationFacts, severity: Severity) -> Finding:
     return finding(
         "law.data.evaluation_is_alike",
-        "warning",
+        severity,
         max(1, facts.after),
         symptom="the inputs of training are whole numbers, and those of the evaluation are not",
         cause="the data of training were cast to integers, or rounded, on their way",
@@ -145,7 +162,8 @@ def _is_turned(facts: RowsFacts) -> bool:
     is_new = (
         len(facts.evaluations) > TWICE and len({each.rows for each in last}) == 1 and not any(e.again for e in last)
     )
-    return is_new and facts.is_continuous and facts.new_lately == 0.0 and facts.rows >= 2 * facts.distinct
+    comes_again = facts.new_lately == 0.0 and facts.rows >= 2 * facts.distinct
+    return is_new and facts.is_continuous and comes_again and facts.are_changed
 
 
 def _turned(facts: RowsFacts, last: EvaluatedRows) -> Finding:
@@ -197,9 +215,12 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
     if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < EARLY or facts.steps < LONG:
         yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
         return
+    if facts.is_between:
+        yield NotApplicable(f"the pass after step {facts.evaluated_at} stands between two loops of the program")
+        return
     yield finding(
         "law.data.evaluation_goes_on",
-        "warning",
+        "warning" if _has_told(case) else "info",
         facts.steps,
         symptom=f"the model was evaluated {facts.num_evaluations} times up to step {facts.evaluated_at}, and not "
         f"since, in {facts.steps} steps",
@@ -209,6 +230,12 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
         since_step=facts.evaluated_at,
         evidence=[("step of the last evaluation", facts.evaluated_at, facts.steps)],
     )
+
+
+def _has_told(case: Case) -> bool:
+    """Whether numbers left torch in the last evaluation: else the pass may have made something that is trained with."""
+    facts = case.newest(EvaluationFacts)
+    return facts is not None and bool(facts.computed or facts.arrays)
 
 
 def _never_evaluated(case: Case) -> Iterator[Verdict]:
@@ -237,86 +264,3 @@ def _never_evaluated(case: Case) -> Iterator[Verdict]:
         where=Where(source=f"{written.file}:{written.evaluated_by[0]}"),
         evidence=[("calls that evaluate the model, by their lines", list(written.evaluated_by))],
     )
-
-
-def evaluation_is_possible(case: Case) -> Iterator[Verdict]:
-    """What a loop calls a loss or an accuracy, and changes with its evaluations only, can be true beside the losses of
-    training.
-    """
-    facts = case.newest(LoopFiguresFacts)
-    losses = [each.loss for each in case.watched if math.isfinite(each.loss)]
-    if facts is None or len(losses) < ENOUGH:
-        return
-    told = [(n, v) for n, v in zip(facts.names, facts.values) if math.isfinite(v)]
-    of_losses = [each for each in told if _is_of_a_loss(each[0])] if min(losses) > 0.0 else []
-    of_accuracies = [each for each in told if "acc" in each[0].lower()]
-    first, now = sum(losses[:4]) / 4, sum(losses[-16:]) / len(losses[-16:])
-    classes, evaluated = _classes(case), case.newest(EvaluationFacts)
-    rows = 0 if evaluated is None else evaluated.rows
-    wrong = [
-        (n, v, why) for n, v in of_losses if (why := _wrong_loss(v, first, now) or _misled(v, first, now, classes))
-    ]
-    wrong += [(n, v, why) for n, v in of_accuracies if (why := _wrong_accuracy(v, now, classes, rows))]
-    if not wrong and not of_losses and not of_accuracies:
-        yield NotApplicable("no local name of the loop holds a loss or an accuracy that changes with its evaluations")
-    elif not wrong:
-        yield Holds(", ".join(f"{name} {value:.4g}" for name, value in (*of_losses, *of_accuracies)[:4]))
-    for name, value, why in wrong[:1]:
-        yield finding(
-            "law.data.evaluation_is_possible",
-            "warning",
-            case.last_step,
-            symptom=f"{name} is {value:.4g} after an evaluation, which is {why} beside the losses of training: "
-            f"{first:.4g} at first, {now:.4g} now",
-            cause="the evaluation adds up or divides wrongly: a sum for a mean, a count twice or not at all, a sign",
-            remedy="add up losses times their number of rows, and divide by the number of all rows once",
-            sure=0.75,
-            stage="loop",
-            evidence=[(name, value, [round(first, 4), round(now, 4)])],
-        )
-
-
-def _wrong_loss(value: float, first: float, now: float) -> str:
-    """What is wrong with a loss of an evaluation; "" for nothing."""
-    if value < 0.0:
-        return "negative"
-    return (
-        "too large"
-        if value > TOO_LARGE * max(first, now)
-        else "too small"
-        if value < TOO_SMALL * min(first, now)
-        else ""
-    )
-
-
-def _misled(value: float, first: float, now: float, classes: int) -> str:
-    """Whether knowing nothing would be better, of a model that knows much of what it is trained on."""
-    chance = math.log(classes) if classes > 1 else math.inf
-    is_over_classes = chance / BY_CHANCE < first < BY_CHANCE * chance
-    is_misled = is_over_classes and now < KNOWS_MUCH * chance and value > BY_CHANCE * chance
-    return f"more than that of knowing nothing, {chance:.3g}," if is_misled else ""
-
-
-def _wrong_accuracy(value: float, loss: float, classes: int, rows: int) -> str:
-    """A model that is surer than chance is right more often than by chance. Above 1 an accuracy is one in percent."""
-    if not 0.0 <= value <= 100.0:
-        return "no share"
-    share = value if value <= 1.0 else value / 100.0
-    if classes < 2:
-        return ""
-    chance = 1 / classes
-    if loss < KNOWS * math.log(classes) and share < 0.5 * chance:
-        return f"less than half of chance, {chance:.3g},"
-    by_chance = chance + 2 * math.sqrt(chance * (1 - chance) / max(1, rows))
-    is_blind = loss < KNOWS_MUCH * math.log(classes) and rows >= MANY and share < by_chance
-    return f"no better than chance, {chance:.3g}," if is_blind else ""
-
-
-def _classes(case: Case) -> int:
-    """The number of classes of the loss; 0 where there is no such number."""
-    return next((int(each.values["classes"]) for each in case.outcomes("batch") if each.values.get("classes")), 0)
-
-
-def _is_of_a_loss(name: str) -> bool:
-    words = name.lower()
-    return "loss" in words and not any(other in words for other in ("scale", "weight", "coef", "total", "sum", "best"))

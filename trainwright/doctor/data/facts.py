@@ -15,7 +15,7 @@ class EvaluatedRows:
     """An evaluation: after which step, how many rows, and how many of them had been trained on by now.
 
     ``mixed`` of its ``calls`` read some rows that had been trained on and some that had not, a tenth of each at least.
-    ``again`` are rows that an evaluation before it had read.
+    ``again`` are rows that an evaluation before it had read, ``distinct`` those that differ.
     """
 
     step: int
@@ -25,6 +25,7 @@ class EvaluatedRows:
     mixed: int
     digest: int
     again: int = 0
+    distinct: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,9 @@ class RowsFacts:
 
     ``compared`` pairs of steps that follow each other share ``shared_next`` rows, pairs that are further apart
     ``shared_far``, on the mean; ``partly`` of the pairs share some rows, and not all. ``is_continuous``: two samples
-    are never equal by chance. The last of ``num_evaluations`` came in step ``evaluated_at``.
+    are never equal by chance. The last of ``num_evaluations`` came in step ``evaluated_at``;
+    ``is_between``: it stands between two loops of the program. ``are_changed``: the rows of the last two are of
+    the same samples, and differ.
     """
 
     experiment: ClassVar[str] = "rows"
@@ -60,6 +63,8 @@ class RowsFacts:
     evaluations: tuple[EvaluatedRows, ...] = ()
     num_evaluations: int = 0
     evaluated_at: int = 0
+    is_between: bool = False
+    are_changed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,9 +158,11 @@ def _negated(facts: EvaluationFacts, number: KeptNumber) -> Finding:
 
 
 def _wrong_average(facts: TrainingAveragesFacts, number: KeptNumber, step: int) -> Finding:
+    """Losses that are sums over their rows are rightly divided by the rows of all: nothing tells these from means."""
+    may_be_of_sums = number.wrong.startswith("the sum over its batches over its rows")
     return finding(
         "law.data.training_averages_are_averages",
-        "warning" if _deviation(number) > NOISE else "info",
+        "warning" if _deviation(number) > NOISE and not may_be_of_sums else "info",
         max(1, step),
         symptom=f"{number.name} is {number.value:.4g}, {number.wrong}; the mean of {number.of} over the {facts.steps} "
         f"steps of the epoch is {number.right:.4g} ± {number.noise:.2g}",

@@ -129,9 +129,17 @@ class KeptBest:
             is_negated = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub)
             if is_negated and isinstance(value, ast.UnaryOp) and ast.dump(value.operand) == ast.dump(other):
                 return True
-            if names_read(value) and names_read(other) and not names_read(value) & (names_read(other) | {self.name}):
+            one, beaten = _names_in(value), _names_in(other)
+            is_alike = self._made_of(one) & (beaten | {self.name}) or one & self._made_of(beaten)
+            if one and beaten and not is_alike:
                 return True
         return False
+
+    def _made_of(self, names: set[str]) -> set[str]:
+        """These names, and those that each of them alone was set from."""
+        every = [each for each in self.function.statements if isinstance(each, ast.Assign)]
+        return names | {name for each in every if len(stored(each)) == 1 and stored(each) <= names
+                        for name in names_read(each.value)}  # fmt: skip
 
     def _is_guarded(self, statement: ast.Assign) -> bool:
         """Whether it stands behind a condition that comes of it, or is made of it."""
@@ -160,6 +168,11 @@ def _compared(test: ast.expr) -> Iterator[tuple[ast.Compare, bool]]:
         yield from ((compare, not holds) for compare, holds in _compared(test.operand))
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         yield from (each for value in test.values for each in _compared(value))
+
+
+def _names_in(value: ast.expr) -> set[str]:
+    """Also those that it sets (``:=``)."""
+    return {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
 
 
 def _keeps(body: list[ast.stmt]) -> bool:

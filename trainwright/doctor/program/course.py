@@ -110,11 +110,12 @@ def base_is_the_highest(case: Case) -> Iterator[Verdict]:
         step, lr = above[0]
         yield finding(
             "law.program.base_is_the_highest",
-            "warning",
+            "info",
             max(step, 1),
             symptom=f"the schedule raises the learning rate to {facts['peak']:.3g}, {facts['peak'] / base:.3g} times "
             f"that of the optimizer, {base:.3g}",
-            cause="a factor of the schedule is above 1: multiplied for divided, a bracket that is lost, a wrong sign",
+            cause="a factor of the schedule is above 1: multiplied for divided, a bracket that is lost, a wrong sign; "
+            "fine where the rate is scaled on purpose",
             remedy="print the factor of every step before the run: it begins low, comes to 1 and falls",
             sure=0.75,
             stage="update",

@@ -168,12 +168,14 @@ class UnreadValue:
 
     ``kind``: a ``sum``, a ``list`` that grows or is only ``counted``, a ``value`` that is computed, one that is
     ``replaced`` before it is read, a ``part`` of a batch, an ``argument``, a ``setting`` of the loop's function, an
-    ``outcome`` of an environment's step.
+    ``outcome`` of an environment's step. ``is_missed``: the program shows that it was meant to be read; else it may be
+    left over, there for the form, or for a debugger.
     """
 
     kind: str
     name: str
     line: int
+    is_missed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import TypeGuard
 from trainwright.doctor.loops import LOOPS, last_name
 from trainwright.doctor.program.facts import MisplacedSum
 from trainwright.doctor.program.syntax import (
+    GROWS,
     FunctionSyntax,
     ProgramSyntax,
     is_fresh,
@@ -21,6 +22,9 @@ from trainwright.doctor.program.syntax import (
     stored,
     targets_of,
 )
+
+DRAWING = ("next", "pop", "popleft", "get", "sample", "step")
+"""What gives another value each time."""
 
 
 def misplaced_sums(program: ProgramSyntax) -> Iterator[MisplacedSum]:
@@ -53,6 +57,8 @@ def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
     loops = [each for each in function.statements if isinstance(each, LOOPS)]
     inside = [node for each in loops for node in ast.walk(each)]
     last = max((each.end_lineno or 0 for each in loops), default=0)
+    given = [part for n in ast.walk(function.node) if isinstance(n, ast.Call) for part in (*n.args, *n.keywords)]
+    given = [each.value if isinstance(each, ast.keyword) else each for each in given]
     for begin in (each for each in function.statements if isinstance(each, ast.Assign) and each not in inside):
         names = [name for name, value in set_to(begin) if is_number_zero(value) or _is_zeros(value)]
         for name in (each for each in names if begin.lineno < last and function.assigned(each) == [begin]):
@@ -61,7 +67,9 @@ def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
                 for n in ast.walk(function.node)
                 if isinstance(n, ast.Name) and n.id == name and n.lineno != begin.lineno
             ]
-            if reads and all(each.lineno > last for each in reads) and name not in function.in_nested:
+            is_number = all(not _is_zeros(value) for each, value in set_to(begin) if each == name)
+            is_figure = is_number or not any(each in given for each in reads)
+            if reads and is_figure and all(each.lineno > last for each in reads) and name not in function.in_nested:
                 yield MisplacedSum(kind="never set", name=name, line=begin.lineno)
 
 
@@ -107,10 +115,15 @@ def _the_same(function: FunctionSyntax, block: Sequence[ast.stmt]) -> Iterator[M
 
 
 def _multiplied(function: FunctionSyntax) -> Iterator[MisplacedSum]:
-    """Two sums of one loop are multiplied by each other, or a sum by the number of its terms."""
+    """Two sums of one loop are multiplied by each other, or a sum by the number of its terms, and nothing is made of
+    the product: those of a correlation are subtracted.
+    """
+    inner = {id(part) for n in ast.walk(function.node) if isinstance(n, ast.BinOp) for part in (n.left, n.right)}
+    calls = [each for each in ast.walk(function.node) if isinstance(each, ast.Call) and last_name(each) not in GROWS]
+    inner |= {id(part) for each in calls for part in each.args}
     sums = {name for each in function.statements if isinstance(each, ast.AugAssign) and (name := _added_to(each))}
     for each in ast.walk(function.node):
-        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult):
+        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) and id(each) not in inner:
             left, right = ast.unparse(each.left), ast.unparse(each.right)
             is_count = left.startswith("sum(") and right == f"len({left.removeprefix('sum(')}"
             if is_count or (left in sums and right in sums and left != right and {left, right} & function.of_data):
@@ -118,9 +131,15 @@ def _multiplied(function: FunctionSyntax) -> Iterator[MisplacedSum]:
 
 
 def _is_new_each_time(statement: ast.stmt) -> bool:
-    """Whether a call in it gives another value each time: the next of something, or a draw."""
+    """Whether it gives another value each time: the next of something, a draw, a new object, or what is made of the
+    sum itself.
+    """
     names = [last_name(each) for each in ast.walk(statement) if isinstance(each, ast.Call)]
-    return any(name in ("next", "pop", "popleft", "get", "sample") or name.startswith("rand") for name in names)
+    if any(name in DRAWING or name.startswith("rand") or name[:1].isupper() for name in names):
+        return True
+    value = statement_value(statement)
+    reads = [each.id for each in ast.walk(value) if isinstance(each, ast.Name)] if value is not None else []
+    return reads.count(_added_to(statement)) > (0 if isinstance(statement, ast.AugAssign) else 1)
 
 
 def _behind(function: FunctionSyntax, block: Sequence[ast.stmt]) -> Iterator[MisplacedSum]:
@@ -130,7 +149,9 @@ def _behind(function: FunctionSyntax, block: Sequence[ast.stmt]) -> Iterator[Mis
             continue
         begun = {name for each in block[:place] if is_fresh(statement_value(each)) for name in stored(each)}
         elsewhere = {name for each in function.statements if not _is_within(each, loop) for name in stored(each)}
-        fresh = {name for each in ast.walk(loop) if isinstance(each, ast.stmt) for name in stored(each)} - elsewhere
+        made = [each for each in ast.walk(loop) if isinstance(each, ast.stmt)]
+        carried = {name for each in made for name in stored(each) & names_read(statement_value(each))}
+        fresh = {name for each in made for name in stored(each)} - elsewhere - carried - set(function.parameters)
         for each in block[place + 1 :]:
             root, target, read = _added_to(each), _place_of(each), names_read(statement_value(each))
             if root in begun and read & fresh and read & function.of_data:

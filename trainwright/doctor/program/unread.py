@@ -26,6 +26,11 @@ EFFECTS = ("load_state_dict", "train", "eval", "to", "cuda", "step", "backward",
 """What is called for what it does: its result is often left over."""
 OUTCOMES = (3, 4, 5)
 """Of a step of an environment: state, reward and end, perhaps split into two, perhaps with further information."""
+LOOKS = ("item", "tolist", "numpy", "argmax", "argmin", "max", "min", "mean", "sum", "norm", "std", "var", "softmax",
+         "sigmoid", "detach", "cpu", "len", "topk", "round", "int", "float", "eq")  # fmt: skip
+"""What is called to look at something: its result may be there for a debugger."""
+OF_LOSSES = ("loss", "reg", "penal", "kl", "aux", "term", "entropy", "div", "cost", "nll", "prior", "smooth", "best")
+"""Parts of the names of what a loss is made of, or what is kept: nobody computes these to look at them."""
 LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise, ast.Yield, ast.Try)
 
 
@@ -39,7 +44,7 @@ def unread_values(program: ProgramSyntax) -> Iterator[UnreadValue]:
             yield from _unused_parts(program, function)
             yield from _unread_arguments(program, function)
             yield from _unread_settings(program, function)
-            yield from _unread_outcomes(function)
+            yield from _unread_outcomes(program, function)
 
 
 def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
@@ -52,9 +57,10 @@ def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[Un
         made = [each for each in statements if each not in added and not is_fresh(statement_value(each))]
         if added and not made:
             is_list = all(isinstance(each, ast.Expr) for each in added)
-            yield _unread("list" if is_list else "sum", name, added[0])
+            is_missed = not is_list and bool(_sums_of(function) & function.read)  # those beside it are read
+            yield _unread("list" if is_list else "sum", name, added[0], is_missed=is_missed)
         elif made and not added and all(_is_costly(program, function, each) for each in made):
-            yield _unread("value", name, made[-1])
+            yield _unread("value", name, made[-1], is_missed=not any(_is_a_look(program, function, m) for m in made))
 
 
 def _only_counted(function: FunctionSyntax) -> Iterator[UnreadValue]:
@@ -71,6 +77,24 @@ def _only_counted(function: FunctionSyntax) -> Iterator[UnreadValue]:
         ]  # fmt: skip
         if reads and all(each in counted and id(counted[each]) in returned for each in reads):
             yield _unread("counted", name, next(each for each in grown if name in stored(each)))
+
+
+def _sums_of(function: FunctionSyntax) -> set[str]:
+    return {name for each in function.statements if isinstance(each, ast.AugAssign) for name in stored(each)}
+
+
+def _is_a_look(program: ProgramSyntax, function: FunctionSyntax, statement: ast.stmt) -> bool:
+    """Whether a value may be computed to be looked at, or by a model that is called for what its hooks do."""
+    if any(word in name.lower() for name in stored(statement) for word in OF_LOSSES):
+        return False
+    value = statement_value(statement)
+    if isinstance(value, ast.Call) and name_of_function(function) != "forward":
+        called, root = value.func, root_of(value.func)
+        is_own = isinstance(called, ast.Name) and called.id in program.by_name
+        is_object = isinstance(called, ast.Name) or (root is not None and root.id == "self")
+        if is_object and not is_own and not last_name(value)[:1].isupper() and last_name(value) != "deepcopy":
+            return True
+    return any(last_name(each) in LOOKS for each in ast.walk(statement) if isinstance(each, ast.Call))
 
 
 def _is_costly(program: ProgramSyntax, function: FunctionSyntax, statement: ast.stmt) -> bool:
@@ -108,7 +132,9 @@ def _replaced(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[Unre
             calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
             is_costly = bool(calls) and all(_only_returns(program, function, each) for each in calls)
             if is_costly and _is_replaced(name, block[place + 1 :]):
-                yield _unread("replaced", name, statement)
+                is_once = block is function.node.body and not function.is_method
+                is_missed = not is_once and not _is_a_look(program, function, statement)
+                yield _unread("replaced", name, statement, is_missed=is_missed)
 
 
 def _single(statement: ast.stmt) -> str:
@@ -136,7 +162,7 @@ def _unused_parts(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[
         for place, name in enumerate(parts):
             is_left = name and not name.startswith("_") and name not in function.read
             if is_left and _is_read_elsewhere(program, loop, place):
-                yield _unread("part", name, loop)
+                yield _unread("part", name, loop, is_missed=False)
 
 
 def _data_loops(function: FunctionSyntax) -> list[ast.For]:
@@ -174,7 +200,7 @@ def _unread_arguments(program: ProgramSyntax, function: FunctionSyntax) -> Itera
         else:
             is_given = program.is_only_called(node.name) and _is_always_given(program, function, name)
         if is_given:
-            yield _unread("argument", name, node)
+            yield _unread("argument", name, node, is_missed=False)
 
 
 def _is_always_given(program: ProgramSyntax, function: FunctionSyntax, name: str) -> bool:
@@ -196,19 +222,38 @@ def _unread_settings(program: ProgramSyntax, function: FunctionSyntax) -> Iterat
     for name, value in function.defaults.items():
         is_number = isinstance(value, ast.Constant) and type(value.value) in (int, float)
         if is_number and name not in function.read and not name.startswith("_"):
-            yield _unread("setting", name, value)
+            yield _unread("setting", name, value, is_missed=not _is_for_the_form(program, function, name))
 
 
-def _unread_outcomes(function: FunctionSyntax) -> Iterator[UnreadValue]:
+def _is_for_the_form(program: ProgramSyntax, function: FunctionSyntax, name: str) -> bool:
+    """Whether another function takes the same, or this one is handed on: both may be called in one way."""
+    others = [
+        each for each in ast.walk(program.tree) if isinstance(each, ast.FunctionDef) and each is not function.node
+    ]
+    taken = {each.arg for other in others for each in (*other.args.args, *other.args.kwonlyargs)}
+    return name in taken or not program.is_only_called(name_of_function(function))
+
+
+def _unread_outcomes(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
     """What ``state, reward, done, info = environment.step(action)`` says of reward and end."""
     for statement in function.statements:
-        value = statement.value if isinstance(statement, ast.Assign) else None
-        names = list(map(name_of, targets_of(statement)))
-        if isinstance(value, ast.Call) and last_name(value) == "step" and value.args and len(names) in OUTCOMES:
-            for name in names[1:3]:
-                if name.isidentifier() and not name.startswith("_") and name not in function.read:
-                    yield _unread("outcome", name, statement)
+        names = _outcomes(statement)
+        for place, name in [*enumerate(names)][1:3]:
+            if name.isidentifier() and not name.startswith("_") and name not in function.read:
+                others = [
+                    (each, _outcomes(s)) for each in program.functions for s in each.statements if s is not statement
+                ]
+                is_missed = any(len(o) == len(names) and o[place] in each.read for each, o in others)
+                yield _unread("outcome", name, statement, is_missed=is_missed)
 
 
-def _unread(kind: str, name: str, statement: ast.stmt | ast.expr) -> UnreadValue:
-    return UnreadValue(kind=kind, name=name, line=statement.lineno)
+def _outcomes(statement: ast.stmt) -> list[str]:
+    """The names that a step of an environment sets."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    names = list(map(name_of, targets_of(statement)))
+    is_step = isinstance(value, ast.Call) and last_name(value) == "step" and bool(value.args)
+    return names if is_step and len(names) in OUTCOMES else []
+
+
+def _unread(kind: str, name: str, statement: ast.stmt | ast.expr, *, is_missed: bool = True) -> UnreadValue:
+    return UnreadValue(kind=kind, name=name, line=statement.lineno, is_missed=is_missed)

@@ -48,11 +48,11 @@ def values_are_read(case: Case) -> Iterator[Verdict]:
     if not facts.unread:
         yield Holds(f"{facts.functions} functions of {facts.file}")
         return
-    first: UnreadValue = min(facts.unread, key=lambda each: each.kind == "list")
+    first: UnreadValue = min(facts.unread, key=lambda each: not each.is_missed)
     what, why = _UNREAD[first.kind]
     yield finding(
         "law.program.values_are_read",
-        "info" if first.kind == "list" else "warning",
+        "warning" if first.is_missed else "info",
         max(1, case.last_step),
         symptom=f"{first.name} {what}",
         cause=why,

@@ -363,10 +363,13 @@ def once_for_each(case: Case) -> Iterator[Verdict]:
     if twice < 2 and not missing:
         yield Holds(f"{len(exam.values['optimizers'])} optimizers up to step {exam.step}")
         return
-    yield _not_once(exam.step, twice, missing, "info" if twice < 2 and is_left_as_it_is(case, missing) else "warning")
+    is_fixed = exam.values["missing_share"] == 1.0 and not any(each["stale"] for each in exam.values["optimizers"])
+    is_meant = twice < 2 and (is_fixed or is_left_as_it_is(case, missing))
+    yield _not_once(exam.step, twice, missing, "info" if is_meant else "warning")
 
 
 def _not_once(step: int, twice: int, missing: Sequence[str], severity: Severity) -> Finding:
+    """An info where the optimizer holds none of the model, or what it leaves was trained before."""
     return finding(
         "law.update.once_for_each",
         severity,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainwright.doctor.data.facts import Likeness
 from trainwright.doctor.data.measure.features import columns_of
+from trainwright.recorder.plain_tensors import plain
 
 EARLY, LEAST, MOST = 8, 32, 4096
 """Passes at the beginning of training that are read; samples without which nothing is said; samples that are enough."""
@@ -29,11 +30,12 @@ class InputMoments:
         x = columns_of(tensors)
         if x is None or self.samples >= MOST or (self.samples and self._sum.shape != x.shape[1:]):
             return
-        wide, rows = x.double(), next(len(each) for each in tensors if each.is_floating_point() and each.dim() > 1)
+        wide = x.double()
+        rows = next(len(each) for each in plain(tensors) if each.is_floating_point() and each.dim() > 1)
         self.samples, self._count = self.samples + rows, self._count + len(wide)
         self._sum, self._squares = self._sum.to(wide) + wide.sum(0), self._squares.to(wide) + wide.square().sum(0)
 
-        self._fractions = self._fractions.to(wide) + (x != x.round()).double().mean(1).sum(0)
+        self._fractions = self._fractions.to(wide) + (wide != wide.round()).double().mean(1).sum(0)
 
     def fractions(self) -> float:
         """The share of values that are no whole numbers."""

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from trainwright.recorder.plain_tensors import plain
+
 COLUMNS = 64
 """Of a wider row so many elements, evenly spread, are read."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -16,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @torch.no_grad()
 def row_digests(tensors: Sequence[Tensor]) -> Tensor | None:
     """The digests (N,) of the rows of all tensors that have as many as the first with a dimension; None without one."""
-    rows = [each.detach() for each in tensors if each.dim() and each.layout is torch.strided and each.numel()]
+    rows = [each.detach() for each in plain(tensors) if each.dim() and each.numel()]
     total: Tensor | None = None
     for place, each in enumerate(rows[:4]):
         if len(each) == len(rows[0]) and each.itemsize in _INTEGERS:
@@ -30,7 +32,7 @@ def _digests(tensor: Tensor) -> Tensor:
     width = flat.shape[1]
     if width > COLUMNS:
         flat = flat[:, :: width // COLUMNS][:, :COLUMNS]
-    bits = flat.contiguous().view(_INTEGERS[flat.itemsize])
+    bits = flat.resolve_conj().resolve_neg().contiguous().view(_INTEGERS[flat.itemsize])
     return (bits * _weights(tensor.device)[: bits.shape[1]]).sum(1)  # as int64, which the factors are
 
 
@@ -43,5 +45,5 @@ def _weights(device: torch.device) -> Tensor:
 
 def is_continuous(tensors: Sequence[Tensor]) -> bool:
     """Whether some row of the first rows holds numbers that are not whole: two samples are then not equal by chance."""
-    floats = [each.detach()[:4] for each in tensors if each.dim() and each.is_floating_point()]
+    floats = [each.detach()[:4].double() for each in plain(tensors) if each.dim() and each.is_floating_point()]
     return any(bool((each != each.round()).sum() > 4) for each in floats)

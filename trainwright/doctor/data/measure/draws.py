@@ -18,7 +18,9 @@ from torch.utils.data import (
 
 from trainwright.doctor.data.facts import DrawsFacts, LoaderEpochs
 from trainwright.recorder.datasets import length_of
+from trainwright.recorder.plain_tensors import rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
 
@@ -40,10 +42,14 @@ class _Epoch:
 
 @dataclass
 class _Passes:
-    """Passes over loaders without gradients. ``batches`` and ``calls`` are of the one that runs."""
+    """Passes over loaders without gradients. ``batches``, their ``rows``, ``calls`` and the rows that these ``read``
+    are of the one that runs.
+    """
 
     batches: int = 0
+    rows: int = 0
     calls: int = 0
+    read: int = 0
     over: int = 0
     with_fewer: int = 0
     last: tuple[int, int] = (0, 0)
@@ -51,10 +57,10 @@ class _Passes:
     def end(self) -> None:
         if self.calls and self.batches >= LEAST:
             self.over += 1
-            if self.calls < USED * self.batches:
+            if self.calls < USED * self.batches and not self.read >= USED * self.rows > 0:
                 self.with_fewer += 1
                 self.last = self.batches, self.calls
-        self.batches = self.calls = 0
+        self.batches = self.rows = self.calls = self.read = 0
 
 
 @dataclass
@@ -83,7 +89,9 @@ class Draws(Probe):
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._passes.calls += self._passes.batches > 0
+        if self._passes.batches:
+            self._passes.calls += 1
+            self._passes.read += max(map(rows_of, tensors_of((args, kwargs), 3)), default=1)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._passes.end()
@@ -99,7 +107,9 @@ class Draws(Probe):
         self._iterators[iterator] = source
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._passes.batches += not torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            self._passes.batches += 1
+            self._passes.rows += max(map(rows_of, tensors_of(batch, 2)), default=0)
         if (loader := self._of.get(iterator)) is not None and loader not in self._given:
             self._others += torch.is_grad_enabled()
             (self._trained if torch.is_grad_enabled() else self._evaluated).add(loader)

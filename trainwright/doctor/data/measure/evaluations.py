@@ -30,6 +30,7 @@ from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
 from trainwright.recorder.figure_program import FigureProgram
 from trainwright.recorder.hooks import listening_to_calls, muted
+from trainwright.recorder.plain_tensors import rows_of as rows_in
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -79,7 +80,7 @@ class EvaluationsProbe(Probe):
                 self._likenesses.train(root, tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_of_an_evaluation() and self._is_wanted():
             given = tensors_of((args, kwargs), 3)
-            self._rows = given[0].shape[0] if given and given[0].dim() else 1
+            self._rows = rows_in(given[0]) if given else 1
             self._is_open = True
             self._likenesses.evaluate(root, given)
 

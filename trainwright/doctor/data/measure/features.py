@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.data.facts import Feature, FeaturesFacts, StandardisedFacts
+from trainwright.recorder.plain_tensors import plain
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.samples import inputs_of, standardised
@@ -37,7 +38,7 @@ def features(session: ReplaySession) -> Facts:
 
 def columns_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """The first floating-point input as (rows, features). Pixels and positions are rows as well: some of a sample."""
-    x = next((each.detach() for each in tensors if each.is_floating_point() and each.dim() > 1), None)
+    x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
     if x is None or not x.numel():
         return None
     if x.dim() == 4 or x.dim() == 5:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.doctor.data.facts import SAME, EvaluatedRows, RowsFacts
+from trainwright.doctor.data.measure.changed import ChangedRows
 from trainwright.doctor.data.measure.digests import is_continuous, row_digests
+from trainwright.doctor.data.measure.phases import Phases
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import Backward, Call, RecordedStep, constants_of, tensors_of
@@ -61,6 +63,7 @@ class InputRows(Probe):
         self._evaluations: list[EvaluatedRows] = []
         self._num_evaluations = self._evaluated_at = 0
         self._evaluated: set[int] = set()
+        self._phases, self._changed = Phases(), ChangedRows()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._loaders[iterator] = length_of(getattr(loader, "dataset", None)) or 0
@@ -71,7 +74,11 @@ class InputRows(Probe):
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.is_grad_enabled():
             self._whole = max(self._whole, self._source)
+            self._phases.train()
         else:
+            if not self._gap_calls and self._num_evaluations < 2 * EVALUATIONS:
+                self._phases.evaluate()
+                self._changed.add(tensors_of((args, kwargs), 3))
             self._gap_calls += 1
             if len(self._gap) < CALLS and self._num_evaluations < 2 * EVALUATIONS:
                 digests = row_digests(tensors_of((args, kwargs), 3))
@@ -168,6 +175,7 @@ class InputRows(Probe):
             mixed=sum(0.1 < share < 0.9 for share in shares),
             digest=sum(rows) % 2**53,
             again=sum(row in self._evaluated for row in rows),
+            distinct=len(set(rows)),
         )
         if len(self._evaluated) < MOST_ROWS:
             self._evaluated.update(rows)
@@ -200,6 +208,8 @@ class InputRows(Probe):
             evaluations=tuple(every),
             num_evaluations=self._num_evaluations if 2 * self._num_evaluations <= max(4, self._steps) else 0,
             evaluated_at=self._evaluated_at,
+            is_between=self._phases.is_between,
+            are_changed=self._changed.are_of_same_samples(),
         )
         return dict(strict(vars(facts)))
 

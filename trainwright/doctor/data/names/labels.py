@@ -59,7 +59,7 @@ def no_shift(case: Case) -> Iterator[Finding]:
             target = {0: "the token it is given", -1: "the token before"}.get(offset, f"the token {offset} places on")
             yield finding(
                 "loss.no_shift",
-                "critical",
+                "critical" if offset >= 0 else "info",  # to say again what was heard is a task of its own
                 exam.step,
                 symptom=f"{row['shares'][str(offset)]:.0%} of the targets are {target}, not the next one",
                 cause="targets are not shifted by one against the inputs"

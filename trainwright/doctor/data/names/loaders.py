@@ -178,12 +178,12 @@ def unshuffled(case: Case) -> Iterator[Finding]:
     as_it_lies = facts["ascending"]
     yield finding(
         "data.unshuffled",
-        "critical" if as_it_lies else "warning",
+        "critical" if as_it_lies else "info",
         case.last_step,
         symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, shuffled ones {whole:.2f}",
         cause="the data is sorted by class and read in its order (shuffle=False)"
         if as_it_lies
-        else "the sampler puts samples of one class together",
+        else "the sampler puts samples of one class together; fine if classes are learned one after the other",
         remedy="shuffle=True",
         sure=0.9 if as_it_lies else 0.7,
         stage="input",

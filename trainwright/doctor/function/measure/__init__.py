@@ -15,10 +15,9 @@ from trainwright.doctor.function.measure import inputs, samples, sequences
 from trainwright.doctor.function.measure import layers as _layers  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import loaded as _loaded  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import structure as _structure  # noqa: F401  registers what it measures
-from trainwright.doctor.function.measure.passes import EvalPasses
+from trainwright.doctor.function.measure.passes import EvalPasses, numbers_of
 from trainwright.doctor.function.measure.ties import TiesProbe
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
@@ -72,8 +71,7 @@ def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
         session.replayer.run(session.recorded_step, change, upto="forward")
         result = session.replayer.run(session.recorded_step, change, upto="forward")
         written = [name for name, now in _buffers(session).items() if not _are_equal(before.get(name), now)]
-    outputs = [t for t in tensors_of(result.outputs) if t.is_floating_point()]
-    return passes.deviation(outputs), tuple(written[:8])
+    return passes.deviation(numbers_of(result.outputs)), tuple(written[:8])
 
 
 def _buffers(session: ReplaySession) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ def _of_first(x: Tensor) -> Tensor:
 def _has_effect(passes: EvalPasses, x: Tensor, other: Tensor) -> bool:
     """Whether any output, of whatever shape, is another one in either mode, or the loss, which may take it as well."""
     now = passes.run(Intervention(inputs=in_place_of(x, other)))
-    if len(now) != len(passes.base) or any(a.shape != b.shape for a, b in zip(passes.base, now)):
+    if not now or len(now) != len(passes.base) or any(a.shape != b.shape for a, b in zip(passes.base, now)):
         return True
     return apart(passes.base, now) > 0.0 or _loss(passes, AS_IT_WAS) != _loss(passes, _everywhere(x, other))
 

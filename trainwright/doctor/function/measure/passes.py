@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainwright.doctor.function.facts import Deviation
 from trainwright.doctor.function.measure.locate import CallTrace, Compare
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
@@ -41,16 +42,16 @@ class EvalPasses:
         self.limit = ROOM * (apart(self.base, moved) + self._eps())
 
     def run(self, change: Intervention = AS_IT_WAS) -> Outputs:
-        """The floating-point outputs of all models. Raises what the model raises."""
+        """The outputs of all models. Raises what the model raises."""
         result = self.session.run(replace(change, mode="eval", dtype=self._dtype), upto="forward")
         wanted = len(self.session.recorded_step.calls)
         if result.error is not None and len(result.outputs) < wanted:
             raise result.error
-        return [t for t in tensors_of(result.outputs) if t.is_floating_point()]
+        return numbers_of(result.outputs)
 
     def _eps(self) -> float:
         """Of the coarsest type that the outputs are computed in."""
-        types = [t.dtype for t in self.base]
+        types = [t.dtype for t in (*self.base, *self.session.replayer.subject.parameters) if t.is_floating_point()]
         types += [each.autocast[1] for each in self.session.recorded_step.calls if each.autocast[0]]
         return max((torch.finfo(each).eps for each in types), default=1e-7)
 
@@ -89,6 +90,12 @@ class EvalPasses:
             self.run(replace(each, model=trace.following))
         module = traces[0].first_difference(traces[1], compare or distance, self.limit)
         return replace(deviation, module=module)
+
+
+def numbers_of(value: object) -> list[Tensor]:
+    """The tensors of floating-point numbers in it; complex numbers are two each."""
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in plain(tensors_of(value))]
+    return [t for t in tensors if t.is_floating_point()]
 
 
 def apart(ones: Outputs, others: Outputs, compare: Compare | None = None) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.precision.facts import Float64Facts, HighFacts, OpFacts
+from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
@@ -141,7 +142,8 @@ class _Functions:
 
     def keep(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         result = function(*args, **kwargs)
-        is_number = isinstance(result, Tensor) and result.is_floating_point() and self._num_bytes < KEPT_BYTES
+        is_number = isinstance(result, Tensor) and result.is_floating_point() and is_plain(result)
+        is_number = is_number and self._num_bytes < KEPT_BYTES
         self._kept.append((function_name(function), result.detach().clone() if is_number else None))
         if is_number and isinstance(result, Tensor):
             self._num_bytes += result.nbytes

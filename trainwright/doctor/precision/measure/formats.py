@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.program import mapped, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
@@ -176,7 +177,8 @@ class _Operations:
     def keep(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         result = function(*args, **kwargs)
         name = function_name(function)
-        is_low = isinstance(result, Tensor) and result.dtype in HALF_DTYPES and self._num_bytes < KEPT_BYTES
+        is_low = isinstance(result, Tensor) and result.dtype in HALF_DTYPES and is_plain(result)
+        is_low = is_low and self._num_bytes < KEPT_BYTES
         self._kept.append((name, result.detach().clone() if is_low else None))
         self._num_bytes += result.nbytes if is_low else 0
         if (

@@ -308,9 +308,9 @@ def owners(case: Case) -> Iterator[Finding]:
     names, share = exam.values["missing"], exam.values["missing_share"]
     stale = sum(optimizer["stale"] for optimizer in exam.values["optimizers"])
     owned = sum(optimizer["parameters"] for optimizer in exam.values["optimizers"])
-    severity: Severity = "critical" if share > 0.3 else "warning"
-    if not stale and exam.values.get("missing_were_trained"):  # the optimizer is that of a head
-        severity = "info"
+    severity: Severity = "critical" if share > 0.3 and stale else "warning"
+    if not stale and (share == 1.0 or exam.values.get("missing_were_trained")):
+        severity = "info"  # what the model is given is trained, or a head on it
     evidence: list[Measured] = [
         ("parameters with a gradient that no optimizer has", len(names), 0),
         ("their share of the weights", share),

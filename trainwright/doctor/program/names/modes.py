@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import RowsFacts
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
@@ -76,17 +77,20 @@ def _partly(case: Case, rows: list[Facts], left: bool) -> Finding:
 def evaluated_in_train_mode(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Between steps the model was run without gradients on other data in train mode, and never in eval mode.
 
-    Passes without gradients that belong to each step (pseudo labels, targets) are not an evaluation.
+    Passes without gradients that belong to each step (pseudo labels, targets) are not an evaluation. Several of
+    the same rows are samples of what dropout makes of them (Gal and Ghahramani 2016), and an info.
     """
     facts = case.facts("modes")
     bursts: int = facts.get("num_evaluated_in_train", 0)
     steps = facts.get("steps", 0)
     if not bursts or facts["evaluated_in_eval"] or steps < 5 or bursts > 0.25 * steps:
         return
+    rows = case.newest(RowsFacts)
+    is_sampled = not facts["norms"] and rows is not None and any(e.rows >= 2 * e.distinct > 0 for e in rows.evaluations)
     norms = f"; it updates the running statistics of {facts['norms']} normalisations" if facts["norms"] else ""
     yield finding(
         "mode.train_during_eval",
-        "warning",
+        "info" if is_sampled else "warning",
         case.last_step,
         symptom=f"an evaluation before step {facts['evaluated_in_train'][0]} ran in train mode{norms}",
         cause="model.eval() is not called before evaluating",

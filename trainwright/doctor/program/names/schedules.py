@@ -194,7 +194,8 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
         return
     parts = [part for scheduler in facts["schedulers"] for part in scheduler["parts"]]
     past = [p for p in parts if p["class"] == "CosineAnnealingLR" and p["last_epoch"] > p.get("T_max", math.inf)]
-    by_hand = not past and parts and all(part["class"] == "LambdaLR" for part in parts) and _mirrored(lrs)
+    is_of_lambdas = bool(parts) and all(part["class"] == "LambdaLR" for part in parts)
+    by_hand = not past and is_of_lambdas and case.finished and _mirrored(lrs) and not _comes_again(lrs)
     if past or by_hand:
         length = past[0]["T_max"] if past else None
         yield finding(
@@ -211,6 +212,13 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
             evidence=[("scheduler steps", past[0]["last_epoch"] if past else None, f"<= {length}")],
             trial=RemedyTrial("another_rate", {"lr": max(min(lr for _, lr in lrs), 0.01 * facts["peak"])}),
         )
+
+
+def _comes_again(lrs: list[list[float]]) -> bool:
+    """Whether the rate falls out of a peak more than once: a cycle of cosines on purpose."""
+    values = [lr for _, lr in lrs]
+    peaks = [b for a, b, c in zip(values, values[1:], values[2:]) if a < b >= c and b > 0.5 * max(values)]
+    return len(peaks) > (lrs[0][0] <= 1 and values[0] < values[1])  # the first is the end of a warm-up
 
 
 def _mirrored(lrs: list[list[float]]) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
@@ -100,7 +101,7 @@ class Memory(Probe):
             "losses_alive": sum(loss() is not None for _, loss, _ in old),
             "old_outputs": len(outputs),
             "outputs_alive": len(with_graph),
-            "output_bytes": sum(each.nbytes for each in with_graph),
+            "output_bytes": sum(map(num_bytes, with_graph)),
             "nodes": [list(row) for row in self._nodes],
             "copies": [list(row) for row in self._copies],
             "with_graph": [list(row) for row in self._with_graph],
