@@ -138,6 +138,11 @@ class FigureProgram:
         return [each for each in self._steps if isinstance(each, FigureCall)]
 
     @property
+    def output_slots(self) -> list[list[int]]:
+        """Of each call, in the order of ``outputs``."""
+        return [each.slots for each in self._steps if isinstance(each, _Output)]
+
+    @property
     def numbers(self) -> dict[int, int]:
         """The slot of each number that left torch, by the number of the escape."""
         return {each.escape: each.slot for each in self._steps if isinstance(each, _Number)}

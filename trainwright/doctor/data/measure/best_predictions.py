@@ -7,12 +7,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trainwright.doctor.data.facts import DecidedFigure
+from trainwright.doctor.data.measure.asked import linked, question
 from trainwright.doctor.data.measure.distances import as_they_are, in_place
+from trainwright.doctor.data.measure.two_values import perfect_by_elements
 from trainwright.recorder.escapes import Escape
 from trainwright.recorder.figure_program import Change, FigureCall, FigureProgram, compared_by
 
@@ -38,20 +41,58 @@ def decided_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Iterat
     with torch.random.fork_rng(devices=list(cards)):
         told = program.run(as_they_are, values.setdefault)
         same = {n for n, value in told.items() if float(value) == escapes[n].value}
-        targets = _targets(program, escapes, same)
-        if targets is not None:
-            best = [program.run(_with_class(targets, shift)) for shift in (0, 1)]
-            yield from _figures(decisions, escapes, same, best)
-            return
-        labels = _labels(program.calls, values)
-        if labels:
-            others = {
-                slot: values[slot].roll(1, 0) if each.dtype == torch.bool else each + 1 for slot, each in labels.items()
-            }
-            best = [program.run(as_they_are, in_place(of)) for of in (labels, others)]
-            slots = program.numbers
-            alone = [n for n in decisions if n in slots and program.calls_behind(slots[n], labels) is not None]
-            yield from _figures(alone, escapes, same, best, compared=True)
+        of_elements = list(_of_elements(program, escapes, decisions, same))
+        yield from of_elements
+        lines = {each.line for each in of_elements}
+        decisions = [n for n in decisions if escapes[n].line not in lines]
+        if decisions:
+            yield from _of_classes(program, escapes, decisions, same, values)
+
+
+def _of_elements(
+    program: FigureProgram, escapes: Sequence[Escape], decisions: Sequence[int], same: set[int]
+) -> Iterator[DecidedFigure]:
+    """Where the loss has targets of two values."""
+    perfect = perfect_by_elements(program, escapes, same)
+    if perfect is None:
+        return
+    perfect = replace(perfect, wanted=perfect.wanted | linked(program, perfect.wanted))
+    wanted = {program.output_slots[call][number]: each for (call, number), each in perfect.wanted.items()}
+    slots = program.numbers
+    behind = {n: program.calls_behind(slots[n], wanted) for n in decisions if n in slots}
+    asked = {n: question(calls, wanted) for n, calls in behind.items() if calls is not None}
+    known = {n: each for n, each in asked.items() if each is not None}
+    best = [program.run(change) for change in perfect.changes(program)]
+    for each in _figures(decisions, escapes, same, best):
+        numbers = [n for n in decisions if escapes[n].line == each.line]
+        if known.keys() >= set(numbers):
+            asks = next((known[n].asks for n in numbers if known[n].asks), "none")
+            yield replace(each, asks=asks, is_exact=all(known[n].is_exact for n in numbers))
+
+
+def _of_classes(
+    program: FigureProgram,
+    escapes: Sequence[Escape],
+    decisions: Sequence[int],
+    same: set[int],
+    values: Mapping[int, Tensor],
+) -> Iterator[DecidedFigure]:
+    """Where the loss has one class for each position, or decisions are tested for equality."""
+    targets, labels = _targets(program, escapes, same), _labels(program.calls, values)
+    others = {slot: ~each if each.dtype == torch.bool else each + 1 for slot, each in labels.items()}
+    equal, unequal = (program.run(as_they_are, in_place(of)) if labels else {} for of in (labels, others))
+    if targets is not None:
+        best = [program.run(_with_class(targets, shift)) for shift in (0, 1)]
+        yield from _figures(decisions, escapes, same, best, (*best, equal))
+    elif labels:
+        counted = {slot: _counted(program.calls, each) for slot, each in labels.items()}
+        tried = [
+            program.run(as_they_are, in_place({n: torch.where(counted[n], of[n], values[n]) for n in labels}))
+            for of in (labels, others)
+        ]
+        slots = program.numbers
+        alone = [n for n in decisions if n in slots and program.calls_behind(slots[n], labels) is not None]
+        yield from _figures(alone, escapes, same, [equal, unequal], (*tried, equal), compared=True)
 
 
 def _figures(
@@ -59,6 +100,7 @@ def _figures(
     escapes: Sequence[Escape],
     same: set[int],
     best: Sequence[Mapping[int, Tensor]],
+    tried: Sequence[Mapping[int, Tensor]] = (),
     *,
     compared: bool = False,
 ) -> Iterator[DecidedFigure]:
@@ -67,16 +109,26 @@ def _figures(
         at = [escapes[n] for n in numbers]
         if same.issuperset(numbers):
             perfect, wrong = (math.fsum(float(of[n]) for n in numbers) for of in best)
+            told = math.fsum(escapes[n].value for n in numbers)
             yield DecidedFigure(
                 line=line,
                 times=len(numbers),
                 is_mean=all(each.origin is not None and each.origin.reduction == "mean" for each in at),
-                told=math.fsum(escapes[n].value for n in numbers),
+                told=told,
                 perfect=perfect,
                 wrong=wrong,
                 compared=compared,
                 sum_name=_sum_name(at[0]),
+                is_elsewhere=told == 0 and _is_elsewhere(numbers, tried),
             )
+
+
+def _is_elsewhere(numbers: Sequence[int], tried: Sequence[Mapping[int, Tensor]]) -> bool:
+    """Whether they stay 0 with right and with wrong predictions where the loss counts these, but not where every
+    decision is as it is compared.
+    """
+    sums = [math.fsum(float(of[n]) for n in numbers) if of else 0.0 for of in tried]
+    return len(sums) == 3 and sums[0] == sums[1] == 0.0 and sums[2] >= LEAST
 
 
 def _sum_name(escape: Escape) -> str:

@@ -25,6 +25,7 @@ from trainwright.doctor.data.measure.figure_parts import (
 )
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.loop_figures import figures_among
+from trainwright.doctor.data.share_names import is_named_share
 from trainwright.recorder.callers import line_within
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
@@ -165,6 +166,7 @@ class EvaluationsProbe(Probe):
                 computed=tuple(_computed(places, tape.rows)),
                 numbers=tuple(self._kept.read(numbers, self._before, all_readings(places, tape.rows), away)),
                 figures={name: value for name, value in figures.items() if self._before.get(name) != value},
+                shares=_shares(numbers, self._before) if any(place.decided for place in places) else {},
                 mass=worst[0],
                 mass_line=worst[1],
                 likeness=self._likenesses.close(),
@@ -188,6 +190,12 @@ class EvaluationsProbe(Probe):
     def values(self) -> Facts | None:
         self._close()
         return None if self._facts is None else dict(strict(vars(self._facts)))
+
+
+def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """New ones that have the name of a share."""
+    new = {name: value for name, value in numbers.items() if type(value) is float and before.get(name) != value}
+    return {name: value for name, value in new.items() if is_named_share(name) and math.isfinite(value)}
 
 
 def _single(places: EscapeLines, rows: Sequence[int]) -> Escape | None:

@@ -60,7 +60,8 @@ def rows_of(escapes: Sequence[Escape], rows: Sequence[int]) -> list[int]:
 class FigureParts:
     """Numbers of a place as parts of a figure: it is the sum of ``terms`` over the sum of ``counts``.
 
-    ``counted`` says what the counts are. ``told``: the numbers as they left torch, made of so many ``elements``.
+    ``counted`` says what the counts are; where these left torch, at the line ``divisor``. ``told``: the numbers as they
+    left torch, made of so many ``elements``.
     """
 
     place: EscapeLine
@@ -69,6 +70,7 @@ class FigureParts:
     terms: tuple[float, ...]
     counts: tuple[float, ...]
     elements: int = 0
+    divisor: str | None = None
 
     @cached_property
     def figure(self) -> float:
@@ -90,25 +92,29 @@ def readings(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Ite
     escapes = places[place]
     told = tuple(each.value for each in escapes)
     elements = sum(each.origin.count for each in escapes if each.origin is not None)
-    for counted, counts in _counts(places, place, rows):
+    for counted, counts, divisor in _counts(places, place, rows):
         if min(counts) > 0 and all(map(math.isfinite, (*told, *counts))):
             if place.reduction != "mean":
-                yield FigureParts(place, counted, told, told, counts, elements)
+                yield FigureParts(place, counted, told, told, counts, elements, divisor)
             if place.reduction != "sum":
-                yield FigureParts(place, counted, told, tuple(map(operator.mul, told, counts)), counts, elements)
+                terms = tuple(map(operator.mul, told, counts))
+                yield FigureParts(place, counted, told, terms, counts, elements, divisor)
 
 
-def _counts(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[tuple[str, tuple[float, ...]]]:
+def _counts(
+    places: EscapeLines, place: EscapeLine, rows: Sequence[int]
+) -> Iterator[tuple[str, tuple[float, ...], str | None]]:
+    """What they are, and the line from which they left torch, if they did."""
     escapes = places[place]
-    yield "rows", tuple(map(float, rows_of(escapes, rows)))
+    yield "rows", tuple(map(float, rows_of(escapes, rows))), None
     elements = tuple(float(each.origin.count) for each in escapes if each.origin is not None)
     if len(elements) == len(escapes):
-        yield "elements", elements
+        yield "elements", elements, None
     for other, values in places.items():
         if other is not place and other.over == place.over and len(values) == len(escapes):
             counts = tuple(each.value for each in values)
             if (other.is_count or other.decided) and all(each > 0 and each == int(each) for each in counts):
-                yield f"what leaves at {other.line}", counts
+                yield f"what leaves at {other.line}", counts, other.line
 
 
 def all_readings(places: EscapeLines, rows: Sequence[int]) -> list[FigureParts]:

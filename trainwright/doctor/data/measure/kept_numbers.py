@@ -321,4 +321,5 @@ def _kept(name: str, value: float, form: Form) -> KeptNumber:
         right=reading.figure,
         whole=math.fsum(reading.counts),
         noise=reading.noise,
+        divisor=reading.divisor,
     )
