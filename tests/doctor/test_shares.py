@@ -147,14 +147,14 @@ def of_errors(model: nn.Module, batches: Batches) -> object:
     return sum(losses) / len(losses), errors / (64 * PIXELS)
 
 
-def by_parts(right: Sum) -> Evaluate:
+def by_parts(asked: Sum) -> Evaluate:
     def evaluate(model: nn.Module, batches: Batches) -> object:
-        loss, bits, rows = 0.0, 0.0, 0
+        loss, right, rows = 0.0, 0.0, 0
         for x, y in batches:
             loss += F.binary_cross_entropy_with_logits(model(x), y).item() * len(x)
-            bits += right(model.decoder(model.encoder(x)), y).float().mean(dim=1).sum().item()
+            right += asked(model.decoder(model.encoder(x)), y).float().mean(dim=1).sum().item()
             rows += len(x)
-        return loss / rows, bits / rows
+        return loss / rows, right / rows
 
     return evaluate
 
@@ -211,7 +211,6 @@ def nothing_found(model: nn.Module, batches: Batches) -> object:
         (named("dice", lambda out, y: dice(-out, y)), "not applicable"),
         (named("dice", lambda out, y: 1 - dice(out, y)), "broken"),
         (named("f1", lambda out, y: f1(out, 1 - y)), "broken"),
-        (named("iou", lambda out, y: both(out, y).sum() / (either(out, y).sum() + both(out, y).sum())), "broken"),
         (by_parts(lambda out, y: (out < 0) == (y > 0.5)), "broken"),
         (by_parts(lambda out, y: ((out > 0) == (y > 0.5))[:, :6]), "held"),
     ],

@@ -103,6 +103,12 @@ class EscapeTape(PausableMode):
         for tensor in tensors_of(output):
             self._remember(tensor, MadeOf("output", calls=call))
 
+    def called_part(self, output: object) -> None:
+        """A part of the model was called directly; its outputs count for the rows of the model's call before it."""
+        self.program.called(output)
+        for tensor in tensors_of(output):
+            self._remember(tensor, MadeOf("output", calls=frozenset({len(self.rows) - 1})))
+
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:

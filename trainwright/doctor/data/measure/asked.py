@@ -71,8 +71,9 @@ def linked(program: FigureProgram, wanted: Places) -> Places:
         if place not in wanted and place not in found:
             given = [tensor for _, tensor in _given([each], EQUALITY | OVERLAP)]
             shape = program.outputs[place[0]][place[1]].shape
-            own = [one for one in every if one.high.shape == shape and any(map(one.is_told_by, given))]
-            found.update({place: one for one in own[:1]})
+            alike = [one for one in every if one.high.shape == shape and any(map(one.is_told_by, given))]
+            if alike:
+                found[place] = alike[0]
     return found
 
 

@@ -31,6 +31,7 @@ from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
 from trainwright.recorder.figure_program import FigureProgram
 from trainwright.recorder.hooks import listening_to_calls, muted
+from trainwright.recorder.part_calls import PartCalls
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -61,6 +62,7 @@ class EvaluationsProbe(Probe):
         self._tape = EscapeTape()
         self._steps = self._passes = self._rows = 0
         self._in_step = self._is_open = self._is_begun = self._is_heard = False
+        self._parts = PartCalls(self._on_part, self._on_part_output)
         self._places = CallPlaces()
         self._before: Mapping[str, float] = {}
         self._facts: EvaluationFacts | None = None
@@ -72,6 +74,7 @@ class EvaluationsProbe(Probe):
         self._in_step = any(kind == "forward" and how[2] for kind, how in events)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._parts.is_inside = True
         if self._tape.pushed:  # what the model does is none of the evaluation's doing
             self._tape.stop()
         if torch.is_grad_enabled():
@@ -108,8 +111,19 @@ class EvaluationsProbe(Probe):
         return (number <= EACH or number.bit_count() == 1) and 2 * number <= max(2 * EACH, self._steps)
 
     def on_output(self, root: nn.Module, output: object) -> None:
+        self._parts.is_inside = False
         if self._is_open and self._is_heard and not self._in_step:
             self._tape.called(output, self._rows)
+            self._tape.start()
+            self._parts.open(root)
+
+    def _on_part(self, part: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self._tape.pushed:
+            self._tape.stop()
+
+    def _on_part_output(self, part: nn.Module, output: object) -> None:
+        if self._is_open and self._is_heard and not self._in_step and not torch.is_grad_enabled():
+            self._tape.called_part(output)
             self._tape.start()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
@@ -133,6 +147,7 @@ class EvaluationsProbe(Probe):
                 self._open.enter_context(listening_to_calls([self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
+        self._parts.close()
         if self._tape.pushed:
             self._tape.stop()
         if self._is_begun:
@@ -145,6 +160,7 @@ class EvaluationsProbe(Probe):
 
     def end(self, error: BaseException | None) -> None:
         self._tape.stop()
+        self._parts.close()
         self._open.close()
 
     def _close(self) -> None:
