@@ -105,7 +105,7 @@ class EscapeTape(PausableMode):
 
     def called_part(self, output: object) -> None:
         """A part of the model was called directly; its outputs count for the rows of the model's call before it."""
-        self.program.called(output)
+        self.program.called(output, is_part=True)
         for tensor in tensors_of(output):
             self._remember(tensor, MadeOf("output", calls=frozenset({len(self.rows) - 1})))
 

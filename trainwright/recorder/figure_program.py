@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from trainwright.recorder.program import Slot, mapped, tensors_of
@@ -87,14 +88,17 @@ class FigureProgram:
 
     def forget(self) -> None:
         self.outputs: list[list[Tensor]] = []
+        self.parts: set[int] = set()
         self.is_whole = True
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._steps: list[_Output | FigureCall | _Number] = []
         self._next = self._num_bytes = 0
 
-    def called(self, output: object) -> None:
-        """A model has returned ``output``."""
+    def called(self, output: object, *, is_part: bool = False) -> None:
+        """A model has returned ``output``, or a part of it that was called directly."""
         tensors = tensors_of(output)
+        if is_part:
+            self.parts.add(len(self.outputs))
         self.outputs.append([each.detach() for each in tensors])
         self._steps.append(_Output(len(self.outputs) - 1, self._made(tensors)))
         self._hold(tensors)
@@ -204,7 +208,7 @@ class FigureProgram:
         return number if reference is not None and reference() is tensor else None
 
     def _hold(self, tensors: Sequence[Tensor]) -> None:
-        self._num_bytes += sum(each.nbytes for each in tensors)
+        self._num_bytes += sum(each.nbytes if each.layout == torch.strided else BYTES + 1 for each in tensors)
         if self._num_bytes > BYTES:
             self.forget()
             self.is_whole = False

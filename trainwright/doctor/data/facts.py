@@ -230,8 +230,9 @@ class DecidedFigure:
     that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each. ``compared``: no
     loss says what is perfect, but what the decisions are tested for equality with. ``sum_name`` is the variable that
     the line adds them to, or sets; "" where it does neither. ``asks``: "" of classes; of single elements whether they
-    equal the targets (equality), how they overlap with them (overlap), or nothing about targets (none). ``is_exact``:
-    no mask and no constant has a part in it. ``is_elsewhere``: it stays 0 whatever is predicted where the loss counts.
+    equal the targets (equality), how they overlap with them (overlap), or nothing about targets (none); how many scores
+    are larger than that of the target (rank). ``is_exact``: no mask and no constant has a part in it. ``is_elsewhere``:
+    it stays 0 whatever is predicted where the loss counts.
     """
 
     line: str | None

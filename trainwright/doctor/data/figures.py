@@ -62,8 +62,8 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         yield _negated(facts, negated[0])
     elif off:
         yield _off(facts, *off[0])
-    elif beyond := {name: value for name, value in facts.shares.items() if _is_beyond(name, value)}:
-        yield _beyond(facts, *next(iter(beyond.items())))
+    elif (beyond := next((name for name in facts.shares if _is_beyond(name, facts)), None)) is not None:
+        yield _beyond(facts, beyond, facts.shares[beyond])
     elif right or any(ranges for _, _, ranges in judged):
         names = dict.fromkeys([*right, *(name for name, _, ranges in judged if ranges)])
         values = {each.name: each.value for each in facts.numbers} | facts.figures
@@ -72,10 +72,11 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         yield NotApplicable("no number of the loop can be compared with what its evaluation computed")
 
 
-def _is_beyond(name: str, value: float) -> bool:
-    """``acc`` alone may be what is accumulated."""
+def _is_beyond(name: str, facts: EvaluationFacts) -> bool:
+    """``acc`` alone may be what is accumulated. A number that is known as a sum is on its way to a figure."""
+    is_known = any(each.name == name and not each.wrong for each in facts.numbers)
     is_sum = not _is_average(name) or any(part in SUMS for part in re.split("[^a-z]+", name.lower()))
-    return not is_sum and not 0.0 <= value <= PERCENT
+    return not is_known and not is_sum and not 0.0 <= facts.shares[name] <= PERCENT
 
 
 def _is_named_otherwise(number: KeptNumber) -> bool:

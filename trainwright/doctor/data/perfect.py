@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainwright.doctor.case import Case
@@ -14,6 +14,8 @@ from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
 
+BY_CHANCE = (0.5, 1.0)
+"""Values that many figures have: by these alone it is not known which of them a name stands for."""
 ROUNDED = 1e-5
 """Of a mean over a batch in float32."""
 RIGHT, WRONG = ("right", "correct", "hit", "acc", "match"), ("wrong", "incorrect", "err", "miss", "mistake")
@@ -28,7 +30,7 @@ def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
     facts, known = next(((each, of) for each in every if (of := _of_perfect(each))), (every[0], []))
     off = [each for each in known if not _is_best(*each)]
     shares = [each for one in every for each in _shares(one)]
-    bad = next((each for each in shares if each.is_broken), None)
+    bad = _always_broken(shares)
     elsewhere = next((each for one in every for each in one.decided if each.is_elsewhere and _counts_right(each)), None)
     if off:
         yield _not_best(facts, *off[0])
@@ -117,6 +119,14 @@ class Share:
         return is_less or (self.is_exact and abs(self.perfect - self.best) > ROUNDED)
 
 
+def _always_broken(shares: Sequence[Share]) -> Share | None:
+    """Another figure may be equal to one by chance, but not in each evaluation."""
+    by_name: dict[str, list[Share]] = {}
+    for each in shares:
+        by_name.setdefault(each.name, []).append(each)
+    return next((of[0] for of in by_name.values() if all(each.is_broken for each in of)), None)
+
+
 def _shares(facts: EvaluationFacts) -> Iterator[Share]:
     """Those that compare decisions with targets, as sums over what they are divided by."""
     decided = {each.line: each for each in facts.decided if each.asks}
@@ -128,9 +138,11 @@ def _shares(facts: EvaluationFacts) -> Iterator[Share]:
         named = is_named_share(number.name)
         if not all(map(math.isfinite, tried)) or (divisor is None and each.asks == "overlap" and not named):
             continue
-        best = 1.0 if named and _is_straight(number) else None
-        if best is None and each.asks == "equality" and (counts_right := _counts_right(each)) is not None:
+        best = 1.0 if named and _is_straight(number) and number.right not in BY_CHANCE else None
+        if best is None and each.asks != "overlap" and (counts_right := _counts_right(each)) is not None:
             best = float(counts_right)
+        if best is None and each.asks == "rank":
+            continue
         is_exact = each.is_exact and (divisor is None or divisor.is_exact)
         yield Share(number.name, each.line, tried[0], tried[1], tried[2], best, is_exact)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainwright.doctor.data.facts import DecidedFigure
 from trainwright.doctor.data.measure.asked import linked, question
 from trainwright.doctor.data.measure.distances import as_they_are, in_place
+from trainwright.doctor.data.measure.ranked import counts_ranks, rank_changes, ranked
 from trainwright.doctor.data.measure.two_values import perfect_by_elements
 from trainwright.recorder.escapes import Escape
 from trainwright.recorder.figure_program import Change, FigureCall, FigureProgram, compared_by
@@ -41,9 +42,9 @@ def decided_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Iterat
     with torch.random.fork_rng(devices=list(cards)):
         told = program.run(as_they_are, values.setdefault)
         same = {n for n, value in told.items() if float(value) == escapes[n].value}
-        of_elements = list(_of_elements(program, escapes, decisions, same))
-        yield from of_elements
-        lines = {each.line for each in of_elements}
+        known = [*_of_elements(program, escapes, decisions, same), *_of_ranks(program, escapes, decisions, same)]
+        yield from known
+        lines = {each.line for each in known}
         decisions = [n for n in decisions if escapes[n].line not in lines]
         if decisions:
             yield from _of_classes(program, escapes, decisions, same, values)
@@ -68,6 +69,22 @@ def _of_elements(
         if known.keys() >= set(numbers):
             asks = next((known[n].asks for n in numbers if known[n].asks), "none")
             yield replace(each, asks=asks, is_exact=all(known[n].is_exact for n in numbers))
+
+
+def _of_ranks(
+    program: FigureProgram, escapes: Sequence[Escape], decisions: Sequence[int], same: set[int]
+) -> Iterator[DecidedFigure]:
+    """Where the scores are counted that are larger than that of the target."""
+    targets, places = ranked(program)
+    if not targets:
+        return
+    slots = program.numbers
+    behind = {n: program.calls_behind(slots[n], targets) for n in decisions if n in slots}
+    known = {n for n, calls in behind.items() if calls and counts_ranks(calls)}
+    best = [program.run(change) for change in rank_changes(program, targets, places)]
+    yield from (
+        replace(each, asks="rank") for each in _figures([n for n in decisions if n in known], escapes, same, best)
+    )
 
 
 def _of_classes(
@@ -159,23 +176,27 @@ def _counted(calls: Sequence[FigureCall], label: Tensor) -> Tensor:
     return torch.ones_like(label, dtype=torch.bool)
 
 
-Targets = Sequence[tuple[int, Tensor, int, Tensor]]
-"""Of each call: which output, the target of each position, the axis of the classes, and which positions have one."""
+Targets = Mapping[int, tuple[int, Tensor, int, Tensor]]
+"""By call: which output, the target of each position, the axis of the classes, and which positions have one."""
 
 
 def _targets(program: FigureProgram, escapes: Sequence[Escape], same: set[int]) -> Targets | None:
-    chosen = [next((n for n, each in enumerate(one) if _is_of_classes(each)), -1) for one in program.outputs]
-    if not chosen or min(chosen) < 0:
+    """Of each call of the model as a whole; None where one has none."""
+    outputs = {call: each for call, each in enumerate(program.outputs) if call not in program.parts}
+    chosen = {call: next((n for n, each in enumerate(of) if _is_of_classes(each)), -1) for call, of in outputs.items()}
+    if not chosen or min(chosen.values()) < 0:
         return None
     with torch.enable_grad():
-        leaves = [one[n].detach().clone().requires_grad_() for one, n in zip(program.outputs, chosen)]
-        numbers = program.run(lambda call, outputs: _replaced(outputs, chosen[call], leaves[call] * 1))
+        leaves = {call: outputs[call][n].detach().clone().requires_grad_() for call, n in chosen.items()}
+        numbers = program.run(
+            lambda call, of: _replaced(of, chosen[call], leaves[call] * 1) if call in chosen else list(of)
+        )
         losses = [v for n, v in numbers.items() if n in same and v.requires_grad and not _is_decided(escapes[n])]
         if not losses:
             return None
-        slopes = torch.autograd.grad(sum(losses, start=torch.zeros(())), leaves, allow_unused=True)
-    found = [None if each is None else _target(each) for each in slopes]
-    known = [(n, *each) for n, each in zip(chosen, found) if each is not None]
+        slopes = torch.autograd.grad(sum(losses, start=torch.zeros(())), list(leaves.values()), allow_unused=True)
+    found = {call: None if each is None else _target(each) for call, each in zip(chosen, slopes)}
+    known = {call: (chosen[call], *each) for call, each in found.items() if each is not None}
     return known if len(known) == len(chosen) else None
 
 
@@ -205,6 +226,8 @@ def _with_class(targets: Targets, shift: int) -> Change:
     """Outputs in which the class of the target, or the one ``shift`` after it, is far the largest."""
 
     def change(call: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+        if call not in targets:
+            return list(outputs)
         number, target, axis, counts = targets[call]
         output = outputs[number]
         classes = (target + shift) % output.shape[axis]
