@@ -112,10 +112,12 @@ class EscapeTape(PausableMode):
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        is_heard = self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST
+        before = self.program.before(function, args) if is_heard else None
         result = function(*args, **(kwargs or {}))
-        if self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST:
+        if is_heard:
             self._note(getattr(function, "__name__", "?"), args, kwargs or {}, result)
-            self.program.add(function, args, kwargs or {}, result)
+            self.program.add(function, args, kwargs or {}, result, before)
         return result
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:

@@ -17,6 +17,15 @@ BYTES = 64 << 20
 """Of the outputs and of what they are compared with: an evaluation that holds more is not kept."""
 
 
+MOST_WRITTEN = 1 << 20
+"""Bytes of a tensor that is kept as it was before it is written into: sums, counts, a matrix of confusions."""
+
+
+def _writes(name: str) -> bool:
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__init__"))
+
+
 @dataclass(frozen=True, slots=True)
 class _Output:
     """The outputs of a call, by its number."""
@@ -103,7 +112,17 @@ class FigureProgram:
         self._steps.append(_Output(len(self.outputs) - 1, self._made(tensors)))
         self._hold(tensors)
 
-    def add(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+    def before(self, function: TorchFunction, args: Args) -> Tensor | None:
+        """What a tensor of the loop's own holds that the function is about to write into."""
+        name = getattr(function, "__name__", "")
+        if not self.outputs or not args or not isinstance(args[0], Tensor) or not _writes(name):
+            return None
+        is_kept = args[0].nbytes <= MOST_WRITTEN if args[0].layout == torch.strided else False
+        return args[0].detach().clone() if is_kept and self._slot_of(args[0]) is None else None
+
+    def add(
+        self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object, before: Tensor | None = None
+    ) -> None:
         """A torch function was called; it is a part of the program where outputs have come to it."""
         if not self.is_whole:
             return
@@ -116,8 +135,9 @@ class FigureProgram:
             if (slot := self._slot_of(leaf)) is not None:
                 reads.append(slot)
                 return Slot(slot)
-            outside.append(leaf)
-            return leaf
+            kept = before if before is not None and leaf is args[0] else leaf
+            outside.append(kept)
+            return kept
 
         known: Any = mapped((args, kwargs), written)
         if not reads:

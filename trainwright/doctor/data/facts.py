@@ -176,7 +176,8 @@ class KeptNumber:
     error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
     ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number. ``is_negated``: the
     mean with the other sign. ``is_sum``: the sum over its rows, as another function has returned it. ``elements``: of
-    so many the numbers that left torch were made. ``divisor``: the line of the numbers that it is divided by, if any.
+    so many the numbers that left torch were made. ``divisor`` says, like ``of``, of what the numbers are that it is
+    divided by, if any; ``over`` is the number of the pass over data.
     """
 
     name: str
@@ -194,6 +195,7 @@ class KeptNumber:
     whole: float = 0.0
     noise: float = 0.0
     divisor: str | None = None
+    over: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +228,13 @@ class Likeness:
 
 @dataclass(frozen=True, kw_only=True)
 class DecidedFigure:
-    """The sum of ``times`` numbers of decisions that left torch at ``line``: as they were ``told``, with predictions
-    that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each. ``compared``: no
-    loss says what is perfect, but what the decisions are tested for equality with. ``sum_name`` is the variable that
-    the line adds them to, or sets; "" where it does neither. ``asks``: "" of classes; of single elements whether they
-    equal the targets (equality), how they overlap with them (overlap), or nothing about targets (none); how many scores
-    are larger than that of the target (rank). ``is_exact``: no mask and no constant has a part in it. ``is_elsewhere``:
-    it stays 0 whatever is predicted where the loss counts.
+    """The sum of ``times`` numbers of decisions that left torch at ``line``, ``of`` one kind in one pass ``over`` data:
+    as they were ``told``, with predictions that the loss of the same evaluation calls ``perfect``, and with ``wrong``
+    ones. ``compared``: no loss says what is perfect, but what the decisions are tested for equality with. ``sum_name``
+    is the variable that the line adds them to, or sets; "" where it does neither. ``asks``: "" of classes; of single
+    elements whether they equal the targets (equality), how they overlap with them (overlap), or nothing about targets
+    (none); how many scores are larger than that of the target (rank). ``is_exact``: no mask and no constant has a part
+    in it. ``is_elsewhere``: it stays 0 whatever is predicted where the loss counts.
     """
 
     line: str | None
@@ -243,6 +245,8 @@ class DecidedFigure:
     wrong: float
     compared: bool = False
     sum_name: str = ""
+    of: str = ""
+    over: int = 0
     asks: str = ""
     is_exact: bool = False
     is_elsewhere: bool = False

@@ -48,13 +48,13 @@ def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
 
 def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure, float]]:
     """The accuracies of an evaluation, and what each would be. One of 0 is not recognised among the loop's numbers."""
-    kept = {each.line: each for each in facts.numbers if each.decided and not each.wrong and each.whole}
+    kept = {(each.of, each.over): each for each in facts.numbers if each.decided and not each.wrong and each.whole}
+    judged = [(kept[each.of, each.over], each) for each in facts.decided if (each.of, each.over) in kept]
     return [
-        (kept[each.line], each, each.perfect / (each.times if each.is_mean else kept[each.line].whole))
-        for each in facts.decided
-        if each.line in kept
-        and not each.asks
-        and ("acc" in kept[each.line].name.lower() or each.compared or _counts_right(each) is not None)
+        (number, each, each.perfect / (each.times if each.is_mean else number.whole))
+        for number, each in judged
+        if not each.asks
+        and ("acc" in number.name.lower() or each.compared or _counts_right(each) is not None)
         and (each.perfect != each.told or each.wrong != each.told)
     ]
 
@@ -129,10 +129,10 @@ def _always_broken(shares: Sequence[Share]) -> Share | None:
 
 def _shares(facts: EvaluationFacts) -> Iterator[Share]:
     """Those that compare decisions with targets, as sums over what they are divided by."""
-    decided = {each.line: each for each in facts.decided if each.asks}
+    decided = {(each.of, each.over): each for each in facts.decided if each.asks}
     for number in facts.numbers:
-        each, divisor = decided.get(number.line), decided.get(number.divisor)
-        if each is None or each.asks == "none" or number.wrong or not number.whole:
+        each, divisor = decided.get((number.of, number.over)), decided.get((number.divisor or "", number.over))
+        if each is None or each.asks == "none" or number.wrong or not (number.decided and number.whole):
             continue
         tried = [_divided(of, each, divisor, number) for of in ("told", "perfect", "wrong")]
         named = is_named_share(number.name)
@@ -151,7 +151,7 @@ def _divided(of: str, each: DecidedFigure, divisor: DecidedFigure | None, number
     """The sum over what divides it, or the mean of numbers that were shares when they left torch."""
     value: float = getattr(each, of)
     told_by, by = (number.whole, number.whole) if divisor is None else (divisor.told, getattr(divisor, of))
-    if not math.isclose(each.told, told_by * number.right, rel_tol=1e-6):
+    if each.is_mean or not math.isclose(each.told, told_by * number.right, rel_tol=1e-6):
         by = each.times
     return value / by if by else math.nan
 

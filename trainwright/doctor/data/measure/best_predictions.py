@@ -15,16 +15,19 @@ from torch import Tensor
 from trainwright.doctor.data.facts import DecidedFigure
 from trainwright.doctor.data.measure.asked import linked, question
 from trainwright.doctor.data.measure.distances import as_they_are, in_place
+from trainwright.doctor.data.measure.figure_parts import EscapeLine, place_of
 from trainwright.doctor.data.measure.ranked import counts_ranks, rank_changes, ranked
 from trainwright.doctor.data.measure.two_values import perfect_by_elements
 from trainwright.recorder.escapes import Escape
-from trainwright.recorder.figure_program import Change, FigureCall, FigureProgram, compared_by
+from trainwright.recorder.figure_program import Change, FigureCall, FigureProgram, compared_by, leaves_of
 
 SURE = 30.0
 """By which the logit of a class is larger than any other: its probability is as good as 1."""
 EQUALITY = frozenset({"eq", "ne"})
 """Functions that tell right from wrong."""
 SUMMED = re.compile(r"\s*(\w+)\s*(?:\+?=[^=]|\.append\()")
+ALIKE = 0.5
+"""Of the labels are those of the loss: the others may be wrong on purpose."""
 LEAST = 8
 """Positions with a target: of fewer one negative derivative each may be chance."""
 
@@ -44,10 +47,16 @@ def decided_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Iterat
         same = {n for n, value in told.items() if float(value) == escapes[n].value}
         known = [*_of_elements(program, escapes, decisions, same), *_of_ranks(program, escapes, decisions, same)]
         yield from known
-        lines = {each.line for each in known}
-        decisions = [n for n in decisions if escapes[n].line not in lines]
+        heard = {(each.of, each.over) for each in known}
+        decisions = [n for n in decisions if _key(escapes[n]) not in heard]
         if decisions:
             yield from _of_classes(program, escapes, decisions, same, values)
+
+
+def _key(escape: Escape) -> tuple[str, int]:
+    """As a figure is known that is made of it."""
+    place = place_of(escape)
+    return place.words, place.over
 
 
 def _of_elements(
@@ -65,7 +74,7 @@ def _of_elements(
     known = {n: each for n, each in asked.items() if each is not None}
     best = [program.run(change) for change in perfect.changes(program)]
     for each in _figures(decisions, escapes, same, best):
-        numbers = [n for n in decisions if escapes[n].line == each.line]
+        numbers = [n for n in decisions if _key(escapes[n]) == (each.of, each.over)]
         if known.keys() >= set(numbers):
             asks = next((known[n].asks for n in numbers if known[n].asks), "none")
             yield replace(each, asks=asks, is_exact=all(known[n].is_exact for n in numbers))
@@ -99,7 +108,11 @@ def _of_classes(
     others = {slot: ~each if each.dtype == torch.bool else each + 1 for slot, each in labels.items()}
     equal, unequal = (program.run(as_they_are, in_place(of)) if labels else {} for of in (labels, others))
     if targets is not None:
-        best = [program.run(_with_class(targets, shift)) for shift in (0, 1)]
+        right, wrong = dict[int, Tensor](), dict[int, Tensor]()
+        best = [program.run(_with_class(targets, n), of.setdefault) for n, of in enumerate((right, wrong))]
+        pairs = list(compared_by(program.calls, EQUALITY))
+        noisy = [label for slot, label in pairs if _is_nearly(right.get(slot), wrong.get(slot), label)]
+        decisions = [n for n in decisions if not _is_made_of(program, n, noisy)]
         yield from _figures(decisions, escapes, same, best, (*best, equal))
     elif labels:
         counted = {slot: _counted(program.calls, each) for slot, each in labels.items()}
@@ -121,21 +134,24 @@ def _figures(
     *,
     compared: bool = False,
 ) -> Iterator[DecidedFigure]:
-    for line in dict.fromkeys(escapes[n].line for n in decisions):
-        numbers = [n for n in decisions if escapes[n].line == line]
-        at = [escapes[n] for n in numbers]
+    places: dict[EscapeLine, list[int]] = {}
+    for n in decisions:
+        places.setdefault(place_of(escapes[n]), []).append(n)
+    for place, numbers in places.items():
         if same.issuperset(numbers):
             perfect, wrong = (math.fsum(float(of[n]) for n in numbers) for of in best)
             told = math.fsum(escapes[n].value for n in numbers)
             yield DecidedFigure(
-                line=line,
+                line=place.line,
+                of=place.words,
+                over=place.over,
                 times=len(numbers),
-                is_mean=all(each.origin is not None and each.origin.reduction == "mean" for each in at),
+                is_mean=place.reduction == "mean",
                 told=told,
                 perfect=perfect,
                 wrong=wrong,
                 compared=compared,
-                sum_name=_sum_name(at[0]),
+                sum_name=_sum_name(escapes[numbers[0]]),
                 is_elsewhere=told == 0 and _is_elsewhere(numbers, tried),
             )
 
@@ -198,6 +214,23 @@ def _targets(program: FigureProgram, escapes: Sequence[Escape], same: set[int]) 
     found = {call: None if each is None else _target(each) for call, each in zip(chosen, slopes)}
     known = {call: (chosen[call], *each) for call, each in found.items() if each is not None}
     return known if len(known) == len(chosen) else None
+
+
+def _is_nearly(right: Tensor | None, wrong: Tensor | None, label: Tensor) -> bool:
+    """Whether labels are those of the loss at most positions, and not at all: it, or they, may be noisy."""
+    if right is None or wrong is None or not right.shape == wrong.shape == label.shape:
+        return False
+    counts = right != wrong
+    share = float((right == label)[counts].double().mean()) if bool(counts.any()) else 1.0
+    return ALIKE <= share < 1.0
+
+
+def _is_made_of(program: FigureProgram, number: int, tensors: Sequence[Tensor]) -> bool:
+    if not tensors or number not in program.numbers:
+        return False
+    outputs = {slot for slots in program.output_slots for slot in slots}
+    behind = program.calls_behind(program.numbers[number], outputs) or []
+    return any(leaf is each for call in behind for leaf in leaves_of(call) for each in tensors)
 
 
 def _is_of_classes(output: Tensor) -> bool:
