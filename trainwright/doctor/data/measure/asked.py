@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from trainwright.doctor.data.measure.two_values import Places, Wanted
+from trainwright.doctor.data.measure.two_values import Place, Places, Wanted, owned
 from trainwright.recorder.figure_program import FigureCall, FigureProgram, leaves_of, name_of
 from trainwright.recorder.program import Slot
 
@@ -40,15 +40,17 @@ def question(calls: Sequence[FigureCall], wanted: Mapping[int, Wanted]) -> Quest
     decisions = [each for each in calls if name_of(each) in THRESHOLDS]
     if not decisions or not names <= PLAIN or any(_num_slots(each) != 1 for each in decisions):
         return None
+    read = {leaf.number for call in calls for leaf in leaves_of(call) if isinstance(leaf, Slot)}
+    of = [each for slot, each in wanted.items() if slot in read]
     asks: Asks = ""
     others = False
     for name, given in _given(calls, EQUALITY | OVERLAP):
-        same = [each for each in wanted.values() if each.high.numel() == given.numel()]
+        same = [each for each in of if each.high.numel() == given.numel()]
         if any(each.is_told_by(given) for each in same):
             asks = "equality" if name in EQUALITY else asks or "overlap"
         elif not same or all(each.has_both for each in same):
             others = True
-    counts_all = all(bool(each.counts.all()) for each in wanted.values())
+    counts_all = all(bool(each.counts.all()) for each in of)
     return Question(asks, is_exact=counts_all and not others and not any(map(_is_smooth, calls)))
 
 
@@ -56,25 +58,25 @@ def linked(program: FigureProgram, wanted: Places) -> Places:
     """Outputs of calls without a loss of their own that are compared with the targets of a call with one: of the model
     once more, or of its last part.
     """
-    every = list(wanted.values())
-    shapes = {each.high.shape for each in every}
-    owners: dict[int, tuple[int, int]] = {}
-    for call, (slots, outputs) in enumerate(zip(program.output_slots, program.outputs)):
-        owners.update({s: (call, n) for n, s in enumerate(slots) if outputs[n].shape in shapes})
+    shapes = {each.high.shape for each in wanted.values()}
+    every = ((call, n) for call, of in enumerate(program.outputs) for n, each in enumerate(of) if each.shape in shapes)
+    alone = sorted(set(every) - wanted.keys())
     found: Places = {}
-    for each in program.calls:
-        of = {owners.get(leaf.number) for leaf in leaves_of(each) if isinstance(leaf, Slot)}
-        place = of.pop() if len(of) == 1 else None
-        if place is None:
-            continue
-        owners.update(dict.fromkeys(each.slots, place))
-        if place not in wanted and place not in found:
-            given = [tensor for _, tensor in _given([each], EQUALITY | OVERLAP)]
-            shape = program.outputs[place[0]][place[1]].shape
-            alike = [one for one in every if one.high.shape == shape and any(map(one.is_told_by, given))]
+    for place, call in owned(program) if alone else ():
+        if place in alone and place not in found:
+            given = [tensor for _, tensor in _given([call], EQUALITY | OVERLAP)]
+            alike = [one for one in _beside(place, alone, wanted) if any(map(one.is_told_by, given))]
             if alike:
                 found[place] = alike[0]
     return found
+
+
+def _beside(place: Place, alone: Sequence[Place], wanted: Places) -> list[Wanted]:
+    """What it may be meant for: the targets of the call before it, or of that with its number in another pass."""
+    places = sorted(wanted)
+    before = [each for each in places if each < place][-1:]
+    same = places[alone.index(place) :][:1]
+    return [wanted[each] for each in (*before, *same)]
 
 
 def _num_slots(call: FigureCall) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from trainwright.recorder.escapes import Escape
-from trainwright.recorder.figure_program import Change, FigureProgram, leaves_of
+from trainwright.recorder.figure_program import Change, FigureCall, FigureProgram, leaves_of
+from trainwright.recorder.program import Slot
 
 MIDDLE = 0.5
 """Here a logit or a probability knows nothing, and lies between the targets."""
@@ -42,8 +44,9 @@ class Wanted:
         return has_two and (torch.equal(is_most, high) or torch.equal(is_most, ~high))
 
 
-Places = dict[tuple[int, int], Wanted]
-"""By the number of a call and of its output."""
+Place: TypeAlias = tuple[int, int]
+"""The number of a call and of its output."""
+Places: TypeAlias = dict[Place, Wanted]
 
 
 @dataclass(frozen=True)
@@ -72,36 +75,46 @@ class Perfect:
 
 def perfect_by_elements(program: FigureProgram, escapes: Sequence[Escape], same: set[int]) -> Perfect | None:
     """None where no number is the loss of outputs against a tensor of two values that the program was given."""
-    outside = _outside(program)
-    places = [
-        (call, number)
-        for call, outputs in enumerate(program.outputs)
-        for number, each in enumerate(outputs)
-        if each.is_floating_point() and each.numel() in outside
-    ]
-    if not places:
+    given = _given(program)
+    if not given:
         return None
     losses = [n for n in same if (origin := escapes[n].origin) is not None and not origin.decided]
     for line in dict.fromkeys(escapes[n].line for n in losses):
         of_line = [n for n in losses if escapes[n].line == line]
-        wanted, values = _wanted(program, places, of_line, outside)
+        wanted, values = _wanted(program, given, of_line)
         if wanted and len(values) == 2 and (found := _sure(program, wanted, values, of_line)) is not None:
             return found
     return None
 
 
-def _outside(program: FigureProgram) -> dict[int, list[Tensor]]:
-    """The tensors that came of no output, by their number of elements."""
-    every = {id(leaf): leaf for call in program.calls for leaf in leaves_of(call) if isinstance(leaf, Tensor)}
-    found: dict[int, list[Tensor]] = {}
-    for each in every.values():
-        if each.numel() > 1 and not each.is_complex():
-            found.setdefault(each.numel(), []).append(each.detach())
+def owned(program: FigureProgram) -> Iterator[tuple[Place, FigureCall]]:
+    """The functions that each output is given to, itself or what is made of it and of no other."""
+    owners: dict[int, Place] = {}
+    for call, slots in enumerate(program.output_slots):
+        owners.update({slot: (call, number) for number, slot in enumerate(slots)})
+    for each in program.calls:
+        of = {owners.get(leaf.number) for leaf in leaves_of(each) if isinstance(leaf, Slot)}
+        place = of.pop() if len(of) == 1 else None
+        if place is not None:
+            owners.update(dict.fromkeys(each.slots, place))
+            yield place, each
+
+
+def _given(program: FigureProgram) -> dict[Place, list[Tensor]]:
+    """The tensors of as many elements as an output that functions of it are given, and that came of no output."""
+    found: dict[Place, list[Tensor]] = {}
+    for place, call in owned(program):
+        output = program.outputs[place[0]][place[1]]
+        for leaf in leaves_of(call) if output.is_floating_point() else ():
+            if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel() == output.numel() > 1:
+                continue
+            if all(leaf is not each for each in found.get(place, ())):
+                found.setdefault(place, []).append(leaf)
     return found
 
 
 def _wanted(
-    program: FigureProgram, places: Sequence[tuple[int, int]], losses: Sequence[int], outside: dict[int, list[Tensor]]
+    program: FigureProgram, given: Mapping[Place, Sequence[Tensor]], losses: Sequence[int]
 ) -> tuple[Places, list[float]]:
     """Targets by the sign of the derivative of a loss at outputs that know nothing, and the two values that they have
     where the loss is given them; other than two where it is not.
@@ -109,7 +122,7 @@ def _wanted(
     with torch.enable_grad():
         leaves = {
             (call, number): torch.full_like(program.outputs[call][number], MIDDLE).requires_grad_()
-            for call, number in places
+            for call, number in given
         }
         numbers = program.run(_put({place: each * 1 for place, each in leaves.items()}))
         known = [numbers[n] for n in losses if numbers[n].requires_grad]
@@ -119,25 +132,29 @@ def _wanted(
         slopes = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     wanted: Places = {}
     lows, highs = set[float](), set[float]()
-    for place, slope in zip(places, slopes):
+    for place, slope in zip(leaves, slopes):
         if slope is None or not bool(slope.isfinite().all()):
             continue
-        given = next((v for each in outside[slope.numel()] if (v := _two_values(slope, each)) is not None), None)
-        if given is not None:
+        values = next((v for each in given[place] if (v := _two_values(slope, each)) is not None), None)
+        if values is not None:
             wanted[place] = Wanted(slope < 0, slope != 0)
-            lows.update(given[0])
-            highs.update(given[1])
+            lows.update(values[0])
+            highs.update(values[1])
     is_of_two = len(lows) == len(highs) == 1
     return wanted, sorted(lows | highs) if is_of_two else []
 
 
 def _two_values(slope: Tensor, given: Tensor) -> tuple[set[float], set[float]] | None:
     """The value of a tensor where the slope is positive, and the larger one where it is negative."""
-    given, slope = given.flatten().to(slope.device), slope.flatten()
-    low, high = (set(torch.unique(given[where].double()).tolist()) for where in (slope > 0, slope < 0))
+    given, slope = given.detach().flatten().to(slope.device), slope.flatten()
+    low, high = (_ends(given[where]) for where in (slope > 0, slope < 0))
     if len(low) > 1 or len(high) > 1 or not low | high or (low and high and min(low) >= max(high)):
         return None
     return low, high
+
+
+def _ends(values: Tensor) -> set[float]:
+    return {float(values.min()), float(values.max())} if values.numel() else set()
 
 
 def _sure(program: FigureProgram, wanted: Places, values: Sequence[float], losses: Sequence[int]) -> Perfect | None:
