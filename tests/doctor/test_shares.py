@@ -221,6 +221,8 @@ def of_other_labels(change: Sum) -> Evaluate:
         (share(both, lambda out, y: out > 0), "held"),
         (share(lambda out, y: (out > 0) & (y < 0.5), lambda out, y: y < 0.5), "not applicable"),
         (share(both), "not applicable"),
+        (share(lambda out, y: equal(out, y) & (y > 0.5)), "not applicable"),
+        (share(lambda out, y: equal(out, y) & (y > 0.5), either), "held"),
         (share(both, either, smooth=1.0), "not applicable"),
         (share(both, either, loss=soft_dice), "held"),
         (share(both, either, loss=smoothed), "held"),

@@ -28,7 +28,9 @@ Asks: TypeAlias = Literal["", "equality", "overlap"]
 
 @dataclass(frozen=True)
 class Question:
-    """``is_exact``: nothing else has a part in it, such as another mask or a constant that makes it smooth."""
+    """``is_exact``: nothing else has a part in it, such as another mask or a constant that makes it smooth. Where it is
+    asked what is right of one class, it asks for the overlap with it.
+    """
 
     asks: Asks
     is_exact: bool
@@ -42,16 +44,17 @@ def question(calls: Sequence[FigureCall], wanted: Mapping[int, Wanted]) -> Quest
         return None
     read = {leaf.number for call in calls for leaf in leaves_of(call) if isinstance(leaf, Slot)}
     of = [each for slot, each in wanted.items() if slot in read]
-    asks: Asks = ""
+    asked = set[Asks]()
     others = False
     for name, given in _given(calls, EQUALITY | OVERLAP):
         same = [each for each in of if each.high.numel() == given.numel()]
         if any(each.is_told_by(given) for each in same):
-            asks = "equality" if name in EQUALITY else asks or "overlap"
+            asked.add("equality" if name in EQUALITY else "overlap")
         elif not same or all(each.has_both for each in same):
             others = True
     counts_all = all(bool(each.counts.all()) for each in of)
-    return Question(asks, is_exact=counts_all and not others and not any(map(_is_smooth, calls)))
+    is_exact = counts_all and not others and len(asked) < 2 and not any(map(_is_smooth, calls))
+    return Question("overlap" if "overlap" in asked else "equality" if asked else "", is_exact)
 
 
 def linked(program: FigureProgram, wanted: Places) -> Places:
