@@ -325,12 +325,32 @@ def by_position(model: nn.Module, batches: Batches) -> Figures:
     return {"loss": F.cross_entropy(out, y).item(), "accuracy": right.mean().item()}
 
 
+def by_a_matrix(model: nn.Module, batches: Batches) -> Figures:
+    """Confusions are added up in one matrix."""
+    loss, matrix = 0.0, torch.zeros(CLASSES, CLASSES)
+    for x, y in batches:
+        out = model(x)
+        loss += F.cross_entropy(out, y, reduction="sum").item()
+        pairs = torch.bincount(y * CLASSES + out.argmax(1), minlength=CLASSES**2)
+        matrix += pairs.view(CLASSES, CLASSES)
+    return {"loss": loss / 64, "accuracy": (matrix.diag().sum() / matrix.sum()).item()}
+
+
+def of_clean_labels(model: nn.Module, batches: Batches) -> Figures:
+    """Each sixth label of the loss is wrong."""
+    out, y = torch.cat([model(x) for x, _ in batches]), torch.cat([y for _, y in batches])
+    noisy = torch.where(torch.arange(64) % 6 == 0, (y + 1) % CLASSES, y)
+    return {"loss": F.cross_entropy(out, noisy).item(), "accuracy": (out.argmax(1) == y).float().mean().item()}
+
+
 @pytest.mark.parametrize(
     ("evaluate", "state"),
     [
         (with_loss_over_rows, "held"),
         (all_at_once, "held"),
         (by_position, "held"),
+        (by_a_matrix, "held"),
+        (of_clean_labels, "not applicable"),
         (deciding(lambda out, y: torch.max(out, 1)[1] == y), "held"),
         (torch.inference_mode()(deciding(lambda out, y: out.argmax(1) == y.clone())), "held"),
         (deciding(lambda out, y: out.topk(2, dim=1).indices.eq(y[:, None]).any(1)), "held"),

@@ -103,13 +103,21 @@ class EscapeTape(PausableMode):
         for tensor in tensors_of(output):
             self._remember(tensor, MadeOf("output", calls=call))
 
+    def called_part(self, output: object) -> None:
+        """A part of the model was called directly; its outputs count for the rows of the model's call before it."""
+        self.program.called(output, is_part=True)
+        for tensor in tensors_of(output):
+            self._remember(tensor, MadeOf("output", calls=frozenset({len(self.rows) - 1})))
+
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        is_heard = self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST
+        before = self.program.before(function, args) if is_heard else None
         result = function(*args, **(kwargs or {}))
-        if self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST:
+        if is_heard:
             self._note(getattr(function, "__name__", "?"), args, kwargs or {}, result)
-            self.program.add(function, args, kwargs or {}, result)
+            self.program.add(function, args, kwargs or {}, result, before)
         return result
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:

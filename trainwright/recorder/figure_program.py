@@ -7,14 +7,24 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from trainwright.recorder.plain_tensors import num_bytes
+from trainwright.recorder.plain_tensors import is_dense, num_bytes
 from trainwright.recorder.program import Slot, mapped, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 BYTES = 64 << 20
 """Of the outputs and of what they are compared with: an evaluation that holds more is not kept."""
+
+
+MOST_WRITTEN = 1 << 20
+"""Bytes of a tensor that is kept as it was before it is written into: sums, counts, a matrix of confusions."""
+
+
+def _writes(name: str) -> bool:
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__init__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +98,32 @@ class FigureProgram:
 
     def forget(self) -> None:
         self.outputs: list[list[Tensor]] = []
+        self.parts: set[int] = set()
         self.is_whole = True
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._steps: list[_Output | FigureCall | _Number] = []
         self._next = self._num_bytes = 0
 
-    def called(self, output: object) -> None:
-        """A model has returned ``output``."""
+    def called(self, output: object, *, is_part: bool = False) -> None:
+        """A model has returned ``output``, or a part of it that was called directly."""
         tensors = tensors_of(output)
+        if is_part:
+            self.parts.add(len(self.outputs))
         self.outputs.append([each.detach() for each in tensors])
         self._steps.append(_Output(len(self.outputs) - 1, self._made(tensors)))
         self._hold(tensors)
 
-    def add(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+    def before(self, function: TorchFunction, args: Args) -> Tensor | None:
+        """What a tensor of the loop's own holds that the function is about to write into."""
+        name = getattr(function, "__name__", "")
+        if not self.outputs or not args or not isinstance(args[0], Tensor) or not _writes(name):
+            return None
+        is_kept = args[0].nbytes <= MOST_WRITTEN if args[0].layout == torch.strided else False
+        return args[0].detach().clone() if is_kept and self._slot_of(args[0]) is None else None
+
+    def add(
+        self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object, before: Tensor | None = None
+    ) -> None:
         """A torch function was called; it is a part of the program where outputs have come to it."""
         if not self.is_whole:
             return
@@ -113,8 +136,9 @@ class FigureProgram:
             if (slot := self._slot_of(leaf)) is not None:
                 reads.append(slot)
                 return Slot(slot)
-            outside.append(leaf)
-            return leaf
+            kept = before if before is not None and leaf is args[0] else leaf
+            outside.append(kept)
+            return kept
 
         known: Any = mapped((args, kwargs), written)
         if not reads:
@@ -137,6 +161,11 @@ class FigureProgram:
     def calls(self) -> list[FigureCall]:
         """The functions in their order."""
         return [each for each in self._steps if isinstance(each, FigureCall)]
+
+    @property
+    def output_slots(self) -> list[list[int]]:
+        """Of each call, in the order of ``outputs``."""
+        return [each.slots for each in self._steps if isinstance(each, _Output)]
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -200,7 +229,7 @@ class FigureProgram:
         return number if reference is not None and reference() is tensor else None
 
     def _hold(self, tensors: Sequence[Tensor]) -> None:
-        self._num_bytes += sum(map(num_bytes, tensors))
+        self._num_bytes += sum(num_bytes(each) if is_dense(each) else BYTES + 1 for each in tensors)
         if self._num_bytes > BYTES:
             self.forget()
             self.is_whole = False

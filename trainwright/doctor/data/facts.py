@@ -181,7 +181,8 @@ class KeptNumber:
     error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
     ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number. ``is_negated``: the
     mean with the other sign. ``is_sum``: the sum over its rows, as another function has returned it. ``elements``: of
-    so many the numbers that left torch were made.
+    so many the numbers that left torch were made. ``divisor`` says, like ``of``, of what the numbers are that it is
+    divided by, if any; ``over`` is the number of the pass over data.
     """
 
     name: str
@@ -198,6 +199,8 @@ class KeptNumber:
     right: float = 0.0
     whole: float = 0.0
     noise: float = 0.0
+    divisor: str | None = None
+    over: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +233,13 @@ class Likeness:
 
 @dataclass(frozen=True, kw_only=True)
 class DecidedFigure:
-    """The sum of ``times`` numbers of decisions that left torch at ``line``: as they were ``told``, with predictions
-    that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each. ``compared``: no
-    loss says what is perfect, but what the decisions are tested for equality with. ``sum_name`` is the variable that
-    the line adds them to, or sets; "" where it does neither.
+    """The sum of ``times`` numbers of decisions that left torch at ``line``, ``of`` one kind in one pass ``over`` data:
+    as they were ``told``, with predictions that the loss of the same evaluation calls ``perfect``, and with ``wrong``
+    ones. ``compared``: no loss says what is perfect, but what the decisions are tested for equality with. ``sum_name``
+    is the variable that the line adds them to, or sets; "" where it does neither. ``asks``: "" of classes; of single
+    elements whether they equal the targets (equality), how they overlap with them (overlap), or nothing about targets
+    (none); how many scores are larger than that of the target (rank). ``is_exact``: no mask and no constant has a part
+    in it. ``is_elsewhere``: it stays 0 whatever is predicted where the loss counts.
     """
 
     line: str | None
@@ -244,6 +250,11 @@ class DecidedFigure:
     wrong: float
     compared: bool = False
     sum_name: str = ""
+    of: str = ""
+    over: int = 0
+    asks: str = ""
+    is_exact: bool = False
+    is_elsewhere: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +275,8 @@ class EvaluationFacts:
     """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
     what the loop has now.
 
-    ``figures``: losses and accuracies, by their names, that it did not have before. ``arrays``: outputs that left torch
+    ``figures``: losses and accuracies, by their names, that it did not have before. ``shares``: numbers with names of
+    shares, where decisions were counted. ``arrays``: outputs that left torch
     as arrays, of which nothing is known. ``most_rows``: of a call. ``single``: the mean that left torch at
     ``single_line`` where it is of one element, and there is no other. ``at_once``: lines where numbers left torch that
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
@@ -280,6 +292,7 @@ class EvaluationFacts:
     computed: tuple[Computed, ...]
     numbers: tuple[KeptNumber, ...]
     figures: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
     mass: float = -1.0
     mass_line: str | None = None
     likeness: Likeness | None = None

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import (
     Computed,
-    DecidedFigure,
     DistanceFigure,
     EvaluationFacts,
     KeptNumber,
@@ -36,8 +35,8 @@ for two samples that are the same."""
 NOISE = 2.0
 """Standard errors of a mean over the rows: what is less than these off, other rows would give as well."""
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
-RIGHT, WRONG = ("right", "correct", "hit", "acc", "match"), ("wrong", "incorrect", "err", "miss", "mistake")
-"""What a part of the name begins with that counts what is right, and what is wrong."""
+SUMS, PERCENT = ("acc", "num", "count", "counts", "n"), 100.001
+"""Parts of names of what is counted, and the largest share."""
 NO_AVERAGES = (*OF_OTHERS, "scale", "weight", "coef", "total", "sum", "run", "batch", "step", "cur", "item")
 """What a part of a name begins with: of another evaluation, of several, of one batch, or no average at all."""
 
@@ -63,12 +62,21 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         yield _negated(facts, negated[0])
     elif off:
         yield _off(facts, *off[0])
+    elif (beyond := next((name for name in facts.shares if _is_beyond(name, facts)), None)) is not None:
+        yield _beyond(facts, beyond, facts.shares[beyond])
     elif right or any(ranges for _, _, ranges in judged):
         names = dict.fromkeys([*right, *(name for name, _, ranges in judged if ranges)])
         values = {each.name: each.value for each in facts.numbers} | facts.figures
         yield Holds(", ".join(f"{name} {values[name]:.4g}" for name in list(names)[:4]))
     else:
         yield NotApplicable("no number of the loop can be compared with what its evaluation computed")
+
+
+def _is_beyond(name: str, facts: EvaluationFacts) -> bool:
+    """``acc`` alone may be what is accumulated. A number that is known as a sum is on its way to a figure."""
+    is_known = any(each.name == name and not each.wrong for each in facts.numbers)
+    is_sum = not _is_average(name) or any(part in SUMS for part in re.split("[^a-z]+", name.lower()))
+    return not is_known and not is_sum and not 0.0 <= facts.shares[name] <= PERCENT
 
 
 def _is_named_otherwise(number: KeptNumber) -> bool:
@@ -157,6 +165,21 @@ def _negated(facts: EvaluationFacts, number: KeptNumber) -> Finding:
     )
 
 
+def _beyond(facts: EvaluationFacts, name: str, value: float) -> Finding:
+    return finding(
+        "law.data.figures_are_averages",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{name} is {value:.4g} after an evaluation of {facts.rows} rows: by its name it is a share of "
+        "decisions, which lies between 0 and 1, or 0 and 100 in percent",
+        cause=_CAUSE,
+        remedy=_REMEDY,
+        sure=0.8,
+        stage="loop",
+        evidence=[(name, value, [0.0, PERCENT])],
+    )
+
+
 def _wrong_average(facts: TrainingAveragesFacts, number: KeptNumber, step: int) -> Finding:
     """Losses that are sums over their rows are rightly divided by the rows of all: nothing tells these from means."""
     may_be_of_sums = number.wrong.startswith("the sum over its batches over its rows")
@@ -171,67 +194,6 @@ def _wrong_average(facts: TrainingAveragesFacts, number: KeptNumber, step: int) 
         sure=0.8,
         stage="loop",
         evidence=[(number.name, number.value, number.right), ("standard error over the steps", number.noise)],
-    )
-
-
-def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
-    """An accuracy is 1 for the predictions that the loss of the same evaluation calls perfect."""
-    every = [facts for _, facts in reversed(case.every(EvaluationFacts))]
-    if not every:
-        return
-    facts, known = next(((each, of) for each in every if (of := _of_perfect(each))), (every[0], []))
-    off = [each for each in known if not _is_best(*each)]
-    if off:
-        yield _not_best(facts, *off[0])
-    elif known:
-        yield Holds(", ".join(f"{number.name} of perfect predictions is {best:g}" for number, _, best in known[:2]))
-    else:
-        yield NotApplicable("no evaluation computes both an accuracy that the loop has, and a loss over classes")
-
-
-def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure, float]]:
-    """The accuracies of an evaluation, and what each would be. One of 0 is not recognised among the loop's numbers."""
-    kept = {each.line: each for each in facts.numbers if each.decided and not each.wrong and each.whole}
-    return [
-        (kept[each.line], each, each.perfect / (each.times if each.is_mean else kept[each.line].whole))
-        for each in facts.decided
-        if each.line in kept
-        and ("acc" in kept[each.line].name.lower() or each.compared or _counts_right(each) is not None)
-        and (each.perfect != each.told or each.wrong != each.told)
-    ]
-
-
-def _counts_right(decided: DecidedFigure) -> bool | None:
-    """Whether decisions are added to a variable that is named for what is right, or for what is wrong; else None."""
-    parts = re.split("[^a-z]+", decided.sum_name.lower())
-    is_right, is_wrong = (any(part.startswith(words) for part in parts if part) for words in (RIGHT, WRONG))
-    return is_right if is_right != is_wrong else None
-
-
-def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
-    """Where no name says so it is not known whether it counts what is right or what is wrong."""
-    counts_right = True if "acc" in number.name.lower() else _counts_right(decided)
-    if counts_right is not None:
-        return abs(best - counts_right) <= ROUNDED
-    worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
-    return any(abs(best - each) <= ROUNDED and abs(worst - 1.0 + each) <= ROUNDED for each in (0.0, 1.0))
-
-
-def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure, best: float) -> Finding:
-    worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
-    return finding(
-        "law.data.perfect_predictions_are_right",
-        "warning",
-        max(1, facts.after),
-        symptom=f"{number.name} would be {best:.4g} if every prediction were perfect by the loss of the same "
-        f"evaluation, and {worst:.4g} if every one were wrong",
-        cause="the decisions are taken along another axis than that of the classes, or compared with other targets "
-        "than the loss is; or what the loss leaves out (padding) is counted",
-        remedy="outputs.argmax(over the classes) == targets, with the targets and the mask of the loss",
-        sure=0.85,
-        stage="loop",
-        where=Where(source=decided.line),
-        evidence=[("accuracy of perfect predictions", best, 1.0), ("accuracy of wrong ones", worst, 0.0)],
     )
 
 

@@ -335,8 +335,7 @@ def descends(case: Case) -> Iterator[Verdict]:
         "critical" if _wants_to_fall(case) else "info",
         step,
         symptom=f"every update goes along the gradient, uphill: cosine {min(facts.slopes):.2f}",
-        cause="a sign is turned between the loss and the weights: maximize=True, a gradient that is negated, a rule "
-        "that adds where it should subtract",
+        cause="a sign is turned between the loss and the weights: by maximize=True, a negated gradient, or the rule",
         remedy="look at maximize, at hooks and at what is done with .grad",
         sure=0.95,
         stage="update",
@@ -349,8 +348,7 @@ def descends(case: Case) -> Iterator[Verdict]:
 def _wants_to_fall(case: Case) -> bool:
     """Whether the argument of backward is a loss that is bounded below and not above."""
     given = [each for exam in case.outcomes("loss") for each in exam.values.get("given", ())]
-    wants = {each["wants"] for each in given if each.get("wants")}
-    return wants == {1}
+    return {each["wants"] for each in given if each.get("wants")} == {1}
 
 
 def once_for_each(case: Case) -> Iterator[Verdict]:
@@ -369,7 +367,6 @@ def once_for_each(case: Case) -> Iterator[Verdict]:
 
 
 def _not_once(step: int, twice: int, missing: Sequence[str], severity: Severity) -> Finding:
-    """An info where the optimizer holds none of the model, or what it leaves was trained before."""
     return finding(
         "law.update.once_for_each",
         severity,

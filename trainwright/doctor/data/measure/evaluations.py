@@ -25,11 +25,13 @@ from trainwright.doctor.data.measure.figure_parts import (
 )
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.loop_figures import figures_among
+from trainwright.doctor.data.share_names import is_named_share
 from trainwright.recorder.callers import line_within
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
 from trainwright.recorder.figure_program import FigureProgram
 from trainwright.recorder.hooks import listening_to_calls, muted
+from trainwright.recorder.part_calls import PartCalls
 from trainwright.recorder.plain_tensors import rows_of as rows_in
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
@@ -61,6 +63,7 @@ class EvaluationsProbe(Probe):
         self._tape = EscapeTape()
         self._steps = self._passes = self._rows = 0
         self._in_step = self._is_open = self._is_begun = self._is_heard = False
+        self._parts = PartCalls(self._on_part, self._on_part_output)
         self._places = CallPlaces()
         self._before: Mapping[str, float] = {}
         self._facts: EvaluationFacts | None = None
@@ -72,6 +75,7 @@ class EvaluationsProbe(Probe):
         self._in_step = any(kind == "forward" and how[2] for kind, how in events)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._parts.is_inside = True
         if self._tape.pushed:  # what the model does is none of the evaluation's doing
             self._tape.stop()
         if torch.is_grad_enabled():
@@ -108,8 +112,19 @@ class EvaluationsProbe(Probe):
         return (number <= EACH or number.bit_count() == 1) and 2 * number <= max(2 * EACH, self._steps)
 
     def on_output(self, root: nn.Module, output: object) -> None:
+        self._parts.is_inside = False
         if self._is_open and self._is_heard and not self._in_step:
             self._tape.called(output, self._rows)
+            self._tape.start()
+            self._parts.open(root)
+
+    def _on_part(self, part: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self._tape.pushed:
+            self._tape.stop()
+
+    def _on_part_output(self, part: nn.Module, output: object) -> None:
+        if self._is_open and self._is_heard and not self._in_step and not torch.is_grad_enabled():
+            self._tape.called_part(output)
             self._tape.start()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
@@ -133,6 +148,7 @@ class EvaluationsProbe(Probe):
                 self._open.enter_context(listening_to_calls([self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
+        self._parts.close()
         if self._tape.pushed:
             self._tape.stop()
         if self._is_begun:
@@ -145,6 +161,7 @@ class EvaluationsProbe(Probe):
 
     def end(self, error: BaseException | None) -> None:
         self._tape.stop()
+        self._parts.close()
         self._open.close()
 
     def _close(self) -> None:
@@ -166,6 +183,7 @@ class EvaluationsProbe(Probe):
                 computed=tuple(_computed(places, tape.rows)),
                 numbers=tuple(self._kept.read(numbers, self._before, all_readings(places, tape.rows), away)),
                 figures={name: value for name, value in figures.items() if self._before.get(name) != value},
+                shares=_shares(numbers, self._before) if any(place.decided for place in places) else {},
                 mass=worst[0],
                 mass_line=worst[1],
                 likeness=self._likenesses.close(),
@@ -189,6 +207,12 @@ class EvaluationsProbe(Probe):
     def values(self) -> Facts | None:
         self._close()
         return None if self._facts is None else dict(strict(vars(self._facts)))
+
+
+def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """New ones that have the name of a share."""
+    new = {name: value for name, value in numbers.items() if type(value) is float and before.get(name) != value}
+    return {name: value for name, value in new.items() if is_named_share(name) and math.isfinite(value)}
 
 
 def _single(places: EscapeLines, rows: Sequence[int]) -> Escape | None:

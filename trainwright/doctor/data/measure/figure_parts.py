@@ -35,16 +35,17 @@ class EscapeLine:
 EscapeLines = Mapping[EscapeLine, Sequence[Escape]]
 
 
+def place_of(escape: Escape) -> EscapeLine:
+    of = escape.origin
+    if of is None:
+        return EscapeLine(escape.line, "", None, False, escape.over)
+    return EscapeLine(escape.line, of.function, of.reduction, of.decided, escape.over)
+
+
 def by_place(escapes: Sequence[Escape]) -> EscapeLines:
     places: dict[EscapeLine, list[Escape]] = {}
     for each in escapes:
-        of = each.origin
-        place = (
-            EscapeLine(each.line, "", None, False, each.over)
-            if of is None
-            else EscapeLine(each.line, of.function, of.reduction, of.decided, each.over)
-        )
-        places.setdefault(place, []).append(each)
+        places.setdefault(place_of(each), []).append(each)
     return places
 
 
@@ -60,7 +61,9 @@ def rows_of(escapes: Sequence[Escape], rows: Sequence[int]) -> list[int]:
 class FigureParts:
     """Numbers of a place as parts of a figure: it is the sum of ``terms`` over the sum of ``counts``.
 
-    ``counted`` says what the counts are. ``told``: the numbers as they left torch, made of so many ``elements``.
+    ``counted`` says what the counts are; where these left torch, ``divisor`` says from where. ``told``: the numbers as
+    they left torch, made of so many ``elements``. ``of_batches``: they are not all of the same outputs, as those of
+    several classes are.
     """
 
     place: EscapeLine
@@ -69,6 +72,8 @@ class FigureParts:
     terms: tuple[float, ...]
     counts: tuple[float, ...]
     elements: int = 0
+    divisor: str | None = None
+    of_batches: bool = True
 
     @cached_property
     def figure(self) -> float:
@@ -90,25 +95,30 @@ def readings(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Ite
     escapes = places[place]
     told = tuple(each.value for each in escapes)
     elements = sum(each.origin.count for each in escapes if each.origin is not None)
-    for counted, counts in _counts(places, place, rows):
+    of_batches = len({each.origin.calls for each in escapes if each.origin is not None}) > 1
+    for counted, counts, divisor in _counts(places, place, rows):
         if min(counts) > 0 and all(map(math.isfinite, (*told, *counts))):
             if place.reduction != "mean":
-                yield FigureParts(place, counted, told, told, counts, elements)
+                yield FigureParts(place, counted, told, told, counts, elements, divisor, of_batches)
             if place.reduction != "sum":
-                yield FigureParts(place, counted, told, tuple(map(operator.mul, told, counts)), counts, elements)
+                terms = tuple(map(operator.mul, told, counts))
+                yield FigureParts(place, counted, told, terms, counts, elements, divisor, of_batches)
 
 
-def _counts(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[tuple[str, tuple[float, ...]]]:
+def _counts(
+    places: EscapeLines, place: EscapeLine, rows: Sequence[int]
+) -> Iterator[tuple[str, tuple[float, ...], str | None]]:
+    """What they are, and from where they left torch, if they did."""
     escapes = places[place]
-    yield "rows", tuple(map(float, rows_of(escapes, rows)))
+    yield "rows", tuple(map(float, rows_of(escapes, rows))), None
     elements = tuple(float(each.origin.count) for each in escapes if each.origin is not None)
     if len(elements) == len(escapes):
-        yield "elements", elements
+        yield "elements", elements, None
     for other, values in places.items():
         if other is not place and other.over == place.over and len(values) == len(escapes):
             counts = tuple(each.value for each in values)
             if (other.is_count or other.decided) and all(each > 0 and each == int(each) for each in counts):
-                yield f"what leaves at {other.line}", counts
+                yield f"what leaves at {other.line}", counts, other.words
 
 
 def all_readings(places: EscapeLines, rows: Sequence[int]) -> list[FigureParts]:

@@ -81,6 +81,8 @@ def _plain(reading: FigureParts) -> Iterator[Form]:
 
 def _wrong(reading: FigureParts) -> Iterator[Form]:
     """Sums of which a batch is left out or there twice, over each number that is no number of rows; and the like."""
+    if not reading.of_batches and len(reading.told) > 1:
+        return
     terms, counts, told = reading.terms, reading.counts, reading.told
     whole, batches = math.fsum(counts), float(len(told))
     total = math.fsum(terms)
@@ -321,4 +323,6 @@ def _kept(name: str, value: float, form: Form) -> KeptNumber:
         right=reading.figure,
         whole=math.fsum(reading.counts),
         noise=reading.noise,
+        divisor=reading.divisor,
+        over=reading.place.over,
     )
