@@ -107,3 +107,41 @@ def test_a_backward_pass_that_draws(function: type[torch.autograd.Function], sev
     found = {each.code: each for each in watch.findings()}["grad.wrong_backward"]
     assert (found.severity, found.where.op) == (severity, function.__name__)
     assert "in the mean" in found.symptom
+
+
+class Pruned(torch.autograd.Function):
+    """Leaves out the smaller half of its argument; the backward pass pulls on that half (SR-STE, Zhou et al., 2021)."""
+
+    share = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, kept := (x.abs() > x.abs().median()).to(x))
+        return x * kept + other
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, kept = ctx.saved_tensors
+        return cls.share * grad + 0.1 * (1 - kept) * x, grad
+
+
+class Weakened(Pruned):
+    """And gives the other half too little."""
+
+    share = 0.7
+
+
+@pytest.mark.parametrize(("function", "severity"), [(Pruned, "info"), (Weakened, "critical")])
+def test_a_surrogate_where_the_forward_pass_stands_still(
+    function: type[torch.autograd.Function], severity: str
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randint(3, (32,))
+    model = Branches(function)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="gradient") as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert {each.code: each.severity for each in watch.findings()}["grad.wrong_backward"] == severity

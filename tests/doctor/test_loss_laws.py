@@ -96,6 +96,21 @@ def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
             assert isinstance(verdict, Holds | NotApplicable), (number, law, verdict)
 
 
+def test_a_term_less_a_constant_is_no_distance_where_something_else_chooses_it() -> None:
+    """A zero-inflated count (Greene, 1994), whose normalising constant is taken off."""
+    counts = torch.tensor([0.0, 1.0, 2.0, 5.0] * 4)
+
+    def zero_inflated(out: Tensor) -> Tensor:
+        log_size, log_mean, zero = out.unbind(1)
+        size, log_total = log_size.exp(), torch.logaddexp(log_size, log_mean)
+        chance = torch.lgamma(counts + size) - torch.lgamma(size) - torch.lgamma(counts + 1)
+        chance = chance + size * (log_size - log_total) + counts * (log_mean - log_total)
+        is_zero, is_not = F.logsigmoid(zero), F.logsigmoid(-zero)
+        return -torch.where(counts == 0, torch.logaddexp(is_zero, is_not + chance), is_not + chance).mean()
+
+    assert broken(case_of(zero_inflated), "targets_are_the_minimum") == []
+
+
 @each_row("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.dtype) -> None:
     """Neighbours of 64 are half apart in bf16."""

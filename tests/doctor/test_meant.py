@@ -38,6 +38,14 @@ def test_a_spike_of_a_rate_that_the_loop_raises(growth: float, severity: str) ->
     assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
 
 
+@pytest.mark.parametrize(("last", "severity"), [(0.9, "info"), (9.0, "warning")])
+def test_a_spike_that_the_loss_comes_back_from(last: float, severity: str) -> None:
+    losses = [1.0] * 40 + [9.0] * 12 + [last] * 12
+    steps = [Watched(time_s=0.0, step=n, loss=loss, grad_norm=1.0, lr=0.1) for n, loss in enumerate(losses, 1)]
+    steps[40].values["spike"] = [20.0, 1.0, 8.0, "warn"]
+    assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
+
+
 def seen(experiment: str, values: dict[str, object], *steps: Watched) -> Case:
     return Case([*steps, Examined(time_s=0.0, step=64, experiment=experiment, values=strict(values))], finished=True)
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright as tw
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.precision.measure.batches import _narrowed
 from trainwright.runlog.records import Found
 
 Part = Callable[[Tensor], Tensor]
@@ -152,3 +153,10 @@ def test_fractions_that_are_cut_off_inside_of_a_model(cut_off: Part) -> None:
 )
 def test_whole_numbers_that_belong_there(kept: Part) -> None:
     assert states(watched(kept, laws="precision"))["fractions_stay"] == "held"
+
+
+def test_a_mask_of_what_is_one_is_no_cast() -> None:
+    heat = torch.rand(32, 4, generator=torch.Generator().manual_seed(0)).clamp(max=0.9)
+    heat[::5] = 1.0
+    assert _narrowed("loss", heat, (heat == 1).float()) is None
+    assert _narrowed("loss", 5 * heat, (5 * heat).long()) is not None

@@ -241,8 +241,8 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
     Three kinds disagree by design: a forward that is the identity (gradient reversal), one that is constant nearly
     everywhere (rounding, a step function) with a surrogate gradient, and a backward that goes through an argument of
     which the forward makes nothing (feedback alignment). One that passes the gradient straight through (a clamp or a
-    rounding that is not to stop it) is an info. A backward that draws random numbers of its own is compared
-    in the mean over many drawings.
+    rounding that is not to stop it), or that deviates only where the forward stands still, is an info. A backward that
+    draws random numbers of its own is compared in the mean over many drawings.
     """
     exam = case.newest("structure")
     if exam is None or not exam.values.get("custom"):
@@ -264,12 +264,14 @@ def _deviates(each: Facts) -> bool:
 def _no_derivative(step: int, each: Facts) -> Finding:
     bias, noise = each.get("bias"), each.get("noise", 0.0)
     is_estimate = bias is not None and bias <= max(0.02, BEYOND_CHANCE * noise)
-    is_info = each["identity"] or is_estimate or bool(each.get("straight"))
+    is_surrogate = each.get("moving", 1.0) < 0.02
+    is_info = each["identity"] or is_estimate or is_surrogate or bool(each.get("straight"))
     symptom = f"the backward of {each['function']} is off by {each['error']:.0%} from a difference quotient"
     cause = "it is not the derivative of its forward" + (", which is the identity" if each["identity"] else "")
     cause += ": it passes the gradient on as it is, on purpose in a straight-through estimator" * bool(
         each.get("straight")
     )
+    cause += ", but only for elements that its forward does not depend on" * is_surrogate
     if bias is not None:
         symptom = f"the backward of {each['function']}, which draws random numbers, is off by {bias:.0%} in the mean"
     if is_estimate:

@@ -138,6 +138,9 @@ class _FiniteDifferences:
             facts = self._compare_argument(n, grad, weights, widths)
             constant |= facts.pop("constant")
             worst = max(worst, facts, key=lambda each: float(each["error"]))
+        worst["moving"] = max(
+            (self._error_where_it_moves(n, each, weights, widths[1]) for n, each in grads.items()), default=0.0
+        )
         drawn = self._in_the_mean(weights, widths[1]) if self._draws_on_the_way_back(weights) else {}
         own_way = self._has_a_way_of_its_own(weights)
         straight = bool(grads) and all(any(torch.equal(grad, w) for w in weights) for grad in grads.values())
@@ -226,6 +229,23 @@ class _FiniteDifferences:
             "unsteady": float((wide - narrow).norm()) / scale,
             "constant": bool(narrow.norm() <= 1e-6 * expected.norm()) and float(expected.norm()) > 0,
         }
+
+    def _error_where_it_moves(self, n: int, grad: Tensor, weights: list[Tensor], width: float) -> float:
+        """The error along those elements of an argument that move the output at their place; 1 if there is none.
+
+        What the backward pass gives the others is a surrogate: a pull on what was cut off, or a way through a clamp.
+        """
+        x, args = self.args[n], list(self.args)
+        size = float(x.detach().double().pow(2).mean().sqrt()) or 1.0
+        args[n] = x + width * size * self.draw(x)
+        with torch.no_grad():
+            pairs = list(zip(self.outputs(self.args), self.outputs(args)))
+        moved = [before != after for before, after in pairs if before.shape == x.shape]
+        if not moved or not bool(moved[0].any()):
+            return 1.0
+        direction = self.draw(x) * size * moved[0]
+        foretold, seen = float((grad.double() * direction.double()).sum()), self._slope(n, direction, width, weights)
+        return abs(foretold - seen) / max(abs(foretold), abs(seen), 1e-300)
 
     @torch.no_grad()
     def _slope(self, n: int, direction: Tensor, width: float, weights: list[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from trainwright.doctor.loss.measure.comparing import BINARY, CLASSES, RESIDUALS, ComparedLoss
@@ -12,7 +13,7 @@ from trainwright.replay.functions import function_name
 OF_SCORES = CLASSES | BINARY | {"softmax", "log_softmax", "logsumexp", "sigmoid", "logsigmoid", "log_sigmoid"}
 OF_SCORES |= {"argmax", "multinomial"}
 MONOTONE = OF_SCORES | {"softplus", "relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "exp", "expm1", "log", "log1p"}
-MONOTONE |= {"clamp", "clip", "clamp_min", "clamp_max", "erf", "erfc", "sign"}
+MONOTONE |= {"clamp", "clip", "clamp_min", "clamp_max", "erf", "erfc", "sign", "logaddexp"}
 """What one side of a difference is to become large by, or small: there is nothing that both should be equal at."""
 EVEN = frozenset({"square", "pow", "abs", "absolute", "norm", "linalg_norm", "linalg_vector_norm", "vector_norm"})
 EVEN |= {"cosh", "maximum", "max", "where", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
@@ -55,8 +56,8 @@ class FollowedDifferences:
         result = function(*args, **kwargs)
         if not self._made_of:
             return result
-        given = [self._made_of[id(each)][1] for each in tensors_of((args, kwargs)) if id(each) in self._made_of]
-        calls = set[int]().union(*given)
+        given = [each for each in tensors_of((args, kwargs)) if id(each) in self._made_of]
+        calls = set[int]().union(*(self._made_of[id(each)][1] for each in given))
         if not calls:
             return result
         name, made = function_name(function).strip("_"), tensors_of(result)
@@ -66,7 +67,8 @@ class FollowedDifferences:
         if any(each.requires_grad for each in made):
             self._scored |= calls - self._bent if name in MONOTONE else set()
             is_even = name in EVEN or (name in PRODUCTS | BILINEAR and len(given) > 1)
-            self._bent |= calls if is_even else set()
+            is_chosen = name == "where" and not any(each.dtype == torch.bool for each in given)  # by something else
+            self._bent |= calls if is_even and not is_chosen else set()
         self._made_of |= {id(each): (each, calls) for each in made}
         return result
 

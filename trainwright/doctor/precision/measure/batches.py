@@ -86,7 +86,9 @@ def _narrowed(place: str, fetched: Tensor, used: Tensor) -> Narrowed | None:
         if torch.equal(fetched.detach().cpu().to(dtype).to(torch.float64), now):
             spread = float(then.std())
             lost = float((now - then).nan_to_num(posinf=spread).square().mean().sqrt()) / max(spread, 1e-300)
-            return Narrowed(place, str(dtype).removeprefix("torch."), lost, int(torch.unique(now).numel()))
+            values = int(torch.unique(now).numel())
+            is_mask = values <= TWO and not dtype.is_floating_point
+            return None if is_mask else Narrowed(place, str(dtype).removeprefix("torch."), lost, values)
     return _made_whole(place, then, now)
 
 

@@ -20,8 +20,8 @@ def gradient_spike(case: Case) -> Iterator[Finding]:
     """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
 
     Where training has converged, the usual norm is small; a batch that is hard is then many times as large and does no
-    harm. So a norm below that of the first steps is no finding. A spike that was clipped, after which the loss is no
-    higher, or that comes while the loop itself raises the rate (a range test), has the severity info.
+    harm. So a norm below that of the first steps is no finding. A spike that was clipped, that the loss has come back
+    from, or that comes while the loop itself raises the rate (a range test), has the severity info.
     """
     spikes = [record for record in case.watched if _is_large(record)]
     if not spikes:
@@ -60,10 +60,11 @@ def _is_large(record: Watched) -> bool:
 
 
 def _went_on_well(case: Case, step: int) -> bool:
-    """The loss after it is no higher than it was just before, noise included: the update has undone nothing."""
+    """The loss soon after it, or by now, is no higher than just before, noise included: the update undid nothing."""
     before = [each.loss for each in case.watched if step - 16 <= each.step < step]
-    after = [each.loss for each in case.watched if step < each.step <= step + 8]
-    return bool(after and before) and statistics.median(after) <= max(before)
+    after = [each.loss for each in case.watched if step < each.step]
+    soon = [each.loss for each in case.watched if step < each.step <= step + 8]
+    return bool(soon and before) and min(statistics.median(soon), statistics.median(after[-8:])) <= max(before)
 
 
 def _is_raised(case: Case, step: int) -> bool:
