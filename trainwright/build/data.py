@@ -304,13 +304,19 @@ def _ahead(steps: Iterator[StepBatch], at_once: int) -> Iterator[StepBatch]:
     while error is None:
         several: list[StepBatch] = []
         try:
-            several.extend(islice(steps, at_once))
+            several.extend(map(_looked_at, islice(steps, at_once)))
         except Exception as raised:
             error = raised
         yield from several
         if not several and error is None:
             return
     raise error
+
+
+def _looked_at(batch: StepBatch) -> StepBatch:
+    """The same batch, which then knows what each step asks of it: one at a time that takes 10 us."""
+    batch.size, batch.tokens, batch.tensors  # noqa: B018
+    return batch
 
 
 def _pinned(batches: Iterator[Fetched | Failed], loading: Loading) -> Iterator[Fetched | Failed]:

@@ -83,9 +83,10 @@ class ReadyBatches:
     def are_in_memory(self) -> bool:
         """Whether they lie in a list, and torch draws their order: nothing of them depends on training."""
         loader = self.source
-        if type(loader) is not DataLoader or loader.num_workers or type(loader.dataset) not in (list, tuple):
+        if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not default_convert:
             return False
-        return type(loader.sampler) in (SequentialSampler, RandomSampler) and loader.collate_fn is default_convert
+        dataset: object = loader.dataset
+        return type(dataset) in (list, tuple) and type(loader.sampler) in (SequentialSampler, RandomSampler)
 
     @property
     def origin(self) -> object:
