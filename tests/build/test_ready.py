@@ -142,6 +142,40 @@ def test_a_shorter_second_pass_is_told() -> None:
     assert "NOT the same as before: there were only 5, and some samples" in stream.resumed
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_of_a_list_several_are_read_at_once_and_come_as_one_by_one(shuffled: bool) -> None:
+    listed, own_loader = list(batches(40)), type("OwnLoader", (DataLoader,), {})
+    found, one_by_one = (
+        take(make(listed, batch_size=None, shuffle=shuffled), 100) for make in (DataLoader, own_loader)
+    )
+    assert values(found) == values(one_by_one)
+    assert [vars(step.cursor) for step in found] == [vars(step.cursor) for step in one_by_one]
+    for at in (0, 31, 32, 70):
+        again = take(DataLoader(listed, batch_size=None, shuffle=shuffled), 5, found[at].cursor)
+        assert values(again) == values(found[at + 1 : at + 6])
+
+
+class OfSteps(IterableDataset[Any]):
+    """Looks at how many steps were taken."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.full((2, 1), self.taken)
+
+
+def test_what_may_look_at_training_is_read_one_by_one() -> None:
+    data, seen = OfSteps(), []
+    for step in islice(StepBatches(unwrap(DataLoader(data, batch_size=None)).dataset, LOADING), 3):
+        seen.append(int(step.data[0]))
+        data.taken += 1
+    assert seen == [0, 1, 2]
+    ways: list[dict[str, Any]] = [{}, {"collate_fn": lambda batch: batch}, {"sampler": [1, 0]}, {"num_workers": 1}]
+    loaders = [DataLoader([X, X], batch_size=None, **how) for how in ways]
+    assert [ReadyBatches(each).are_in_memory for each in loaders] == [True, False, False, False]
+
+
 def test_an_iterator_ends_after_its_pass_and_the_remedy_is_told() -> None:
     said: list[str] = []
     stream = StepBatches(unwrap(batches(3)).dataset, LOADING, say=said.append)

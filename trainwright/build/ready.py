@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_convert
 
 from trainwright.build.collation import Batch
 from trainwright.build.generators import OwnGenerators, prepare_epoch
@@ -78,6 +78,15 @@ class ReadyBatches:
     @property
     def keeps_state(self) -> bool:
         return _keeper_of(self.source) is not None
+
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether they lie in a list, and torch draws their order: nothing of them depends on training."""
+        loader = self.source
+        if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not default_convert:
+            return False
+        dataset: object = loader.dataset
+        return type(dataset) in (list, tuple) and type(loader.sampler) in (SequentialSampler, RandomSampler)
 
     @property
     def origin(self) -> object:

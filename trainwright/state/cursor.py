@@ -116,7 +116,7 @@ class StepBatch:
         """Dataset positions of the samples of all ranks, shape (n,)."""
         return self.ids if self.of_all is None else self.of_all
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens: elements of the first int32 or int64 tensor of two or more dimensions, else 0."""
         return sum([count_tokens(data) for data, ids in self.micro if len(ids)])
