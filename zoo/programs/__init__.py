@@ -37,6 +37,7 @@ from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
 from zoo.programs import unlabelled as j
 from zoo.programs import without_backward as w
+from zoo.programs.practice import PRACTICE
 from zoo.programs.training import Training, training
 
 Technique = Callable[[Training], None]
@@ -278,6 +279,7 @@ TABLE: dict[Technique, str] = {
     update_rules.resilient: "regress",
     i.clipped_by_unit: "image",
     h.stein_particles: "regress",
+    **PRACTICE,
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
