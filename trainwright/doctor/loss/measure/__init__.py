@@ -31,7 +31,7 @@ from trainwright.doctor.loss.measure import divergence as _divergence  # noqa: F
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure import terms as _terms  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
-from trainwright.doctor.loss.measure.bounds import is_weighed_both_ways
+from trainwright.doctor.loss.measure.bounds import weights_in
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.followed import FollowedDifferences, SummedSquares
 from trainwright.doctor.loss.measure.implied import implied
@@ -218,7 +218,8 @@ def _is_of_draws(recorded: RecordedStep) -> bool:
     """Whether numbers of either sign weigh what the model says, as advantages weigh what was drawn: returns of draws
     are no values that inputs tell.
     """
-    return is_weighed_both_ways([each for term in terms_of(recorded) for each in made_of(recorded, term.slot)])
+    weights = weights_in([each for term in terms_of(recorded) for each in made_of(recorded, term.slot)])
+    return any(bool((each < 0).any() and (each > 0).any()) for each in weights)
 
 
 def _learned(

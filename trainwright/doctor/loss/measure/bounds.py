@@ -61,8 +61,13 @@ def _are_set_against_each_other(recorded: RecordedStep, operations: Sequence[Ope
 
 def is_weighed_both_ways(operations: Sequence[Operation]) -> bool:
     """Whether a tensor with elements below 0 is multiplied by on the way to the loss, as an advantage is."""
-    weights = [c.tensor for each in operations if _is_product(each) for c in constants_of((each.args, each.kwargs))]
-    return any(each.numel() > 1 and bool((each.detach() < 0).any()) for each in weights)
+    return any(bool((each < 0).any()) for each in weights_in(operations))
+
+
+def weights_in(operations: Sequence[Operation]) -> list[Tensor]:
+    """The tensors of several elements that are multiplied by and that no model has made."""
+    given = [c.tensor for each in operations if _is_product(each) for c in constants_of((each.args, each.kwargs))]
+    return [each.detach() for each in given if each.numel() > 1]
 
 
 def _is_product(operation: Operation) -> bool:
