@@ -82,14 +82,16 @@ def gradients_underflow(watch: Watch, seed: int) -> None:
 
 
 class Reader(nn.Module):
-    """One bidirectional attention over padded token ids, then a linear classifier of the mean."""
+    """One bidirectional attention over padded token ids, then a linear classifier of the mean without padding."""
 
     def __init__(self, vocab: int = 33, d: int = 32, classes: int = 4) -> None:
         super().__init__()
         self.tokens, self.attend, self.head = nn.Embedding(vocab, d), SoftMaskAttention(d), nn.Linear(d, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.attend(self.tokens(ids), ids == 0).mean(1))
+        is_real = (ids != 0).unsqueeze(2)
+        read = self.attend(self.tokens(ids), ids == 0) * is_real
+        return self.head(read.sum(1) / is_real.sum(1).clamp(min=1))
 
 
 class SoftMaskAttention(nn.Module):

@@ -221,9 +221,11 @@ def constants_of(value: object) -> list[Constant]:
 
 def mapped(value: object, change: Callable[[Any], object]) -> Any:
     """``value`` with every leaf replaced; containers are rebuilt, objects of other classes are leaves."""
+    if type(value) is tuple:
+        return tuple([mapped(item, change) for item in value])
     if isinstance(value, tuple):
-        items = tuple(mapped(item, change) for item in value)
-        return items if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may look at them
+        items = [mapped(item, change) for item in value]
+        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may look
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     if type(value) is dict:
