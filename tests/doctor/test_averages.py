@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.doctor.averages.measure import _Pair
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 
@@ -200,3 +201,10 @@ def test_statistics_that_are_used_were_measured(prepare: Callable[[Any], Any], s
         return lambda step: None
 
     assert states(watched(make))["used_statistics_are_measured"] == state
+
+
+def test_a_copy_on_the_meta_device_has_no_values() -> None:
+    """As the skeleton of ``torch.func.functional_call`` is."""
+    shell, weight = torch.empty(3, device="meta"), torch.ones(3)
+    assert _Pair("weight", lambda: shell, lambda: weight).sample() is None
+    assert _Pair("weight", lambda: weight, lambda: weight).sample() is not None

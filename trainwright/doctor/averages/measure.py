@@ -63,7 +63,7 @@ class _Pair:
 
     def sample(self) -> tuple[Tensor, Tensor] | None:
         copy, original = self.copy(), self.original()
-        if copy is None or copy.shape != original.shape:
+        if copy is None or copy.shape != original.shape or copy.is_meta or original.is_meta:
             return None
         one, other = _sampled(copy), _sampled(original)
         if one.shape != other.shape or (self.first is not None and one.shape != self.first.shape):
