@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.runlog.records import Found
 
 pytestmark = pytest.mark.slow  # a watched loop for each function
 
@@ -90,11 +91,8 @@ class Branches(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(
-    ("function", "severity"),
-    [(Shake, "info"), (RoundedBack, "info"), (SampledBack, "info"), (Forgetful, "critical"), (Mixed, "critical")],
-)
-def test_a_backward_pass_that_draws(function: type[torch.autograd.Function], severity: str) -> None:
+def wrong_backward_of(function: type[torch.autograd.Function]) -> Found:
+    """What is said of the backward pass of a Function of two arguments."""
     torch.manual_seed(0)
     x, y = torch.randn(32, 6), torch.randint(3, (32,))
     model = Branches(function)
@@ -104,7 +102,15 @@ def test_a_backward_pass_that_draws(function: type[torch.autograd.Function], sev
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    found = {each.code: each for each in watch.findings()}["grad.wrong_backward"]
+    return {each.code: each for each in watch.findings()}["grad.wrong_backward"]
+
+
+@pytest.mark.parametrize(
+    ("function", "severity"),
+    [(Shake, "info"), (RoundedBack, "info"), (SampledBack, "info"), (Forgetful, "critical"), (Mixed, "critical")],
+)
+def test_a_backward_pass_that_draws(function: type[torch.autograd.Function], severity: str) -> None:
+    found = wrong_backward_of(function)
     assert (found.severity, found.where.op) == (severity, function.__name__)
     assert "in the mean" in found.symptom
 
@@ -135,13 +141,4 @@ class Weakened(Pruned):
 def test_a_surrogate_where_the_forward_pass_stands_still(
     function: type[torch.autograd.Function], severity: str
 ) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(32, 6), torch.randint(3, (32,))
-    model = Branches(function)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with tw.watch(model, optimizer, out=None, quiet=True, laws="gradient") as watch:
-        for _ in range(3):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    assert {each.code: each.severity for each in watch.findings()}["grad.wrong_backward"] == severity
+    assert wrong_backward_of(function).severity == severity
