@@ -1,8 +1,10 @@
-"""What to run where there is an NVIDIA GPU, part by part: ``scripts/gpu OUT [PART ...]``.
+"""What to run where there is an NVIDIA GPU, part by part: ``scripts/gpu OUT [PART ...] [--limit S]``.
 
     tests     the tests that need a GPU (`pytest -m gpu`)
     sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); how often a step of tw.fit synchronises
     overhead  step_overhead.py on the GPU
+    watch     watch_overhead.py on the GPU
+    zoo       gpu_zoo.py: healthy programs and listed faults there
     stall     checkpoint_stall.py with GPT-2 124M on the GPU
     plan      plan_accuracy.py: the foreseen peak against torch.cuda.max_memory_allocated
     amp       tokens/s of GPT-2 124M by precision, eager and compiled, against fp32
@@ -24,7 +26,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-PARTS = ("tests", "sync", "overhead", "stall", "plan", "amp", "mfu")
+PARTS = ("tests", "sync", "overhead", "watch", "zoo", "stall", "plan", "amp", "mfu")
 LIMIT_S = 470.0
 
 
@@ -56,12 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for the figures")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds that a part may take")
     options = parser.parse_args()
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     device = os.environ.get("DEVICE", "cuda")
-    good = [run_part(part, options.out.resolve(), device) for part in options.parts or PARTS]
+    good = [run_part(part, options.out.resolve(), device, options.limit) for part in options.parts or PARTS]
     raise SystemExit(0 if all(good) else 1)
 
 

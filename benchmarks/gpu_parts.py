@@ -138,7 +138,7 @@ def sync(device: torch.device) -> None:
             gpt = Gpt(device, precision, accumulation=accumulation)
             gpt.train(3)
             case = f"{precision}_accum{accumulation}"
-            where = first_sync(lambda gpt=gpt: gpt.train(count(device, 20)), device)
+            where = first_sync(lambda gpt=gpt: gpt.train(count(device, 5)), device)
             line = {"bench": "gpu_sync", "case": case, "value": int(bool(where)), "unit": "syncs", "where": where}
             print(json.dumps(line), flush=True)
     figure("gpu_sync", "fit", [syncs_of_fit(device)], unit="syncs/step", against="absolute")
@@ -205,6 +205,16 @@ def overhead(device: torch.device) -> None:
     small = () if device.type == "cuda" else ("--quick", "--tasks", "mlp", "--threads", "1")
     variants = "plain_same_optimizer,fit,fit_no_doctor,train,fabric"
     other_benchmark("step_overhead", "--device", device.type, "--only", variants, "--rounds", "3", *small)
+
+
+def watch(device: torch.device) -> None:
+    small = ("--rounds", "3", "--mlp_steps", "400", "--gpt_steps", "128") if device.type == "cuda" else ("--quick", "--threads", "1")
+    other_benchmark("watch_overhead", "--device", device.type, *small)
+
+
+def zoo(device: torch.device) -> None:
+    small = ("--seconds", "200") if device.type == "cuda" else ("--share", "0.01", "--jobs", "2", "--seconds", "60")
+    other_benchmark("gpu_zoo", "--device", device.type, *small)
 
 
 def stall(device: torch.device) -> None:
@@ -281,6 +291,8 @@ PARTS: dict[str, Callable[[torch.device], None]] = {
     "tests": tests,
     "sync": sync,
     "overhead": overhead,
+    "watch": watch,
+    "zoo": zoo,
     "stall": stall,
     "plan": plan,
     "amp": amp,

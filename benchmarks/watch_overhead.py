@@ -1,6 +1,6 @@
 """What ``tw.watch`` costs: time of a step with it against the same plain PyTorch loop without it, interleaved.
 
-    python -m benchmarks.watch_overhead [--quick]
+    python -m benchmarks.watch_overhead [--quick] [--device cuda]
 
 Two loops: an MLP of about half a millisecond and a GPT (4 blocks of 128, 12 x 64 tokens). Ratios are medians over
 pairs of runs in one process, after the first 64 steps: in these the watch looks closely more often, once in a run, and
@@ -53,20 +53,24 @@ def _forever(batch: Any) -> Iterator[Any]:
 class Loop:
     """A plain loop."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], device: str) -> None:
         torch.manual_seed(0)
         self.model, self.loss, self.batches = make()
+        self.model.to(device)
+        self.device = device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
 
     def steps(self, n: int) -> float:
         """Seconds for n steps."""
         begin_s = time.perf_counter()
         for _ in range(n):
-            batch = next(self.batches)
+            batch = tuple(each.to(self.device) for each in next(self.batches))
             self.optimizer.zero_grad()
             self.loss(self.model, batch).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
         return time.perf_counter() - begin_s
 
 
@@ -77,12 +81,13 @@ class Watched:
     make: Callable[[], Any]
     steps: int
     memory_bytes: int
+    device: str
     first_s: list[float] = field(default_factory=list)
     held: list[float] = field(default_factory=list)
     collections: list[float] = field(default_factory=list)
 
     def __call__(self) -> float:
-        loop = Loop(self.make)
+        loop = Loop(self.make, self.device)
         with tw.watch(loop.model, loop.optimizer, out=None, quiet=True, memory_bytes=self.memory_bytes) as watch:
             self.first_s.append(loop.steps(64))
             before = _full_collections()
@@ -96,21 +101,21 @@ def _full_collections() -> int:
     return gc.get_stats()[2]["collections"]
 
 
-def plain(make: Callable[[], Any], steps: int) -> float:
+def plain(make: Callable[[], Any], steps: int, device: str) -> float:
     """The same without a watch."""
-    loop = Loop(make)
+    loop = Loop(make, device)
     loop.steps(64)
     return loop.steps(steps)
 
 
 def main() -> None:
     """Five JSON lines for each loop."""
-    options = arguments(__doc__, rounds=(11, 2), mlp_steps=(1000, 50), gpt_steps=(64, 8))
+    options = arguments(__doc__, rounds=(11, 2), mlp_steps=(1000, 50), gpt_steps=(64, 8), device=("cpu", "cpu"))
     about("watch_overhead")
     torch.set_num_threads(options.threads)
     for name, make, steps in (("mlp", mlp, options.mlp_steps), ("gpt", gpt, options.gpt_steps)):
-        ours = Watched(make, steps, 2**26)
-        seen = interleaved({"plain": partial(plain, make, steps), "watched": ours}, options.rounds)
+        ours = Watched(make, steps, 2**26, options.device)
+        seen = interleaved({"plain": partial(plain, make, steps, options.device), "watched": ours}, options.rounds)
         figure("watch_overhead", name, ratios(seen["watched"], seen["plain"]), unit="ratio", against="no watch")
         figure("watch_overhead", f"{name}_step", [1e3 * s / steps for s in seen["plain"]], unit="ms", against="")
         figure("watch_overhead", f"{name}_first_64_steps", ours.first_s, unit="s", against="")

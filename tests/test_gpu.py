@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,8 +149,10 @@ def test_a_step_does_not_wait_for_the_device(precision: str) -> None:
     state, how = state_of(net("cuda"), precision)
     few = [batch for _, batch in zip(range(12), batches("cuda"))]
     train(state, how, iter(few[:4]), 4)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # torch calls the mode a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         train(state, how, iter(few[4:]), 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -157,19 +161,21 @@ def test_a_step_does_not_wait_for_the_device(precision: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_memory_that_runs_out_makes_smaller_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_is_trained_in_smaller_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 260 * 2**20) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 200 * 2**20) / total)
     try:
-        x = torch.randn(256, 4096)
-        wide = nn.Sequential(nn.Linear(4096, 2048), *(nn.ReLU() if i % 2 else nn.GELU() for i in range(120)))
-        model = nn.Sequential(wide, nn.Linear(2048, 2))
+        x = torch.randn(256, 1024)
+        model = nn.Sequential(nn.Linear(1024, 2048), *(nn.GELU() for _ in range(120)), nn.Linear(2048, 2))
+        with pytest.raises(torch.OutOfMemoryError):
+            copy.deepcopy(model).cuda()(x.cuda()).sum().backward()
+        torch.cuda.empty_cache()
         result = tw.fit(model, (x, (x.sum(1) > 0).long()), nn.CrossEntropyLoss(), until="3steps", batch=256, quiet=True)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert result.ending == "finished" and result.state is not None and result.state.micro_limit is not None
+    assert result.ending == "finished" and result.state is not None
 
 
 @pytest.mark.gpu

@@ -69,7 +69,11 @@ def reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_option_against_float64(dtype: torch.dtype, bias: bool) -> None:
+@pytest.mark.parametrize("aligned", [1, 64])
+def test_every_option_against_float64(
+    dtype: torch.dtype, bias: bool, aligned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunked.ALIGNED, "cpu", aligned)
     bound = 1e-6 if dtype is torch.float32 else 1e-14
     for smoothing, z_loss, softcap in itertools.product((0.0, 0.1), (0.0, 0.01), (0.0, 3.0)):
         options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
@@ -84,7 +88,11 @@ def test_every_option_against_float64(dtype: torch.dtype, bias: bool) -> None:
 @pytest.mark.parametrize("ignored", [-100, 7])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_of_classes_against_float64(dtype: torch.dtype, smoothing: float, ignored: int) -> None:
+@pytest.mark.parametrize("aligned", [1, 64])
+def test_weights_of_classes_against_float64(
+    dtype: torch.dtype, smoothing: float, ignored: int, aligned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunked.ALIGNED, "cpu", aligned)
     """One class weighs nothing; a z-loss is not weighed, and is in the reference so."""
     bound = 1e-6 if dtype is torch.float32 else 1e-14
     weight = torch.rand(V, dtype=dtype) * 3

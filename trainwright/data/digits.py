@@ -53,9 +53,9 @@ class Digits(Dataset[tuple[Tensor, int]]):
         """Moves an image by -1, 0 or 1 pixels down and right, repeats its border and adds noise."""
         image_1HW = self.images[index]
         _, height, width = image_1HW.shape
-        top, left = torch.randint(0, 3, (2,)).tolist()
+        top, left = torch.randint(0, 3, (2,), device="cpu").tolist()
         moved = self._padded[index, :, top : top + height, left : left + width]
-        return moved + NOISE_STD * torch.randn(image_1HW.shape)
+        return moved + NOISE_STD * torch.randn(image_1HW.shape, device="cpu")
 
     def content_sha256(self) -> str:
         """Hash of the images, the labels and whether they are augmented."""

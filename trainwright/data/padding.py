@@ -64,9 +64,9 @@ class Padding:
         name = next((name for name, value in samples[0].items() if _length(value)), None)
         if name is None:
             return {}
-        lengths = torch.tensor([_length(each[name]) for each in samples])
+        lengths = torch.tensor([_length(each[name]) for each in samples], device="cpu")
         longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
-        return {"mask": torch.arange(longest) < lengths[:, None], "lengths": lengths}
+        return {"mask": torch.arange(longest, device="cpu") < lengths[:, None], "lengths": lengths}
 
 
 def pad(value: float = 0, *, target: int = IGNORE, multiple_of: int = 1) -> Callable[[Sequence[Any]], Any]:

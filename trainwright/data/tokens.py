@@ -87,7 +87,7 @@ def packed(ids_BT: Tensor, end: int) -> dict[str, Tensor]:
     """Says where documents begin in rows of ids in which ``end`` ends each: see ``Tokens``."""
     begins_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = ids_BT[:, :-1] == end
-    at_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+    at_BT = torch.arange(ids_BT.shape[1], device="cpu").expand_as(ids_BT)
     first_BT = torch.where(begins_BT, at_BT, 0).cummax(1).values
     return {
         "input_ids": ids_BT,

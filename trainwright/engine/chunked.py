@@ -25,8 +25,11 @@ CHUNK_BYTES = {"cpu": 1 << 25}
 """Size of the logits of one chunk, in float32 and in the compute dtype together, by device type. With smaller chunks
 the gradient of the weight is read and written more often; see benchmarks/chunked_loss.py."""
 CHUNK_BYTES_ELSEWHERE = 1 << 28
-PARTS = 8
-"""Number of parts in which the gradient of the weight is added where the matmul cannot add it itself."""
+PARTS = {"cpu": 8}
+"""Number of parts in which the gradient of the weight is added where the matmul cannot add it itself; elsewhere 1."""
+ALIGNED = {"cpu": 1}
+"""The classes are padded with rows of zeros to a multiple of this, elsewhere of 64: with rows of 50,257 16-bit numbers,
+of which none but the first begins at a multiple of 16 bytes, the matmuls of an H200 took seven times as long."""
 WORTH_BYTES = 1 << 28
 
 
@@ -187,9 +190,16 @@ def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> t
     with torch.autocast(hidden.device.type, enabled=False):
         compute, wide = config.compute, config.accumulate
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        head = weight.to(compute)
+        classes = weight.shape[0]
+        missing = -classes % ALIGNED.get(hidden.device.type, 64)
+        head, head_bias = weight.to(compute), None if bias is None else bias.to(compute)
+        if missing:
+            head, head_bias = (
+                F.pad(head, (0, 0, 0, missing)),
+                None if head_bias is None else F.pad(head_bias, (0, missing)),
+            )
         of_classes = None if of_classes is None else of_classes.to(wide)
-        leaves, kinds = (hidden, weight, bias), (hidden.dtype, wide, wide)
+        leaves, kinds = (hidden, head, head_bias), (hidden.dtype, wide, wide)
         grads = [
             torch.zeros_like(each, dtype=kind) if wanted and each is not None else None
             for each, kind, wanted in zip(leaves, kinds, config.wanted, strict=True)
@@ -197,12 +207,15 @@ def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> t
         for begin in range(0, hidden.shape[0], config.rows):
             rows = slice(begin, begin + config.rows)
             chunk = hidden[rows].to(compute)
-            logits = F.linear(chunk, head, None if bias is None else bias.to(compute)).to(wide)
-            total = total + _to_gradient(logits, target[rows], of_classes, config, scale)
+            logits = F.linear(chunk, head, head_bias).to(wide)
+            total = total + _to_gradient(logits[:, :classes], target[rows], of_classes, config, scale)
             if any(config.wanted):
+                logits[:, classes:] = 0
                 _add(grads, rows, logits.to(compute), chunk, head)
             del logits  # frees it before the next chunk is computed
-        made = [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, leaves, strict=True)]
+        if missing:
+            grads[1:] = [None if each is None else each[:classes] for each in grads[1:]]
+        made = [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs[:3], strict=True)]
     return total, made
 
 
@@ -256,7 +269,8 @@ def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tens
     if weight is not None and weight.dtype == by_logits.dtype:
         weight.addmm_(by_logits.t(), chunk)
     elif weight is not None:  # in parts: the product in low precision is a temporary tensor
-        for part, columns in zip(weight.chunk(PARTS), by_logits.chunk(PARTS, dim=1), strict=True):
+        parts = PARTS.get(weight.device.type, 1)
+        for part, columns in zip(weight.chunk(parts), by_logits.chunk(parts, dim=1), strict=True):
             part += columns.t() @ chunk
     if bias is not None:
         bias += by_logits.sum(0, dtype=bias.dtype)

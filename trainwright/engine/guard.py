@@ -14,7 +14,7 @@ from trainwright.state.chained import parts_of
 from trainwright.state.shards import is_divided
 
 LARGEST_TABLE = 64 * 2**20
-APPLIED, SKIPPED = torch.tensor(False), torch.tensor(True)
+APPLIED, SKIPPED = torch.tensor(False, device="cpu"), torch.tensor(True, device="cpu")
 """The flags of a CPU, where asking costs no host sync. Nobody writes to them."""
 
 

@@ -95,7 +95,7 @@ class StagedPasses:
             self._schedules[count] = self._stages.make(count, self._loss)
         schedule = self._schedules[count]
         inputs = [torch.cat([self._filled(micro) for micro in work.micro])] if self._stages.is_first else []
-        numbers = torch.arange(count) if self._stages.is_last else None
+        numbers = torch.arange(count, device="cpu") if self._stages.is_last else None
         with precision.autocast():
             if trains:
                 schedule.step(*inputs, target=numbers, return_outputs=False)

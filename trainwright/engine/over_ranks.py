@@ -73,8 +73,8 @@ def share_buffers(state: TrainState, world: World) -> None:
 def fill_missing(optimizer: Optimizer, world: World) -> None:
     """Gives a parameter that has a gradient on another rank, and none here, one of zeros: all sum the same tensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    same = world.gather(torch.tensor([seed_of(str(here.tolist()))]))
+    here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
+    same = world.gather(torch.tensor([seed_of(str(here.tolist()))], device="cpu"))
     if bool((same == same[0]).all()):
         return
     for parameter, anywhere in zip(parameters, world.gather(here).any(0).tolist(), strict=True):
@@ -104,7 +104,7 @@ def count(batch: StepBatch, tokens: int, world: World) -> Counted:
     if world.size == 1:
         return Counted(batch.size, tokens)
     seen = int(batch.cursor.digest[:15] or "0", 16)
-    samples, all_tokens, digests = world.gather(torch.tensor([batch.size, tokens, seen])).unbind(1)
+    samples, all_tokens, digests = world.gather(torch.tensor([batch.size, tokens, seen], device="cpu")).unbind(1)
     if bool((digests != digests[0]).any()):
         rank = int((digests != digests[0]).nonzero()[0])
         raise DataError(

@@ -35,9 +35,9 @@ def measured_cpu(machine: Machine) -> Device:
     flops = {"fp32": _matmul_flops(torch.float32)}
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
         flops["bf16"] = _matmul_flops(torch.bfloat16)
-    one, other = torch.ones(_COPIED), torch.empty(_COPIED)
+    one, other = torch.ones(_COPIED, device="cpu"), torch.empty(_COPIED, device="cpu")
     bandwidth = 2 * 4 * _COPIED / _seconds(lambda: other.copy_(one))
-    few = torch.ones(8)
+    few = torch.ones(8, device="cpu")
     launch_s = _seconds(lambda: few.add(1.0))
     return Device(
         "cpu",
@@ -109,7 +109,7 @@ def named_device(name: str | None, table: dict[str, Device], memory_bytes: int |
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    one = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    one = torch.ones(_SIDE, _SIDE, dtype=dtype, device="cpu")
     return 2 * _SIDE**3 / _seconds(lambda: one @ one)
 
 

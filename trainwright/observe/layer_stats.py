@@ -173,7 +173,7 @@ class LayerStats:
             return flat.clone()
         key = (count, flat.device)
         if key not in self._spread:
-            places = torch.arange(SAMPLED, dtype=torch.float64) * (count / SAMPLED)
+            places = torch.arange(SAMPLED, dtype=torch.float64, device="cpu") * (count / SAMPLED)
             self._spread[key] = places.long().to(flat.device, non_blocking=True)
         return flat[self._spread[key]]
 
@@ -181,7 +181,7 @@ class LayerStats:
         if values.device.type != "cuda":
             self._pending = values, None
             return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
         host.copy_(values, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()

@@ -20,7 +20,7 @@ class CallState:
         self._last_modes: tuple[bool, ...] = ()
         self._last_wanted: tuple[bool, ...] = ()
         self.is_resting, self._are_known = False, False
-        self._last_rng, self._step = torch.empty(0), -1
+        self._last_rng, self._step = torch.empty(0, device="cpu"), -1
 
     def modes_and_wanted(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """``training`` of every module, ``requires_grad`` of every parameter."""

@@ -78,7 +78,7 @@ class LabelCounts:
         known = self._everywhere or (sum(self._batches, Counter()) if len(self._batches) >= 4 else None)
         if not known:
             return []
-        shares = torch.tensor([*known.values()], dtype=torch.float64) / known.total()
+        shares = torch.tensor([*known.values()], dtype=torch.float64, device="cpu") / known.total()
         generator = torch.Generator().manual_seed(0)
         drawn = [_drawn_entropies(shares, each.total(), generator) for each in self._batches[:16] if each]
         means = torch.stack(drawn).mean(0)

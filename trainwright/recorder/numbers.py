@@ -98,10 +98,12 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
         return lambda: known
     device = next(t.device for t in tensors if t.is_cuda)
     with torch.no_grad():
-        parts = [own_part(v) if isinstance(v, Tensor) else v for v in values]
-        there = [torch.as_tensor(v, device=device).detach().double().reshape(()) for v in parts]
-        here = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
-        here.copy_(torch.stack(there), non_blocking=True)
+        parts = [own_part(v).detach() if isinstance(v, Tensor) else torch.tensor(v, device="cpu") for v in values]
+        if any(not v.is_cuda or v.shape or v.dtype != torch.float32 for v in parts):  # of few steps: each takes 10 us
+            parts = [v.to(device, torch.float64).reshape(()) for v in parts]
+        there = torch.stack(parts)
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
+        here.copy_(there, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(device))
 

@@ -37,7 +37,7 @@ class PrivateCopies:
             private = torch.UntypedStorage(shared.nbytes())  # type: ignore[no-untyped-call]
             private.copy_(shared)
             self._copies[key] = reference, private
-        copy = torch.empty(0, dtype=tensor.dtype)
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return copy.set_(self._copies[key][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def forget(self) -> None:

@@ -160,7 +160,7 @@ class Veto:
 
     def _restore_buffers(self, flag: Tensor | None = None) -> None:
         for guard in self._buffers:
-            guard.restore_if(torch.ones((), dtype=torch.bool) if flag is None else flag)
+            guard.restore_if(torch.ones((), dtype=torch.bool, device="cpu") if flag is None else flag)
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def _norm(grads: list[Tensor]) -> Tensor:
     """As ``get_total_norm``, without its grouping by device and type, which takes 20 us."""
     grads = [g for g in grads if not g.is_sparse]
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     if {(type(g), g.device) for g in grads} != {(Tensor, grads[0].device)}:
         return get_total_norm([own_part(g) for g in grads])
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))

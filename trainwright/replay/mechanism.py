@@ -87,7 +87,7 @@ def _range_of_argument(value: object) -> Range | None:
     if isinstance(value, Range):
         return value
     if isinstance(value, bool | int | float):
-        value = torch.tensor(float(value), dtype=torch.float64)
+        value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     if isinstance(value, Tensor):
         return range_of(value.double())
     ranges = [_range_of_argument(x) for x in value] if isinstance(value, list) else []

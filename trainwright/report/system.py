@@ -119,7 +119,7 @@ def _cudnn(torch: ModuleType) -> tuple[int | None, str]:
 
 def _numpy_error(torch: ModuleType) -> str:
     try:
-        torch.zeros(1).numpy()
+        torch.zeros(1, device="cpu").numpy()
     except RuntimeError as error:  # "Numpy is not available"
         return _one_line(error)
     return ""

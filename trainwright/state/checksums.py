@@ -30,7 +30,7 @@ def start_checksums(tensors: Sequence[Tensor | None]) -> Checksums:
         return lambda: known
     device = devices.pop()
     there = torch.stack([torch.as_tensor(each, device=device) for each in sums])
-    here = torch.empty(len(there), dtype=torch.int64, pin_memory=True)
+    here = torch.empty(len(there), dtype=torch.int64, pin_memory=True, device="cpu")
     here.copy_(there, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(device))

@@ -37,7 +37,7 @@ def bring_together(part: StagePart, stages: World) -> StagePart:
                 continue
             taken.add(name)
             if stages.rank == 0:
-                tensors[name] = torch.empty(shape, dtype=dtype)
+                tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             if stages.rank in (0, source):
                 stages.bring(tensors[name], source)
         values, trained = _merged(values, other_values), trained | other_trained

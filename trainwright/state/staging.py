@@ -45,7 +45,7 @@ class Staging:
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
         pinned = tensor.device.type == "cuda"  # a copy from the device into pageable memory would wait for each tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).zero_()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned, device="cpu").zero_()
 
 
 def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:

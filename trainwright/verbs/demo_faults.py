@@ -82,7 +82,7 @@ class _Windows(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, text: str, loop: FaultyLoop) -> None:
         self.symbols = sorted(set(text))
         ids = {symbol: number for number, symbol in enumerate(self.symbols)}
-        self.ids = torch.tensor([ids[symbol] for symbol in text])
+        self.ids = torch.tensor([ids[symbol] for symbol in text], device="cpu")
         self.loop = loop
 
     def __len__(self) -> int:

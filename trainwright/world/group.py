@@ -146,13 +146,13 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Costs an all-reduce of eight bytes."""
-        one = torch.tensor(number)
+        one = torch.tensor(number, device="cpu")
         with _raising_rank_error("agree on a number"):
             distributed.all_reduce(one, distributed.ReduceOp.MIN, group=self._group)
         return int(one)
 
     def clock(self) -> float:
-        now = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        now = torch.tensor(time.perf_counter(), dtype=torch.float64, device="cpu")
         with _raising_rank_error("agree on the time"):
             distributed.broadcast(now, group=self._group, group_src=0)
         return float(now)

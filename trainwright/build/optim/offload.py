@@ -190,7 +190,7 @@ class _Host:
     grad: Tensor | None = None
     version: int = -1
     pointer: int = 0
-    bits: Tensor = field(default_factory=lambda: torch.zeros(()))
+    bits: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))
 
     @classmethod
     def of(cls, parameter: Tensor, pieces: _Pieces) -> _Host:

@@ -176,7 +176,10 @@ def _one_by_one(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str
         loss = call_loss(loss_fn, model, piece, where)
         totals.append(float(loss.total if isinstance(loss, Loss) else loss))
         weights.append(float(loss.weight) if isinstance(loss, Loss) else 1.0)
-    return SampleLosses(torch.tensor(totals, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64))
+    return SampleLosses(
+        torch.tensor(totals, dtype=torch.float64, device="cpu"),
+        torch.tensor(weights, dtype=torch.float64, device="cpu"),
+    )
 
 
 def _target(batch: Batch) -> object:
@@ -232,7 +235,7 @@ def _by_element(outputs: Tensor, targets: Tensor) -> Iterator[SampleLosses]:
 
 def _summed(each: Tensor) -> SampleLosses:
     rows = each.flatten(1) if each.dim() > 1 else each[:, None]
-    return SampleLosses(rows.sum(1), torch.full((len(rows),), float(rows.shape[1]), dtype=torch.float64))
+    return SampleLosses(rows.sum(1), torch.full((len(rows),), float(rows.shape[1]), dtype=torch.float64, device="cpu"))
 
 
 def _numbers(outputs: Tensor, targets: Tensor) -> Tensor | None:

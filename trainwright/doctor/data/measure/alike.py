@@ -21,8 +21,8 @@ class InputMoments:
 
     def __init__(self) -> None:
         self.samples = 0
-        self._count, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
-        self._fractions = torch.zeros(())
+        self._count, self._sum, self._squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
+        self._fractions = torch.zeros((), device="cpu")
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor]) -> None:

@@ -210,7 +210,9 @@ def _targets(program: FigureProgram, escapes: Sequence[Escape], same: set[int]) 
         losses = [v for n, v in numbers.items() if n in same and v.requires_grad and not _is_decided(escapes[n])]
         if not losses:
             return None
-        slopes = torch.autograd.grad(sum(losses, start=torch.zeros(())), list(leaves.values()), allow_unused=True)
+        slopes = torch.autograd.grad(
+            sum(losses, start=torch.zeros((), device="cpu")), list(leaves.values()), allow_unused=True
+        )
     found = {call: None if each is None else _target(each) for call, each in zip(chosen, slopes)}
     known = {call: (chosen[call], *each) for call, each in found.items() if each is not None}
     return known if len(known) == len(chosen) else None

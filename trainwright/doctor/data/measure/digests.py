@@ -40,7 +40,7 @@ def _digests(tensor: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Odd random factors."""
     generator = torch.Generator().manual_seed(7)
-    return (torch.randint(-(2**62), 2**62, (COLUMNS,), generator=generator) * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (COLUMNS,), generator=generator, device="cpu") * 2 + 1).to(device)
 
 
 def is_continuous(tensors: Sequence[Tensor]) -> bool:

@@ -107,7 +107,9 @@ def leaks(x: Tensor, y: Tensor) -> list[Facts]:
 
 def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that differ, by their sums with random weights."""
-    weights = torch.randn(columns.shape[1] + 1, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    weights = torch.randn(
+        columns.shape[1] + 1, generator=torch.Generator().manual_seed(0), dtype=torch.double, device="cpu"
+    )
     keys = columns @ weights[1:].to(columns.device) + y.double() * float(weights[0])
     keys, order = keys.sort()
     kept = order[F.pad(keys.diff() > 1e-12 * keys.abs().amax(), (1, 0), value=True)]
@@ -234,7 +236,7 @@ def _features(x: Tensor) -> Tensor:
     x = x.flatten(1).double()
     x = (x - x.mean(0)) / x.std(0).clamp(min=1e-9)
     if x.shape[1] > 512:
-        mix = torch.randn(x.shape[1], 512, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+        mix = torch.randn(x.shape[1], 512, dtype=x.dtype, generator=torch.Generator().manual_seed(0), device="cpu")
         x = x @ mix.to(x.device) / math.sqrt(x.shape[1])
     return x
 

@@ -39,7 +39,7 @@ def varied_inputs(session: ReplaySession) -> str:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
             return leaf
         if leaf.data_ptr() not in drawn:
-            drawn[leaf.data_ptr()] = torch.randn(leaf.shape, generator=generator).to(leaf)
+            drawn[leaf.data_ptr()] = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf)
         return drawn[leaf.data_ptr()]
 
     random = Intervention(inputs=change_leaves(draw))
@@ -95,7 +95,9 @@ def mixed_samples(session: ReplaySession) -> str:
     samples = None if target is None else pooled(session, target)
     if samples is None or len(samples.at) < 4:
         raise NotTried("no two recorded steps have samples of the same kind")
-    order = torch.randperm(len(samples.y), generator=torch.Generator().manual_seed(0)).to(samples.y.device)
+    order = torch.randperm(len(samples.y), generator=torch.Generator().manual_seed(0), device="cpu").to(
+        samples.y.device
+    )
 
     def other(tensor: Tensor) -> Tensor:
         place = samples.at.get(tensor.data_ptr())

@@ -45,7 +45,10 @@ class _Layers(StepInspector):
         self._scores: dict[int, tuple[str, Tensor, Tensor]] = {}
         self._gates: dict[int, tuple[str, Tensor]] = {}
         self._kept: list[object] = []  # so that no id is used again
-        self._expected: tuple[int, Tensor] = (0, torch.zeros(0))  # output id of the last linear map, its units' spread
+        self._expected: tuple[int, Tensor] = (
+            0,
+            torch.zeros(0, device="cpu"),
+        )  # output id of the last linear map, its units' spread
 
     def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
         if path not in self.order:
@@ -133,7 +136,7 @@ class _Layers(StepInspector):
                 is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weigh what it is given
                 of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
                 of_a_product = of_a_product and (is_square or not place)
-                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones(1)
+                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones(1, device="cpu")
                 self._note_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
 
     def _note_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
@@ -146,7 +149,11 @@ class _Layers(StepInspector):
         several = allowed_scores.sum(-1) > 1
         entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
         allowed = (weights > 0).sum(-1).clamp(min=1).float()
-        even = entropy[allowed > 1] / allowed[allowed > 1].log() if bool((allowed > 1).any()) else torch.ones(1)
+        even = (
+            entropy[allowed > 1] / allowed[allowed > 1].log()
+            if bool((allowed > 1).any())
+            else torch.ones(1, device="cpu")
+        )
         facts = {
             "highest": float(unmasked.abs().max()),
             "spread": float(unmasked.std()),
@@ -329,7 +336,7 @@ def twins(session: ReplaySession) -> Facts:
         inspector = _Outputs(session)
         inspector.run(upto="forward")
         generator = torch.Generator().manual_seed(0)
-        weights = [torch.randn(t.shape, generator=generator).to(t) for t in inspector.outputs]
+        weights = [torch.randn(t.shape, generator=generator, device="cpu").to(t) for t in inspector.outputs]
         named = [(n, p) for n, p in session.parameters.items() if p.requires_grad and p.dim() >= 2 and p.shape[0] > 1]
         if not named:
             return {"alike": []}

@@ -61,7 +61,7 @@ class EvalPasses:
         generator, eps = torch.Generator().manual_seed(0), self._eps()
         for p in self.session.replayer.subject.parameters:
             if p.is_floating_point():
-                signs = torch.randint(2, p.shape, generator=generator).to(p) * 2 - 1
+                signs = torch.randint(2, p.shape, generator=generator, device="cpu").to(p) * 2 - 1
                 p.data.mul_(1 + eps * signs)
         yield
 

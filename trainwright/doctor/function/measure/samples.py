@@ -79,8 +79,8 @@ def _along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation |
     """None where the change has no effect, or no output has this dimension."""
     change = Intervention(inputs=other_in_place(size, changed, dim))
     outputs = passes.run(change)
-    own = at_rows(lambda n: torch.arange(n) == changed, size, dim)
-    others = at_rows(lambda n: torch.arange(n) != changed, size, dim)
+    own = at_rows(lambda n: torch.arange(n, device="cpu") == changed, size, dim)
+    others = at_rows(lambda n: torch.arange(n, device="cpu") != changed, size, dim)
     kept = [n for n, each in enumerate(passes.base) if each.dim() > dim and list(each.shape).count(size) == 1]
     base, now = [passes.base[n] for n in kept], [outputs[n] for n in kept]
     if not kept or apart(base, now, own) <= passes.limit:

@@ -336,7 +336,7 @@ def kaiming_(weight: Tensor) -> None:
     """Kaiming normal initialisation for ReLU, the same numbers each time."""
     fan_in = weight[0].numel()
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(weight.shape, generator=generator) * (2 / fan_in) ** 0.5
+    drawn = torch.randn(weight.shape, generator=generator, device="cpu") * (2 / fan_in) ** 0.5
     weight.data.copy_(drawn)
 
 

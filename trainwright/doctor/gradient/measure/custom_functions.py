@@ -124,7 +124,7 @@ class _FiniteDifferences:
         return [t for t in tensors_of(self.function.apply(*args)) if t.is_floating_point()]  # type: ignore[no-untyped-call]
 
     def draw(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64).to(like)
+        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64, device="cpu").to(like)
 
     def compare(self, widths: tuple[float, float]) -> Facts:
         with torch.no_grad():
@@ -172,7 +172,7 @@ class _FiniteDifferences:
         self.seed = 0
         found: list[Facts] = []
         for pairs in off.values():
-            foretold, seen = torch.tensor(pairs, dtype=torch.float64).T
+            foretold, seen = torch.tensor(pairs, dtype=torch.float64, device="cpu").T
             scale = max(abs(float(foretold.mean())), abs(float(seen.mean())), 1e-300)
             bias, spread = abs(float((foretold - seen).mean())) / scale, float((foretold - seen).std()) / scale
             found.append({"bias": bias, "noise": spread / DRAWINGS**0.5})
@@ -220,8 +220,8 @@ class _FiniteDifferences:
             direction = self.draw(x) * size
             analytic.append(float((grad.double() * direction.double()).sum()))
             numeric.append([self._slope(n, direction, width, weights) for width in widths])
-        expected = torch.tensor(analytic, dtype=torch.float64)
-        wide, narrow = torch.tensor(numeric, dtype=torch.float64).T
+        expected = torch.tensor(analytic, dtype=torch.float64, device="cpu")
+        wide, narrow = torch.tensor(numeric, dtype=torch.float64, device="cpu").T
         scale = max(float(expected.norm()), float(narrow.norm()), 1e-300)
         return {
             "error": float((narrow - expected).norm()) / scale,

@@ -154,7 +154,9 @@ def direction_of(
     parts: dict[str, float] = {}
     for name, tensor in tensors.items():
         size = float(tensor.detach().double().square().mean().sqrt()) or 0.01
-        drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) * size
+        drawn = (
+            torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").to(tensor.device) * size
+        )
         if name in still:
             drawn[still[name]] = 0.0
         grad = grads.get(name)

@@ -85,7 +85,7 @@ def _trend(norms: list[float]) -> dict[str, float] | None:
     points = [(t, math.log(n)) for t, n in enumerate(norms) if 0 < n < math.inf]
     if len(points) < MIN_LENGTH:
         return None
-    t, y = torch.tensor(points, dtype=torch.float64).unbind(1)
+    t, y = torch.tensor(points, dtype=torch.float64, device="cpu").unbind(1)
     t, centred = t - t.mean(), y - y.mean()
     slope = float((t * centred).sum() / t.square().sum())
     fit = float((t * centred).sum() / (t.norm() * centred.norm()).clamp_min(1e-30))

@@ -44,7 +44,7 @@ def baselines(session: ReplaySession) -> Facts:
     if pair is None:
         raise NotReplayable("nothing that was drawn is weighed by what was expected")
     draws = torch.Generator().manual_seed(0)
-    signs = (2 * torch.randint(2, pair.target.shape, generator=draws) - 1).to(pair.target)
+    signs = (2 * torch.randint(2, pair.target.shape, generator=draws, device="cpu") - 1).to(pair.target)
     step = SHARE * float(pair.target.double().std()) * signs
     before, by_target, by_prediction = (
         _weights(session, pair, *of) for of in ((0 * step, 0 * step), (step, 0 * step), (0 * step, step))

@@ -82,7 +82,7 @@ class ComparedLoss:
         """Outputs of 0; of log-probabilities and probabilities all the same."""
         x = self.x.detach()
         if self.name == "nll_loss":
-            return torch.full_like(x, -torch.tensor(float(self.classes)).log().item())
+            return torch.full_like(x, -torch.tensor(float(self.classes), device="cpu").log().item())
         return torch.full_like(x, 0.5 if self.name == "binary_cross_entropy" else 0.0)
 
     def of_constant(self) -> float:
@@ -146,7 +146,7 @@ class ComparedLoss:
 
     def _shuffled(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(self.target.shape[0], generator=generator).to(self.target.device)
+        order = torch.randperm(self.target.shape[0], generator=generator, device="cpu").to(self.target.device)
         return self.target.detach()[order]
 
     def nearer(self, step: float) -> Tensor:

@@ -47,7 +47,7 @@ def _without_gradient(
     """The rows of the outputs to which the loss has a gradient of 0, where these, or what comes from outside, are
     others.
     """
-    counts = torch.zeros(size, dtype=torch.bool)
+    counts = torch.zeros(size, dtype=torch.bool, device="cpu")
     heard: list[bool] = []
 
     def note(gradient: Tensor) -> None:

@@ -115,9 +115,9 @@ def _made_of(deviation: Tensor, value: Tensor) -> From | None:
     if not bool((s > 0).all()):
         return None
     if torch.allclose(s, v, rtol=1e-4):
-        return lambda log: torch.tensor(log).double().exp().item()
+        return lambda log: torch.tensor(log, device="cpu").double().exp().item()
     if torch.allclose(s, F.softplus(v), rtol=1e-4):
-        return lambda log: torch.tensor(log).double().exp().expm1().log().item()
+        return lambda log: torch.tensor(log, device="cpu").double().exp().expm1().log().item()
     share = float((s.log() * v).sum() / v.square().sum().clamp(min=1e-12))
     if abs(share) < 0.1 or not torch.allclose(s.log(), share * v, rtol=1e-3, atol=1e-5):
         return None
@@ -158,10 +158,10 @@ def _form(
             raise NotReplayable("the divergence cannot be computed again")
         return result.loss * (1.0 if term.weight >= 0 else -1.0)
 
-    of_means = torch.tensor([value(m, 0.0) for m in MEANS]).double()
-    of_logs = torch.tensor([value(0.0, log) for log in LOGS]).double()
+    of_means = torch.tensor([value(m, 0.0) for m in MEANS], device="cpu").double()
+    of_logs = torch.tensor([value(0.0, log) for log in LOGS], device="cpu").double()
     both = value(MEANS[0], LOGS[0]) - value(0.0, LOGS[0]) - value(MEANS[0], 0.0) + value(0.0, 0.0)
-    m, log = torch.tensor(MEANS).double(), torch.tensor(LOGS).double()
+    m, log = torch.tensor(MEANS, device="cpu").double(), torch.tensor(LOGS, device="cpu").double()
     squares = _fitted(of_means, [m.square() / 2, m])
     forms = [(power, _fitted(of_logs, [(power * log).exp() / 2, -log])) for power in POWERS]
     power, parts = next(((power, each) for power, each in forms if each is not None), (0.0, None))

@@ -24,7 +24,7 @@ def other_weights(session: ReplaySession) -> Iterator[None]:
     for p in session.replayer.subject.parameters:
         if p.requires_grad and id(p) in held and p.is_floating_point():
             size = float(p.detach().double().square().mean().sqrt()) or 1.0
-            p.data.add_((SIZE * size * torch.randn(p.shape, generator=generator)).to(p))
+            p.data.add_((SIZE * size * torch.randn(p.shape, generator=generator, device="cpu")).to(p))
     yield
 
 

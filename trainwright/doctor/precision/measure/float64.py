@@ -107,7 +107,9 @@ def _nudged(session: ReplaySession, dtype: torch.dtype) -> InputHandler:
     def nudge(number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         for p in session.parameters.values() if number == 0 else ():
             if p.is_floating_point():
-                signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device, torch.float64) * 2 - 1
+                signs = (
+                    torch.randint(0, 2, p.shape, generator=generator, device="cpu").to(p.device, torch.float64) * 2 - 1
+                )
                 p.data.mul_((1 + eps * signs).to(p.dtype))
         return args, kwargs
 

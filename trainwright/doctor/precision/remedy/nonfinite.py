@@ -140,7 +140,7 @@ def _above(low: float) -> _Guard:
 
 def _below_overflow(name: str, args: Args) -> Args:
     dtype = args[0].dtype if args[0].dtype.is_floating_point else torch.float32
-    return (args[0].clamp(max=float(torch.tensor(torch.finfo(dtype).max).log()) / 4), *args[1:])
+    return (args[0].clamp(max=float(torch.tensor(torch.finfo(dtype).max, device="cpu").log()) / 4), *args[1:])
 
 
 def _no_zero_divisor(name: str, args: Args) -> Args:

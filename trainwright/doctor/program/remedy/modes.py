@@ -45,4 +45,4 @@ def _difference(session: ReplaySession, intervention: Intervention) -> float:
 
 def _outputs(outputs: object) -> Tensor:
     flat = [t.detach().double().flatten() for t in tensors_of(outputs) if t.is_floating_point()]
-    return torch.cat(flat) if flat else torch.zeros(0)
+    return torch.cat(flat) if flat else torch.zeros(0, device="cpu")

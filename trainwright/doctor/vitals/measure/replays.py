@@ -67,7 +67,7 @@ def _effect(session: ReplaySession, names: list[str], loss: float) -> float:
             for name in names:
                 p = session.parameters[name]
                 size = float(p.detach().float().square().mean().sqrt()) or 1.0 / math.sqrt(max(1, p.shape[-1:].numel()))
-                p.add_((SHARE * size * torch.randn(p.shape, generator=generator)).to(p))
+                p.add_((SHARE * size * torch.randn(p.shape, generator=generator, device="cpu")).to(p))
         now = session.replayer.run(session.recorded_step, upto="forward").loss
     change = abs(now - loss) / max(abs(loss), 1e-12)
     return change if not math.isfinite(change) or change > ROUNDING else 0.0

@@ -1,0 +1,220 @@
+"""The zoo on a GPU: healthy programs and the faults of the list, with their models and batches moved there.
+
+    python -m benchmarks.gpu_zoo [--device cuda] [--jobs 12] [--share 1.0] [--seconds 300]
+
+When a program's watch begins, its modules go to the device, as the batches of its DataLoaders do, and the device
+becomes the default one. A program that mixes in CPU tensors of its own raises an error of torch about devices; such
+runs are counted as "cpu only" and judged no further. What was not reached within ``--seconds`` is counted, too.
+Each alarm of a healthy program, each fault that was missed, and each failure of the watch is a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import multiprocessing
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from queue import Empty
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.figures import about
+from zoo import judge
+from zoo.mutant_runs import run_watched
+from zoo.programs import program, programs
+
+ABOUT_DEVICES = (
+    "same device",
+    "device type",
+    "expected device",
+    "Expected a '",
+    "can't convert cuda",
+    "weight type",
+    "is on cpu",
+    "is on cuda",
+    "different device",
+    "on CPU",
+)
+"""Words of torch's errors about tensors of two devices."""
+
+
+def moved(value: Any, device: str) -> Any:
+    """Tensors in tuples, lists and dictionaries, moved to the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(each, device) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(moved(each, device) for each in value)
+    return value
+
+
+@contextmanager
+def on(device: str) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Gives a function that makes a watch one that moves the models first; loaders give batches on the device."""
+    iterate = DataLoader.__iter__
+
+    def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+        with torch.device("cpu"):  # a sampler draws its order there
+            source = iterate(loader)
+        while True:
+            with torch.device("cpu"):
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield moved(batch, device)
+
+    def moving(watch: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(watch)
+        def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+            for root in model if isinstance(model, list | tuple) else [model]:
+                if isinstance(root, nn.Module):
+                    root.to(device)
+            torch.set_default_device(device)
+            return watch(model, *args, **kwargs)
+
+        return watched
+
+    DataLoader.__iter__ = batches  # type: ignore[method-assign]
+    try:
+        yield moving
+    finally:
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+        torch.set_default_device(None)
+
+
+def one(kind: str, name: str, device: str) -> dict[str, Any]:
+    """A run of a program (kind "healthy") or of an entry (kind "fault") there; for a process of a pool."""
+    torch.set_num_threads(1)
+    trace = ""
+
+    def traced(run: Callable[..., Any], *args: Any) -> Any:
+        nonlocal trace
+        try:
+            return run(*args)
+        except Exception:
+            trace = traceback.format_exc()
+            raise
+
+    line: dict[str, Any] = {"kind": kind, "name": name}
+    with on(device) as moving:
+        if kind == "healthy":
+            seen = run_watched(lambda watch, seed: traced(program(name, seed).run, moving(watch)), 0)
+            line |= {"steps": seen.steps, "seconds": seen.seconds, "error": seen.error}
+            line |= {"failures": list(seen.failures), "alarms": [f"{f.code}@{f.step}" for f in seen.alarms]}
+            line["critical"] = sum(f.severity == "critical" for f in seen.found)
+        else:
+            entry = judge.load()[name]
+            score, _ = judge.run(replace(entry, run=lambda watch, seed: traced(entry.run, moving(watch), seed)), 0)
+            line |= {"steps": score.steps, "seconds": score.seconds, "error": score.error, "said": score.said[:5]}
+            line |= {"failures": [score.error] if score.failed else [], "rank": score.rank, "in_time": score.in_time}
+            line |= {"detected": score.detected, "located": score.located, "early": score.early}
+            line["alarms"], line["critical"] = score.critical + score.warned, len(score.critical)
+    line["cpu_only"] = bool(line["error"] and any(words in line["error"] for words in ABOUT_DEVICES))
+    if "trainwright/" in trace or (line["error"] and not line["cpu_only"]):
+        line["trace"] = trace[-1800:]
+    return line
+
+
+def is_told(line: dict[str, Any]) -> bool:
+    """Whether a run is worth a line."""
+    if line["failures"] or ("trace" in line):
+        return True
+    if line["cpu_only"]:
+        return False
+    quiet = line["kind"] == "healthy" or line["name"].startswith("H")
+    return bool(line["alarms"]) if quiet else line["rank"] != 0 or not line["in_time"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--share", type=float, default=1.0, help="of the healthy programs, chosen by a fixed hash")
+    parser.add_argument("--seconds", type=float, default=300.0, help="after so many nothing more is begun")
+    options = parser.parse_args()
+    about("gpu_zoo")
+    end_s = time.monotonic() + options.seconds
+    jobs = [("fault", name) for name in judge.load()] + [("healthy", name) for name in programs(kept_out=False)]
+    jobs.sort(key=lambda job: _place(job[1]))
+    jobs = [job for job in jobs if job[0] == "fault" or _place(job[1]) < options.share]
+    counts: Counter[str] = Counter()
+    for line in _lines(jobs, options.device, options.jobs, end_s):
+        _count(line, counts)
+    counts["not reached"] = len(jobs) - counts["fault runs"] - counts["healthy runs"]
+    print(json.dumps({"bench": "gpu_zoo", "device": options.device, **counts}), flush=True)
+
+
+def _work(jobs: Any, lines: Any, device: str) -> None:
+    """Takes jobs until there is none, or until the CUDA context of this process cannot be used any more."""
+    with suppress(Empty):
+        while True:
+            kind, name = jobs.get(timeout=1.0)
+            line = one(kind, name, device)
+            lines.put(line)
+            if "CUDA error" in str(line["error"]):
+                break
+    lines.put(None)
+
+
+def _lines(jobs: Sequence[tuple[str, str]], device: str, processes: int, end_s: float) -> Iterator[dict[str, Any]]:
+    """What came of the jobs, as it comes, up to the end; a process that had to stop has a successor."""
+    context = multiprocessing.get_context("spawn")
+    todo, lines = context.Queue(), context.Queue()
+    for job in jobs:
+        todo.put(job)
+
+    def start() -> Any:
+        process = context.Process(target=_work, args=(todo, lines, device), daemon=True)
+        process.start()
+        return process
+
+    started, missing = [start() for _ in range(processes)], len(jobs)
+    with suppress(Empty):
+        while missing and (left_s := end_s - time.monotonic()) > 0:
+            if (line := lines.get(timeout=left_s)) is not None:
+                missing -= 1
+                yield line
+            elif missing:
+                started.append(start())
+    for process in started:
+        process.kill()
+    todo.cancel_join_thread()
+
+
+def _place(name: str) -> float:
+    """A fixed number in [0, 1) of a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+
+
+def _count(line: dict[str, Any], counts: Counter[str]) -> None:
+    kind = "healthy" if line["kind"] == "healthy" or line["name"].startswith("H") else "fault"
+    counts[f"{kind} runs"] += 1
+    counts["failed watches"] += bool(line["failures"])
+    if is_told(line):
+        print(json.dumps(line), flush=True)
+    if line["cpu_only"]:
+        counts[f"{kind} cpu only"] += 1
+    elif kind == "healthy":
+        counts["healthy raised"] += bool(line["error"])
+        counts["healthy alarmed"] += bool(line["alarms"])
+        counts["healthy criticals"] += line["critical"]
+    else:
+        counts["fault detected"] += bool(line["detected"])
+        counts["fault named first"] += line["rank"] == 0
+        counts["fault in time"] += bool(line["in_time"])
+
+
+if __name__ == "__main__":
+    main()
