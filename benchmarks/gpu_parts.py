@@ -208,7 +208,11 @@ def overhead(device: torch.device) -> None:
 
 
 def watch(device: torch.device) -> None:
-    small = ("--rounds", "3", "--mlp_steps", "400", "--gpt_steps", "128") if device.type == "cuda" else ("--quick", "--threads", "1")
+    small = (
+        ("--rounds", "3", "--mlp_steps", "400", "--gpt_steps", "128")
+        if device.type == "cuda"
+        else ("--quick", "--threads", "1")
+    )
     other_benchmark("watch_overhead", "--device", device.type, *small)
 
 

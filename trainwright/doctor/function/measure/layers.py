@@ -45,10 +45,7 @@ class _Layers(StepInspector):
         self._scores: dict[int, tuple[str, Tensor, Tensor]] = {}
         self._gates: dict[int, tuple[str, Tensor]] = {}
         self._kept: list[object] = []  # so that no id is used again
-        self._expected: tuple[int, Tensor] = (
-            0,
-            torch.zeros(0, device="cpu"),
-        )  # output id of the last linear map, its units' spread
+        self._expected: tuple[int, Tensor | None] = 0, None  # output id of the last linear map, its units' spread
 
     def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
         if path not in self.order:
@@ -103,7 +100,7 @@ class _Layers(StepInspector):
         mean, spread = units.mean(0), units.std(0)
         varies = spread > 1e-5 * mean.abs()
         made_by, expected = self._expected
-        if made_by == id(x) and len(expected) == len(spread):
+        if expected is not None and made_by == id(x) and len(expected) == len(spread):
             spread = torch.maximum(spread, expected.float())
         dead = (units.amax(0) < 0) & (mean < -4 * spread) & varies
         self._keep_worse(
@@ -136,7 +133,7 @@ class _Layers(StepInspector):
                 is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weigh what it is given
                 of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
                 of_a_product = of_a_product and (is_square or not place)
-                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones(1, device="cpu")
+                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones_like(spread)
                 self._note_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
 
     def _note_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
@@ -149,11 +146,8 @@ class _Layers(StepInspector):
         several = allowed_scores.sum(-1) > 1
         entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
         allowed = (weights > 0).sum(-1).clamp(min=1).float()
-        even = (
-            entropy[allowed > 1] / allowed[allowed > 1].log()
-            if bool((allowed > 1).any())
-            else torch.ones(1, device="cpu")
-        )
+        some = allowed > 1
+        even = entropy[some] / allowed[some].log() if bool(some.any()) else torch.ones_like(entropy)
         facts = {
             "highest": float(unmasked.abs().max()),
             "spread": float(unmasked.std()),
