@@ -94,7 +94,7 @@ def test_a_profiler_sees_the_step() -> None:
     model = make_model()
     optimizer = AdamW(model.parameters(), fused=True)
     backward(model, 0)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         take_step(optimizer)
     assert any(event.key == "Optimizer.step#AdamW.step" for event in profile.key_averages())
 

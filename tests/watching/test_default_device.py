@@ -26,7 +26,7 @@ def test_a_watched_loop_is_judged_as_ever() -> None:
     x = torch.randn(96, 32, 20)
     y = x[:, :, :4].argmax(2)
     model = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # Adam makes its count of steps on the default device
     watch = tw.watch(model, optimizer, out=None, quiet=True)
     torch.set_default_device("meta")
     with watch:
