@@ -1,4 +1,4 @@
-"""One seed of every fourth row of the zoo: each fault named among the first three, no alarm for a healthy run.
+"""One seed of every sixth row of each group of the zoo: each fault named among the first three, no alarm for a healthy run.
 
 The whole zoo takes five minutes: ``python -m benchmarks.zoo``.
 """
@@ -11,8 +11,9 @@ from zoo import judge
 
 ENTRIES = judge.load()
 NAMES = sorted(ENTRIES)
-FAULTS = [name for name in NAMES if ENTRIES[name].labels][::4]
-HEALTHY = [name for name in NAMES if not ENTRIES[name].labels][::4]
+ROWS = [name for group in sorted({name[0] for name in NAMES}) for name in [n for n in NAMES if n[0] == group][::6]]
+FAULTS = [name for name in ROWS if ENTRIES[name].labels]
+HEALTHY = [name for name in ROWS if not ENTRIES[name].labels]
 
 
 @pytest.mark.slow
@@ -29,7 +30,3 @@ def test_a_fault_is_named(name: str) -> None:
 def test_a_healthy_run_raises_no_alarm(name: str) -> None:
     score, _ = judge.run(ENTRIES[name], 0)
     assert score.critical == [] and score.warned == [] and not score.failed, (score.said, score.error)
-
-
-def test_every_group_has_a_row_here() -> None:
-    assert {name[0] for name in (*FAULTS, *HEALTHY)} == {name[0] for name in NAMES}
