@@ -16,7 +16,7 @@ from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
 from trainwright.recorder.ranks import COMMUNICATES, has_others, num_collectives
 from trainwright.recorder.tape import Tape
-from trainwright.recorder.user_types import Kwargs, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 
 class ScaledLosses:
@@ -82,6 +82,12 @@ class GradientRecorder(Listener):
 
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
         self._scaled_losses.add(scaler, loss, scaled)
+
+    def on_apply(self) -> None:
+        self.tape.begin_apply()
+
+    def on_applied(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        self.tape.end_apply(apply, args, kwargs, result)
 
     def on_backward_called(self) -> None:
         if self.tape.pushed:
