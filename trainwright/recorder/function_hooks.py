@@ -21,7 +21,7 @@ def hear_functions() -> Callable[[], None]:
 
 
 def _apply(cls: type[Any], /, *args: object, **kwargs: object) -> object:
-    original = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+    original = super(_SingleLevelFunction, cls).apply
     is_own = cls.__module__.startswith(("torch.", "trainwright."))
     if is_own or inside.backward or not has_listeners():
         return original(*args, **kwargs)

@@ -16,6 +16,7 @@ from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
 from trainwright.recorder.ranks import COMMUNICATES, has_others, num_collectives
 from trainwright.recorder.tape import Tape
+from trainwright.recorder.unused import UnusedGradients
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 
@@ -59,6 +60,7 @@ class GradientRecorder(Listener):
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
         self._edits = False  # the loop changes gradients by hand
+        self._unused = UnusedGradients()
         self._carried = CarriedGradients()
         self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
         self._clipped: list[int] = []
@@ -159,6 +161,7 @@ class GradientRecorder(Listener):
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:
             self._carried.on_gradients(self.parameters)
+        self._unused.on_gradients(self.parameters)
         self._scaled_losses.by_id.clear()
         if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
@@ -176,6 +179,8 @@ class GradientRecorder(Listener):
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         self._versions = None
+        if self._unused.are_there and self._unused.on_zero_grad(self.parameters):
+            self.current.values["used_by_hand"] = True
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:
                 return

@@ -150,7 +150,7 @@ class NotingRecorder(LoopRecorder):
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         note = self._zero_grads.get(id(owner))
-        if not (self.is_resting and self._is_plain) or note is None:
+        if not (self.is_resting and self._is_plain) or note is None or self._unused.are_there:
             super().on_zero_grad(owner)
             return
         self._versions = None

@@ -163,6 +163,7 @@ class LoopRecorder(GradientRecorder):
 
     def _one_stepped(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
+        self._unused.on_stepped()
         again = index in self._stepped
         self._stepped.add(index)
         if again or len(self._stepped) == len(self.optimizers):
@@ -189,6 +190,7 @@ class LoopRecorder(GradientRecorder):
         self._scaled_losses.by_id.clear()
         self._carried.close()
         self.depth, self._call, self._versions = 0, None, None
+        self._unused.on_stepped()
         self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
