@@ -115,6 +115,27 @@ def test_gradients_that_a_step_by_hand_has_used_are_not_lost(by: str, optimizers
     assert bool(told) == (by == "nothing")
 
 
+def test_gradients_that_others_are_projected_off_are_not_lost() -> None:
+    """Averaged gradient episodic memory (Chaudhry et al., 2019)."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    (old_x, old_y), *later = batches(24)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for x, y in later:
+            optimizer.zero_grad()
+            F.cross_entropy(model(old_x), old_y).backward()
+            kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[:8]), y[:8]).backward()
+            along = sum((one * p.grad).sum() for one, p in zip(kept, model.parameters()) if p.grad is not None)
+            if along < 0:
+                size = sum(one.square().sum() for one in kept)
+                for one, p in zip(kept, model.parameters()):
+                    p.grad -= along / size * one
+            optimizer.step()
+    assert not alarms(watch)
+
+
 @pytest.mark.parametrize("dropped", ["outliers", "all but the last"])
 def test_micro_batches_whose_gradients_are_dropped(dropped: str) -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))

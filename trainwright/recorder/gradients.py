@@ -76,6 +76,11 @@ class GradientRecorder(Listener):
     def careful(self, value: bool) -> None:
         self._is_careful = self.tape.is_careful = value
 
+    def stop_modes(self) -> None:
+        """Torch functions are looked at no more."""
+        self.tape.stop()
+        self._unused.forget()
+
     def _happened(self, kind: str, value: object) -> None:
         """Adds an event; in careful mode also the line of the user's source that caused it."""
         self.current.events.append((kind, value))
@@ -98,6 +103,7 @@ class GradientRecorder(Listener):
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self.tape.pushed:
             self.tape.stop()
+        self._unused.forget()
         self._is_foreign = not any(map(self._is_ours, losses))
         if self._is_foreign:
             return
@@ -161,7 +167,7 @@ class GradientRecorder(Listener):
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:
             self._carried.on_gradients(self.parameters)
-        self._unused.on_gradients(self.parameters)
+        self._unused.on_gradients()
         self._scaled_losses.by_id.clear()
         if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
@@ -179,7 +185,7 @@ class GradientRecorder(Listener):
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         self._versions = None
-        if self._unused.are_there and self._unused.on_zero_grad(self.parameters):
+        if self._unused.are_there and self._unused.on_zero_grad():
             self.current.values["used_by_hand"] = True
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:

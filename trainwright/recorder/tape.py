@@ -20,7 +20,7 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
-_GRAD = operator.attrgetter("grad.__get__")(Tensor)
+READS_GRADIENT = operator.attrgetter("grad.__get__")(Tensor)
 """How the gradient of a DTensor is read, also by ``zero_grad`` between output and backward pass: no operation."""
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 _NO_AUTOCAST: Autocast = (False, torch.float32, True)
@@ -72,7 +72,7 @@ class Tape(PausableMode):
         except Exception:
             self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
-        if isinstance(result, Tensor) and function != _GRAD:
+        if isinstance(result, Tensor) and function != READS_GRADIENT:
             self._note(function, args, kwargs or {}, [result])
         elif isinstance(result, tuple | list):
             made = [each for each in result if isinstance(each, Tensor)]

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
+from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.tape import READS_GRADIENT
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
-from trainwright.recorder.live_sums import sums_of
+
+class _Reads(PausableMode):
+    """Notes whether ``.grad`` of a tensor is read while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.were_there = False
+
+    def __torch_function__(
+        self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        self.were_there |= function == READS_GRADIENT
+        return function(*args, **(kwargs or {}))
 
 
 class UnusedGradients:
-    """``are_there``: no update came after the last backward pass. The weights are read once a loop has dropped some."""
+    """``are_there``: no update came after the last backward pass.
+
+    Once a loop has dropped such gradients, it is heard whether it reads them before: for a step by hand, or a
+    projection.
+    """
 
     def __init__(self) -> None:
         self.are_there = self._are_dropped = False
-        self._weights: Tensor | None = None  # at the last backward pass, as sums
+        self._reads = _Reads()
 
-    def on_gradients(self, parameters: Sequence[Tensor]) -> None:
+    def on_gradients(self) -> None:
         self.are_there = True
         if self._are_dropped:
-            self._weights = sums_of(parameters)
+            self._reads.were_there = False
+            self._reads.start()
 
-    def on_zero_grad(self, parameters: Sequence[Tensor]) -> bool:
-        """They are dropped. Returns whether weights have changed since they were made: the loop has used them."""
-        self._are_dropped, self.are_there = True, False
-        return self._weights is not None and not torch.equal(self._weights, sums_of(parameters))
+    def on_zero_grad(self) -> bool:
+        """They are dropped. Returns whether they were read."""
+        self.forget()
+        self._are_dropped = True
+        return self._reads.were_there
 
-    def on_stepped(self) -> None:
+    def forget(self) -> None:
+        """An update uses them, or the next backward pass adds to them."""
         self.are_there = False
+        self.stop_reading()
+
+    def stop_reading(self) -> None:
+        if self._reads.pushed:
+            self._reads.stop()

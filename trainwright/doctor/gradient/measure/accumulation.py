@@ -105,7 +105,8 @@ def accumulation(session: ReplaySession) -> Facts:
         facts["weights"].append(weight)
         facts["counts"].append(count)
     facts["same_functions"] = len({tuple(names) for names in _functions(session)}) == 1
-    facts["discarded"] = 0 if "used_by_hand" in session.recorded_step.values else _discarded(session)
+    facts["discarded"] = _discarded(session)
+    facts["used_by_hand"] = "used_by_hand" in session.recorded_step.values
     recorded = session.recorded_step.grad_norm
     facts["norm_then"], facts["norm_now"] = None if recorded is None else float(recorded), result.grad_norm
     return facts
