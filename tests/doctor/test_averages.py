@@ -126,6 +126,12 @@ def test_a_copy_is_no_average(make: Average) -> None:
     assert set(states(watched(make)).values()) == {"not applicable"}
 
 
+def test_slow_weights_that_move_at_intervals_are_no_average_of_every_step() -> None:
+    watch = watched(of_module(lambda step: 0.8, every=5))
+    assert states(watch)["weights_follow"] == "not applicable"
+    assert [each.code for each in watch.findings() if each.code.startswith("law.averages.")] == []
+
+
 BROKEN: dict[str, tuple[Average, str]] = {
     "swapped factors": (of_module(lambda step: 0.98), "weights_follow"),
     "beyond the weights": (of_module(lambda step: -0.05), "weights_follow"),

@@ -36,7 +36,21 @@ def look(**values: Any) -> dict[str, Any]:
 )
 def test_two_linear_layers_in_a_row(first: list[int], second: list[int], fires: bool) -> None:
     chain = {"first": "a.weight", "second": "b.weight", "of": [first, second]}
-    assert bool(codes(structure.missing_nonlinearity, (1, "structure", {"chains": [chain]}))) == fires
+    tried = (1, "activation_between", {"as_it_was": 0.4, "activated": 0.01})
+    assert bool(codes(structure.missing_nonlinearity, (1, "structure", {"chains": [chain]}), tried)) == fires
+
+
+@each_row(
+    ("was", "activated", "severity"),
+    [(0.4, 0.01, "warning"), (0.4, 0.39, "info"), (1e-3, 1e-5, "info"), (None, None, "info")],
+)
+def test_linear_layers_in_a_row_that_lose_nothing_are_an_info(
+    was: float | None, activated: float | None, severity: str
+) -> None:
+    chain = {"first": "a.weight", "second": "b.weight", "of": [[64, 20], [64, 64]]}
+    tried = (1, "activation_between", {"as_it_was": was, "activated": activated} if was else {"blind": "no replay"})
+    [found] = said(structure.missing_nonlinearity, (1, "structure", {"chains": [chain]}), tried)
+    assert isinstance(found, Finding) and found.found.severity == severity
 
 
 def test_mixed_samples_need_a_view_or_a_batch() -> None:

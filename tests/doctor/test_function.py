@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import trainwright as tw
 from tests.rows import each_row
 from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import RowsFacts
 from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.function.facts import FunctionFacts, GapFacts, InputsFacts
-from trainwright.doctor.law import Holds
+from trainwright.doctor.law import Holds, NotApplicable
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Record, Watched, construct
 
@@ -83,7 +84,7 @@ class Rows(nn.Module):
 
 
 def watched(model: nn.Module, step: Callable[[nn.Module], Tensor], dtype: torch.dtype = torch.float32) -> Case:
-    """The records of one step."""
+    """The records of one step, but for those of its rows: one step does not tell whether they vary."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with tw.watch(model, optimizer, out=None, quiet=True, laws="function") as watch:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -91,7 +92,7 @@ def watched(model: nn.Module, step: Callable[[nn.Module], Tensor], dtype: torch.
         loss.backward()
         optimizer.step()
     assert watch.session.failures == []
-    return Case(watch.records)
+    return Case([each for each in watch.records if getattr(each, "experiment", "") != RowsFacts.experiment])
 
 
 def classes(model: nn.Module) -> Tensor:
@@ -315,6 +316,18 @@ def test_what_could_not_be_measured_is_said() -> None:
     for law in ("samples_are_independent", "padding_is_not_seen", "inputs_matter"):
         [verdict] = JUDGES[law](Case([blind]))
         assert getattr(verdict, "why", "") == "no replay"
+
+
+@each_row(
+    ("steps", "same", "verdicts"),
+    [(9, 8, [NotApplicable]), (9, 0, [Finding]), (4, 3, []), (1, 0, [])],
+)
+def test_the_rows_of_every_step_may_be_one_thing(steps: int, same: int, verdicts: list[type]) -> None:
+    """The nodes of a graph are the same in each step. Until it is known whether rows vary, nothing is said."""
+    mixing = watched(Net(lambda net, h: h - h.mean(0)), classes)
+    rows = Examined(time_s=0.0, step=steps, experiment="rows", values={"steps": steps, "batch": 12, "same": same})
+    judged = JUDGES["samples_are_independent"](Case([*mixing.records, rows]))
+    assert [type(each) for each in judged] == verdicts
 
 
 @each_row(("large", "count"), [(1e3, 0), (0.0, 1)], ids=str)

@@ -86,6 +86,56 @@ def test_a_second_optimizer_that_learns_from_another_loss(every: int, by_hand: b
     assert ("opt.missing_zero_grad" in alarms(watch)) != by_hand
 
 
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("by", ["data", "no_grad", "nothing"])
+def test_gradients_that_a_step_by_hand_has_used_are_not_lost(by: str, optimizers: int) -> None:
+    """An extragradient: a step by hand, the gradients there, and the update from where the step began."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    every = [torch.optim.SGD(m.parameters(), 0.1) for m in ([model] if optimizers == 1 else [model[0], model[2]])]
+    with tw.watch(model, every, out=None, quiet=True) as watch:
+        for x, y in batches(24):
+            begin = [p.detach().clone() for p in model.parameters()]
+            for is_last, rows in ((False, slice(8)), (True, slice(8, 16))):
+                model.zero_grad()
+                F.cross_entropy(model(x[rows]), y[rows]).backward()
+                if is_last:
+                    break
+                for p in model.parameters():
+                    if by == "data":
+                        p.data.sub_(p.grad, alpha=0.1)
+                    elif by == "no_grad":
+                        with torch.no_grad():
+                            p -= 0.1 * p.grad
+            with torch.no_grad():
+                for p, was in zip(model.parameters(), begin):
+                    p.copy_(was)
+            for optimizer in every:
+                optimizer.step()
+    told = {"accum.grads_discarded", "law.program.calls_come_in_order"} & alarms(watch).keys()
+    assert bool(told) == (by == "nothing")
+
+
+def test_gradients_that_others_are_projected_off_are_not_lost() -> None:
+    """Averaged gradient episodic memory (Chaudhry et al., 2019)."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    (old_x, old_y), *later = batches(24)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for x, y in later:
+            optimizer.zero_grad()
+            F.cross_entropy(model(old_x), old_y).backward()
+            kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[:8]), y[:8]).backward()
+            along = sum((one * p.grad).sum() for one, p in zip(kept, model.parameters()) if p.grad is not None)
+            if along < 0:
+                size = sum(one.square().sum() for one in kept)
+                for one, p in zip(kept, model.parameters()):
+                    p.grad -= along / size * one
+            optimizer.step()
+    assert not alarms(watch)
+
+
 @pytest.mark.parametrize("dropped", ["outliers", "all but the last"])
 def test_micro_batches_whose_gradients_are_dropped(dropped: str) -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))

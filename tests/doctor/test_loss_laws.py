@@ -425,6 +425,22 @@ def test_label_smoothing_leaves_something_to_learn(share: float, kind: type) -> 
     assert isinstance(verdict, kind)
 
 
+FEW_LABELS, ONE_LABEL = (Y16.masked_fill(torch.arange(16) >= labels, -100) for labels in (3, 1))
+
+
+def boxes(out: Tensor, are_there: Tensor) -> Tensor:
+    """Summed over corners and averaged over the objects, as detectors do, beside a mean over all rows."""
+    corners = F.smooth_l1_loss(out[are_there], R16[are_there], reduction="sum") / max(1, int(are_there.sum()))
+    return F.cross_entropy(out, Y16) + corners
+
+
+def labelled(out: Tensor, y: Tensor) -> Tensor:
+    """A mean over the rows with a label, by their number, beside one over all rows."""
+    share = out.softmax(1)
+    entropy = -(share * out.log_softmax(1)).sum(1).mean()
+    return F.cross_entropy(out, y, reduction="sum") / max(1, (y >= 0).sum().item()) + 0.1 * entropy
+
+
 @each_row(
     ("loss", "kind"),
     [
@@ -441,6 +457,18 @@ def test_label_smoothing_leaves_something_to_learn(share: float, kind: type) -> 
 def test_a_sum_among_means_is_read_from_the_calls(loss: Loss, kind: type) -> None:
     [verdict] = verdicts(case_of(loss), "batch_is_cut_anywhere")
     assert isinstance(verdict, kind)
+
+
+@each_row(
+    "loss",
+    [
+        lambda out: boxes(out, Y16 == 0),
+        lambda out: labelled(out, FEW_LABELS),
+        lambda out: labelled(out, ONE_LABEL),
+    ],
+)
+def test_a_sum_over_the_number_of_what_counts_is_a_mean(loss: Loss) -> None:
+    assert broken(case_of(loss), "batch_is_cut_anywhere") == []
 
 
 FAR_AWAY = 20.0 + R

@@ -84,6 +84,33 @@ def test_the_laws_hold_in_every_dtype(dtype: torch.dtype, autocast: bool, dropou
     assert found(watch) == {}
 
 
+class Drawn(torch.autograd.Function):
+    """Bits with these probabilities; the gradient goes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, probabilities: Tensor) -> Tensor:
+        return torch.bernoulli(probabilities)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_what_is_drawn_between_two_models_is_drawn_anew_in_float64() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(96, 6)
+    encoder, decoder = nn.Linear(6, 12), nn.Linear(12, 6)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.05)
+    with tw.watch([encoder, decoder], optimizer, out=None, quiet=True) as watch:
+        for rows in x.split(16):
+            bits: Tensor = Drawn.apply(encoder(rows).sigmoid())  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+            F.mse_loss(decoder(bits), rows).backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    assert states(watch)["same_in_float64"] == "not applicable" and found(watch) == {}
+
+
 def moments(x: Tensor) -> Tensor:
     """A variance as the difference of large numbers."""
     shifted = x + 3000.0

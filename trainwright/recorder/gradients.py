@@ -16,7 +16,8 @@ from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
 from trainwright.recorder.ranks import COMMUNICATES, has_others, num_collectives
 from trainwright.recorder.tape import Tape
-from trainwright.recorder.user_types import Kwargs, TorchFunction
+from trainwright.recorder.unused import UnusedGradients
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 
 class ScaledLosses:
@@ -59,6 +60,7 @@ class GradientRecorder(Listener):
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
         self._edits = False  # the loop changes gradients by hand
+        self._unused = UnusedGradients()
         self._carried = CarriedGradients()
         self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
         self._clipped: list[int] = []
@@ -74,6 +76,11 @@ class GradientRecorder(Listener):
     def careful(self, value: bool) -> None:
         self._is_careful = self.tape.is_careful = value
 
+    def stop_modes(self) -> None:
+        """Torch functions are looked at no more."""
+        self.tape.stop()
+        self._unused.forget()
+
     def _happened(self, kind: str, value: object) -> None:
         """Adds an event; in careful mode also the line of the user's source that caused it."""
         self.current.events.append((kind, value))
@@ -83,6 +90,12 @@ class GradientRecorder(Listener):
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
         self._scaled_losses.add(scaler, loss, scaled)
 
+    def on_apply(self) -> None:
+        self.tape.begin_apply()
+
+    def on_applied(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        self.tape.end_apply(apply, args, kwargs, result)
+
     def on_backward_called(self) -> None:
         if self.tape.pushed:
             self.tape.stop()
@@ -90,6 +103,7 @@ class GradientRecorder(Listener):
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self.tape.pushed:
             self.tape.stop()
+        self._unused.forget()
         self._is_foreign = not any(map(self._is_ours, losses))
         if self._is_foreign:
             return
@@ -153,6 +167,7 @@ class GradientRecorder(Listener):
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:
             self._carried.on_gradients(self.parameters)
+        self._unused.on_gradients()
         self._scaled_losses.by_id.clear()
         if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
@@ -170,6 +185,8 @@ class GradientRecorder(Listener):
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         self._versions = None
+        if self._unused.are_there and self._unused.on_zero_grad():
+            self.current.values["used_by_hand"] = True
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:
                 return

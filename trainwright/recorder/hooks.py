@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from trainwright.recorder.calls import call_hooks
+from trainwright.recorder.function_hooks import hear_functions
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
     call_each,
@@ -118,6 +119,7 @@ class _Patches:
                 self._undo.append(functools.partial(setattr, owner, name, original))
         for handle in (register_optimizer_step_pre_hook(_on_step), register_optimizer_step_post_hook(_on_stepped)):
             self._undo.append(handle.remove)
+        self._undo.append(hear_functions())
 
     def exit(self) -> None:
         for undo in reversed(self._undo):

@@ -57,6 +57,12 @@ class Listener:
     def on_gradients_changed(self) -> None:
         """The gradients were clipped, unscaled, ... by a function that is recorded."""
 
+    def on_apply(self) -> None:
+        """The loop calls a custom autograd Function."""
+
+    def on_applied(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        """The same call is over. ``result`` is None where it raised."""
+
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None: ...
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None: ...

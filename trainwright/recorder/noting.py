@@ -150,7 +150,7 @@ class NotingRecorder(LoopRecorder):
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         note = self._zero_grads.get(id(owner))
-        if not (self.is_resting and self._is_plain) or note is None:
+        if not (self.is_resting and self._is_plain) or note is None or self._unused.are_there:
             super().on_zero_grad(owner)
             return
         self._versions = None
@@ -165,6 +165,7 @@ class NotingRecorder(LoopRecorder):
             return
         if tape.pushed:
             tape.stop()
+        self._unused.stop_reading()
         tape.is_resting = self._state.is_resting = True
         if self._fetched.batches:
             step.ids.append(self._fetched.take((args, kwargs)))
@@ -183,6 +184,7 @@ class NotingRecorder(LoopRecorder):
         tape, step, loss = self.tape, self.current, losses[0]
         if tape.pushed:
             tape.stop()
+        self._unused.forget()
         slot = tape.slot_of(loss) if self.is_resting and self._is_plain and not self._scaled_losses.by_id else None
         is_usual = slot is not None and not tape.leaves and loss.grad_fn is not None and loss.numel() == 1
         is_alone = len(losses) == 1 and not any(map(options.get, ("retain_graph", "create_graph")))

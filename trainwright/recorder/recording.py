@@ -77,6 +77,7 @@ class LoopRecorder(GradientRecorder):
             return
         if self.tape.pushed:  # what the model does is not the loop's doing, and the mode would be compiled in
             self.tape.stop()
+        self._unused.stop_reading()
         step, state = self.current, self._state
         if len(step.events) > LONGEST or len(step.program) > LONGEST or self.tape.num_bytes > self.budget_bytes:
             self._shorten()
@@ -163,6 +164,7 @@ class LoopRecorder(GradientRecorder):
 
     def _one_stepped(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
+        self._unused.forget()
         again = index in self._stepped
         self._stepped.add(index)
         if again or len(self._stepped) == len(self.optimizers):
@@ -189,6 +191,7 @@ class LoopRecorder(GradientRecorder):
         self._scaled_losses.by_id.clear()
         self._carried.close()
         self.depth, self._call, self._versions = 0, None, None
+        self._unused.forget()
         self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
@@ -211,12 +214,12 @@ class LoopRecorder(GradientRecorder):
         self._begin_step(self.current.step)
 
     def on_forked(self) -> None:
-        self.tape.stop()
+        self.stop_modes()
         self.tape.forget()
 
     def fail(self, error: Exception) -> None:
         super().fail(error)
-        self.tape.stop()
+        self.stop_modes()
         self.tape.forget()
 
 

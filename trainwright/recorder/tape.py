@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
-_GRAD = operator.attrgetter("grad.__get__")(Tensor)
+READS_GRADIENT = operator.attrgetter("grad.__get__")(Tensor)
 """How the gradient of a DTensor is read, also by ``zero_grad`` between output and backward pass: no operation."""
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 _NO_AUTOCAST: Autocast = (False, torch.float32, True)
@@ -32,6 +32,10 @@ def autocast_now(device_type: str) -> Autocast:
     if not torch.is_autocast_enabled(device_type):
         return _NO_AUTOCAST
     return (True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+
+
+_Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
+"""The operations before a call of an autograd Function, how many they are, and the state of the CPU's generator."""
 
 
 class Tape(PausableMode):
@@ -56,6 +60,7 @@ class Tape(PausableMode):
         self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
         self._off: list[Operation] = []  # the last operations, where autograd was off
         self._made_off: dict[int, list[Operation]] = {}  # by the number of the slot: what was made beside it
+        self._applied: list[_Begun] = []  # the calls of autograd Functions that have begun
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -67,7 +72,7 @@ class Tape(PausableMode):
         except Exception:
             self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
-        if isinstance(result, Tensor) and function != _GRAD:
+        if isinstance(result, Tensor) and function != READS_GRADIENT:
             self._note(function, args, kwargs or {}, [result])
         elif isinstance(result, tuple | list):
             made = [each for each in result if isinstance(each, Tensor)]
@@ -95,6 +100,26 @@ class Tape(PausableMode):
         else:
             self._off.append(operation)
             self._made_off.update(dict.fromkeys(operation.outputs, self._off))
+
+    def begin_apply(self) -> None:
+        """A custom autograd Function is called."""
+        state = torch.default_generator.get_state() if self.running else None
+        self._applied.append((self.operations, len(self.operations), state))
+
+    def end_apply(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        """The call is over: it is one operation, with a backward pass of its own, in place of those inside of it.
+
+        One that has called a model, or drawn random numbers, stays what its operations are: its graph is not known.
+        """
+        operations, number, state = self._applied.pop()
+        made = tensors_of(result)
+        if not self.running or state is None or not any(map(_WANTS_GRADIENT, made)):
+            return
+        if operations is not self.operations or not torch.equal(state, torch.default_generator.get_state()):
+            self.grafted = True
+            return
+        del self.operations[number:]
+        self._note(apply, args, kwargs, made)
 
     def plainly(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """As ``write``, in one call, of what arguments mostly are: plain values and tensors. None for anything else."""
@@ -195,7 +220,7 @@ class Tape(PausableMode):
     def forget(self) -> None:
         """Drops all tensors."""
         self._slots.clear()
-        self._off, self._made_off = [], {}
+        self._off, self._made_off, self._applied = [], {}, []
         if self._has_workers:
             self._copies.forget()
         self.leaves = False

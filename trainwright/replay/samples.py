@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,19 @@ def inputs_of(recorded: RecordedStep) -> list[Tensor]:
     constants = [] if call is None else constants_of((call.args, call.kwargs))
     tensors = plain(each.tensor for each in constants if each.is_unchanged)
     return [t for t in tensors if t.dim() and t.shape[0] == tensors[0].shape[0]]
+
+
+def on_column(column: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
+    """Changes one column of the inputs (rows,)."""
+
+    def changed(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2 or leaf[0].numel() <= column:
+            return leaf
+        flat = leaf.flatten(1).clone()
+        flat[:, column] = change(flat[:, column])
+        return flat.view(leaf.shape)
+
+    return change_leaves(changed)
 
 
 def classes_of(session: ReplaySession) -> tuple[int | None, Tensor | None]:

@@ -160,7 +160,7 @@ class WatchSession:
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
-        self.recording.tape.stop()
+        self.recording.stop_modes()
         self._closing.tell()
         self.ring.add_those()
         end_all(self._probes, error)

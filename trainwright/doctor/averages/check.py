@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
 from trainwright.doctor.case import Case
@@ -62,6 +63,8 @@ def _judged(case: Case, steps: int, copy: CopyFacts) -> Verdict:
     if min(shares) < 0 or max(shares) > 1:
         what = f"take {last.share:.4g} of the way to the weights at each step"
         return _broken(case, copy, "warning", what, "its decay is not between 0 and 1", last.share, "0..1")
+    if min(shares) > 0.5 and all(b.step - a.step > 1 for a, b in pairwise(copy.moves)):
+        return NotApplicable(f"a {copy.kind} moves now and then, as a target or slow weights do")
     if min(shares) > 0.5 and not shares[-1] < 0.95 * shares[0]:
         what = f"take {last.share:.0%} of the way to the weights at each step, so it averages fewer than two steps"
         return _broken(

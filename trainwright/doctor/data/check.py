@@ -35,7 +35,9 @@ def batches_vary(case: Case) -> Iterator[Verdict]:
     if facts is None or facts.steps < SAME:
         return
     same, micro = facts.same >= SAME - 1, facts.repeated_micro_steps >= SAME // 2 and facts.repeated_micro >= MICRO
-    if same and facts.whole > facts.batch:
+    if same and facts.batch < facts.distinct >= facts.whole:
+        yield Holds(f"{facts.same + 1} steps in a row have the same {facts.batch} rows; all {facts.whole} were read")
+    elif same and facts.whole > facts.batch:
         yield _same_batch(facts)
     elif micro:
         yield _same_micro_batches(facts)
@@ -84,6 +86,9 @@ def batches_are_disjoint(case: Case) -> Iterator[Verdict]:
         return
     excess = facts.shared_next - facts.shared_far
     share = excess / max(1, facts.batch)
+    if facts.new_lately > SHARE:
+        yield NotApplicable("training still meets new rows: it may be a window that moves over a stream")
+        return
     if facts.partly < 0.8 * facts.compared or facts.shared_next < 3 * facts.shared_far + 0.5:
         yield Holds(f"{facts.compared} pairs of steps share {facts.shared_next:.3g} rows of {facts.batch}")
         return

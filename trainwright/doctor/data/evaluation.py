@@ -47,7 +47,7 @@ def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
     if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
         yield finding(
             "law.data.evaluation_is_apart",
-            "info" if last.shared >= (1 - SHARE) * facts.distinct else "warning",
+            "info" if last.shared >= (1 - SHARE) * (last.trained or facts.distinct) else "warning",
             facts.steps,
             symptom=f"{last.shared} of {last.rows} rows of the evaluation are also trained on, by their content",
             cause="the parts of the data for training and for evaluation overlap",

@@ -15,7 +15,8 @@ class EvaluatedRows:
     """An evaluation: after which step, how many rows, and how many of them had been trained on by now.
 
     ``mixed`` of its ``calls`` read some rows that had been trained on and some that had not, a tenth of each at least.
-    ``again`` are rows that an evaluation before it had read, ``distinct`` those that differ.
+    ``again`` are rows that an evaluation before it had read, ``distinct`` those that differ. ``trained``: how many rows
+    had been trained on by then.
     """
 
     step: int
@@ -26,6 +27,7 @@ class EvaluatedRows:
     digest: int
     again: int = 0
     distinct: int = 0
+    trained: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import SAME, RowsFacts
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words, listed
 from trainwright.doctor.function.facts import FunctionFacts, GapFacts, InputsFacts, TiesFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
@@ -27,6 +28,14 @@ def samples_are_independent(case: Case) -> Iterator[Verdict]:
         yield from _blind(case)
         return
     found = next((each for each in (facts.neighbours, facts.alone) if each is not None and each.is_real), None)
+    rows = case.newest(RowsFacts)
+    if found is not None and facts.written:
+        yield NotApplicable(f"an evaluation changes {listed(facts.written)}, which all samples meet")
+        return
+    if found is facts.neighbours is not None and rows is not None and rows.same + 1 >= rows.steps:
+        if rows.steps >= SAME or case.finished:
+            yield NotApplicable("every step has the same rows: they may be one thing, such as the nodes of a graph")
+        return
     if found is None:
         if facts.neighbours is None and facts.alone is None:
             yield NotApplicable(facts.related or "no output can be told from the next")

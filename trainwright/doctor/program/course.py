@@ -15,6 +15,8 @@ WASTED = 0.25
 """Of the updates: schedules that end at 0 make one in fifty at less than a thousandth of their highest rate."""
 RISE, LATE = 1.9, 0.95
 """What a rate that rises in proportion to the steps gains in the second half of a run; where its end begins."""
+FALLEN, FEW = 0.5, 8
+"""Of the first losses: what is left of them where the rate was of use all the same; losses that are averaged."""
 ABOVE = 1.5
 """Times the rate that the optimizer was made with."""
 TO_A_PEAK = ("OneCycleLR", "CyclicLR", "ExponentialLR", "MultiplicativeLR")
@@ -75,7 +77,7 @@ def rate_has_its_course(case: Case) -> Iterator[Verdict]:
     elif facts["peak_step"] > LATE * steps and peak > RISE * half:
         yield finding(
             "law.program.rate_has_its_course",
-            "warning",
+            "info" if _has_learned(case) else "warning",
             steps,
             symptom=f"the learning rate rises until the end of the run: {half:.3g} half-way, {peak:.3g} in step "
             f"{facts['peak_step']} of {steps}",
@@ -89,6 +91,13 @@ def rate_has_its_course(case: Case) -> Iterator[Verdict]:
         yield NotApplicable("the learning rate is constant")
     else:
         yield Holds(f"{steps} updates at {min(lr for _, lr in rates):.3g} to {peak:.3g}")
+
+
+def _has_learned(case: Case) -> bool:
+    """Whether the loss was halved on the way: a stage of warm-up, or a range test, which ends where the loss rises."""
+    losses = [each.loss for each in case.watched]
+    parts = [sum(losses[at : at + FEW]) / FEW for at in range(0, len(losses) - FEW + 1, FEW)]
+    return bool(parts) and min(parts) < FALLEN * parts[0]
 
 
 def base_is_the_highest(case: Case) -> Iterator[Verdict]:

@@ -35,7 +35,7 @@ def dropped_by_all(case: Case, steps: Sequence[Watched], optimizers: Sequence[in
     """In half of the steps some backward pass is for nothing."""
     if len(optimizers) < 2:
         return None
-    counts = [(step, *unused_backwards(step, optimizers)) for step in steps]
+    counts = [(step, *unused_backwards(step, optimizers)) for step in steps if not step.values.get("used_by_hand")]
     wrong = [each for each in counts if each[1]]
     if len(wrong) < 2 or 2 * len(wrong) < len(counts):
         return None

@@ -241,15 +241,15 @@ def _rises(case: Case) -> bool:
 
 
 def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
-    """In what way gradients were changed, in words. To rewrite them is a technique: of gradients that are there where
-    none was made, and of a sign that is turned while the loss rises, nobody says so.
+    """In what way gradients were changed, in words. To rewrite them is a technique; of a sign that is turned while the
+    loss rises nobody says so.
     """
     tensors = facts.regraded
     known = [ratio for each in tensors if (ratio := each.ratio) is not None]
     if not known or max(known) == 0.0:
         if not any(each.live_norm > 0 for each in tensors):
             return "gone", "info"
-        return "there where none was made", "info" if facts.edited else "warning"
+        return "there where none was made", "info"
     if max(known) - min(known) > 1e-3 * max(known):
         return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
     turned = all(each.live_sum * each.replayed_sum < 0 for each in tensors)

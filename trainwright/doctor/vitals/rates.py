@@ -11,6 +11,8 @@ from trainwright.doctor.vitals.facts import VitalsFacts
 
 NEVER, SINCE = 16, 8
 """Updates at a rate of 0 that are no warm-up from 0, and no hand-over from one schedule to the next."""
+WASTED = 0.2
+"""Of all updates: so many at a rate of 0 at the end are no tail in which running statistics settle."""
 DECAYED = 0.01
 """Of the highest rate: from less than this a decay comes to 0."""
 
@@ -25,7 +27,7 @@ def rates_are_positive(case: Case) -> Iterator[Verdict]:
         yield _below_0(facts)
     elif num_at_0 >= NEVER and facts.at_0_since == 1:
         yield _at_0(facts, f"the learning rate was 0 in all of {num_at_0} updates")
-    elif num_at_0 >= SINCE and facts.rate_before_0 > DECAYED * facts.highest_rate:
+    elif num_at_0 >= max(SINCE, WASTED * facts.steps) and facts.rate_before_0 > DECAYED * facts.highest_rate:
         fell = f"the learning rate fell from {facts.rate_before_0:.3g} to 0 in step {facts.at_0_since}"
         yield _at_0(facts, f"{fell}, and {num_at_0} updates changed nothing")
     else:

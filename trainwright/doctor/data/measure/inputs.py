@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.recorder.program import tensors_of
-from trainwright.recorder.user_types import Args
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.functions import argument, function_name
+from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
 from trainwright.replay.samples import (
+    COMPARING,
     classes_of,
     inputs_of,
     losses_of,
+    on_column,
     pooled,
     standardised,
 )
@@ -54,8 +58,29 @@ def _target_facts(session: ReplaySession, x: Tensor, target: Tensor) -> Facts:
     if not y.is_floating_point() or torch.unique(y).numel() <= min(64, len(y) // 8):
         facts["entropy"] = entropy(y)
     if x.is_floating_point() and x[0].numel() <= MAX_COLUMNS:
-        facts["leaks"] = leaks(x[: 4 * MAX_ROWS], y[: 4 * MAX_ROWS])
+        found = leaks(x[: 4 * MAX_ROWS], y[: 4 * MAX_ROWS])
+        facts["leaks"] = [leak for leak in found if _is_seen(session, leak["column"])]
     return facts
+
+
+def _is_seen(session: ReplaySession, column: int) -> bool:
+    """Whether the prediction for the first target sees the column: that of an autoregressive density does not."""
+    was = _prediction(session, AS_IT_WAS)
+    now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))
+    return was is None or now is None or not torch.equal(was, now)
+
+
+def _prediction(session: ReplaySession, intervention: Intervention) -> Tensor | None:
+    """What the first call of a loss function compares with its target."""
+    found: list[Tensor] = []
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function) in COMPARING and not found:
+            found.append(argument(args, kwargs, 0, "input", None).detach())
+        return function(*args, **kwargs)
+
+    session.run(replace(intervention, ops=collect), upto="forward")
+    return found[0] if found else None
 
 
 def _spread(x: Tensor) -> Facts:

@@ -176,6 +176,7 @@ class InputRows(Probe):
             digest=sum(rows) % 2**53,
             again=sum(row in self._evaluated for row in rows),
             distinct=len(set(rows)),
+            trained=len(self._seen),
         )
         if len(self._evaluated) < MOST_ROWS:
             self._evaluated.update(rows)

@@ -11,7 +11,7 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classified
 from trainwright.replay.functions import OpHandler, change_leaves, function_name
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
-from trainwright.replay.samples import classes_of, pooled, standardised
+from trainwright.replay.samples import classes_of, on_column, pooled, standardised
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course, trial
 
@@ -49,15 +49,7 @@ def varied_inputs(session: ReplaySession) -> str:
 @trial("without_column")
 def without_column(session: ReplaySession, column: int) -> str:
     """Zeros in one column of the input."""
-
-    def blank(leaf: object) -> object:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2 or leaf[0].numel() <= column:
-            return leaf
-        flat = leaf.flatten(1).clone()
-        flat[:, column] = 0
-        return flat.view(leaf.shape)
-
-    return _compared(session, f"without column {column}", Intervention(inputs=change_leaves(blank)))
+    return _compared(session, f"without column {column}", Intervention(inputs=on_column(column, torch.zeros_like)))
 
 
 @trial("ignore_padding")

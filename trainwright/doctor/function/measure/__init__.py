@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.doctor.function.facts import Deviation, FunctionFacts, GapFacts, InputsFacts
+from trainwright.doctor.function.measure import chains as _chains  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import factors as _factors  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import inputs, samples, sequences
 from trainwright.doctor.function.measure import layers as _layers  # noqa: F401  registers what it measures

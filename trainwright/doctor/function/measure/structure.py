@@ -165,6 +165,14 @@ def aliased(angles: Tensor) -> tuple[int, int]:
     return 0, 0
 
 
+def wired(session: ReplaySession) -> _Wiring:
+    """How layers are connected in the step."""
+    wiring = _Wiring(session)
+    with session.live():
+        wiring.run(upto="forward")
+    return wiring
+
+
 @experiment("structure", when="first")
 def structure(session: ReplaySession) -> Facts:
     """What is trained, what the graph reaches, and which linear layers follow each other with nothing in between."""

@@ -242,7 +242,7 @@ def router_collapse(case: Case) -> Iterator[Finding]:
     looks = _looks(case)
     for path, now in looks[-1].values["routers"].items() if len(looks) >= 4 else ():
         history = [exam.values["routers"][path]["effective"] for exam in looks if path in exam.values["routers"]]
-        few = max(1.5, 0.5 * now["experts"])
+        few = max(1.5, 0.25 * now["experts"])
         last = sorted(history[-3:])
         if len(history) < 4 or now["experts"] < 3 or last[1] > few or last[1] > 0.75 * max(history[:3]):
             continue

@@ -12,12 +12,17 @@ from trainwright.doctor.vitals.standing import is_left_as_it_is, standing
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
 
+GAINED, LEARNED = 0.7, 0.02
+"""Of the loss that is left on one batch: with activations at most so much of it; below that nothing is left to gain."""
 BEYOND_CHANCE = 4.0
 """Standard errors: a mean that is as far off by chance comes once in ten thousand times."""
 
 
-def missing_nonlinearity(case: Case) -> Iterator[Finding]:
+def missing_nonlinearity(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The output of one linear layer is the input of another, with nothing between them and no other use.
+
+    It is a warning where the model learns its batch far better with activations there: not where the task is linear,
+    or where the layers behind them do as well alone.
 
     A narrow middle (fewer outputs than both ends) is a factorisation on purpose; so are depthwise convolutions, frozen
     layers and factors of a kernel (1 x k after k x 1).
@@ -28,10 +33,15 @@ def missing_nonlinearity(case: Case) -> Iterator[Finding]:
     chains = [each for each in exam.values.get("chains", ()) if _adds_nothing(*each["of"])]
     if not chains:
         return
+    tried = case.newest("activation_between")
+    if tried is None:
+        yield ExperimentRequest("activation_between", exam.step)
+        return
+    was, activated = (tried.values.get(name) for name in ("as_it_was", "activated"))
     pair = chains[0]
     yield finding(
         "model.missing_nonlinearity",
-        "warning",
+        "warning" if was is not None and activated < GAINED * was and was > LEARNED else "info",
         exam.step,
         symptom=f"the input of {pair['second']} is the output of {pair['first']}, unchanged",
         cause="with nothing between them, two linear layers are equivalent to one: the depth adds nothing",
@@ -39,7 +49,10 @@ def missing_nonlinearity(case: Case) -> Iterator[Finding]:
         sure=0.9,
         stage="forward",
         where=Where(module=pair["first"].rpartition(".")[0]),
-        evidence=[("pairs of linear layers in a row", len(chains), 0)],
+        evidence=[
+            ("pairs of linear layers in a row", len(chains), 0),
+            ("loss after updates on this batch, as it is and with activations", [was, activated]),
+        ],
         trial=RemedyTrial("activation_between", {"weights": [each["first"] for each in chains]}),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor
 
+from trainwright.doctor.function.measure.chains import MOST, STEPS, activated, on_one_batch
 from trainwright.doctor.function.measure.layers import smaller
 from trainwright.doctor.function.measure.structure import (
     EXACT_POSITIONS,
@@ -26,26 +26,19 @@ from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
 from trainwright.replay.mechanism import HALF_DTYPES
-from trainwright.replay.replayer import Intervention
+from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course, trial
 
-STEPS = 8
-
 
 def compared(session: ReplaySession, intervention: Intervention, most: int = STEPS) -> str:
-    """The loss over updates on this batch alone, changed and as it was, in words.
-
-    As many updates as take half a second, at least ``STEPS`` and at most ``most``.
-    """
-    begin_s = time.perf_counter()
-    session.run()
-    steps = max(STEPS, min(most, int(0.5 / (time.perf_counter() - begin_s))))
-    was, now = session.train(steps, repeat=True), session.train(steps, intervention, repeat=True)
-    if len(now) < steps or len(was) < steps:
-        raise NotTried("the step could not be run again")
+    """The loss over updates on this batch alone, changed and as it was, in words."""
+    try:
+        was, now = on_one_batch(session, intervention, most)
+    except NotReplayable as refused:
+        raise NotTried(str(refused)) from None
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
-    return f"{better}loss {course(now)} in {steps} updates on this batch; as it was: {course(was)}"
+    return f"{better}loss {course(now)} in {len(was)} updates on this batch; as it was: {course(was)}"
 
 
 def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None]]:
@@ -66,13 +59,7 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
 @trial("activation_between")
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """A ReLU after each of these linear layers."""
-    chosen = {id(session.parameters[name]) for name in weights}
-
-    def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        output = function(*args, **kwargs)
-        return output.relu() if any(id(x) in chosen for x in tensors_of(args, 2)[1:2]) else output
-
-    return compared(session, Intervention(ops=change), 128)  # the gain from depth shows late
+    return compared(session, activated(session, weights), MOST)
 
 
 def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:

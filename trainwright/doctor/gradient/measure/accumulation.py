@@ -106,6 +106,7 @@ def accumulation(session: ReplaySession) -> Facts:
         facts["counts"].append(count)
     facts["same_functions"] = len({tuple(names) for names in _functions(session)}) == 1
     facts["discarded"] = _discarded(session)
+    facts["used_by_hand"] = "used_by_hand" in session.recorded_step.values
     recorded = session.recorded_step.grad_norm
     facts["norm_then"], facts["norm_now"] = None if recorded is None else float(recorded), result.grad_norm
     return facts

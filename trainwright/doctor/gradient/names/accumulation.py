@@ -17,9 +17,11 @@ def windows(case: Case) -> list[Examined]:
     """The outcomes for steps whose backward passes have a batch each, all through the same functions.
 
     Several losses on one batch, the real and the fake images of a GAN, or an adversarial attack before the step are
-    not micro-batches.
+    not micro-batches. Nor are passes whose gradients the loop has read before it dropped them: for a step by hand, as
+    of an extragradient, or for a projection.
     """
-    return [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
+    seen = [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
+    return [e for e in seen if not e.values.get("used_by_hand")]
 
 
 def not_normalised(case: Case) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from trainwright.replay.terms import Term, terms_of
 from trainwright.runlog.json_values import Facts, strict
 
 MOST_TERMS = 4
+QUOTIENTS = ("div", "divide", "truediv")
 LEFT_OUT = (0, -100)
 """Values that a loop gives to targets that do not count."""
 EXACT = 1e-6
@@ -150,9 +151,15 @@ def _divides(recorded: RecordedStep, size: int, counts: list[float]) -> bool:
     return any(
         _may_count(each, size, counts)
         for op in recorded.program
-        if isinstance(op, Operation) and op.name.strip("_") in ("div", "divide", "truediv", "mul", "rmul")
+        if isinstance(op, Operation) and op.name.strip("_") in (*QUOTIENTS, "mul", "rmul")
         for each in op.args
-    )
+    ) or any(_is_by_counted(each, counts) for each in recorded.program if isinstance(each, Operation))
+
+
+def _is_by_counted(operation: Operation, counts: list[float]) -> bool:
+    """Whether it divides by a number that left torch: of the targets that count, or 1 where hardly one does."""
+    by = operation.args[-1] if operation.args and operation.name.strip("_") in QUOTIENTS else None
+    return isinstance(by, int | float) and (by == 1 or by in counts)
 
 
 def _may_count(value: object, size: int, counts: list[float]) -> bool:

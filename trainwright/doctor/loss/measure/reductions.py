@@ -15,7 +15,9 @@ from trainwright.replay.substituted import noted
 from trainwright.replay.terms import made_of, terms_of
 
 FEW = 4
-"""Targets over which a sum is hardly another thing than a mean."""
+"""Rows over which a sum is hardly another thing than a mean."""
+IGNORED = -100
+"""By torch's losses, where nothing else is said."""
 MANY = 8
 """Samples: a smaller number may be a weight."""
 QUOTIENTS = frozenset({"div", "divide", "truediv"})
@@ -25,15 +27,16 @@ ADDED = frozenset({"add", "radd", "sub", "rsub"})
 def summed_among_means(recorded: RecordedStep) -> SummedTerm | None:
     """A term with ``reduction="sum"`` that no factor makes up for, beside one with ``reduction="mean"``.
 
-    Its weight would have to be smaller by the number of targets; what is nearer to that than to 1 is on purpose.
+    Its weight would have to be smaller by the number of rows that count, or of targets; what is nearer to that than to
+    1 is on purpose: boxes are summed over their corners and averaged over the objects.
     """
     makers = _makers(recorded)
     terms = [(term, makers[term.slot]) for term in terms_of(recorded) if term.slot in makers]
     means = [abs(term.own) for term, op in terms if _reduction(op) == "mean" and term.own]
-    sums = [(term, _targets(op)) for term, op in terms if _reduction(op) == "sum"]
-    for term, targets in sums:
-        if means and targets >= FEW and abs(term.own) * math.sqrt(targets) > max(means):
-            return SummedTerm(term.name, targets)
+    sums = [(term, op, _rows(op)) for term, op in terms if _reduction(op) == "sum"]
+    for term, op, rows in sums:
+        if means and rows >= FEW and abs(term.own) * math.sqrt(rows) > max(means):
+            return SummedTerm(term.name, _targets(op))
     return None
 
 
@@ -128,6 +131,22 @@ def _reduction(operation: Operation) -> object:
     return operation.kwargs.get("reduction", "mean") if is_loss else None
 
 
+def _largest(operation: Operation) -> Tensor | None:
+    """The largest constant among the arguments; None where targets are not constant."""
+    constants = [each.tensor for each in constants_of((operation.args, operation.kwargs))]
+    return max(constants, key=Tensor.numel, default=None)
+
+
 def _targets(operation: Operation) -> int:
-    """The largest constant among the arguments; 0 where targets are not constant."""
-    return max((each.tensor.numel() for each in constants_of((operation.args, operation.kwargs))), default=0)
+    targets = _largest(operation)
+    return 0 if targets is None else targets.numel()
+
+
+def _rows(operation: Operation) -> int:
+    """Of the targets, without those that are ignored."""
+    targets = _largest(operation)
+    if targets is None or not targets.dim():
+        return 0
+    if targets.dim() > 1 or targets.is_floating_point():
+        return len(targets)
+    return int((targets != operation.kwargs.get("ignore_index", IGNORED)).sum())

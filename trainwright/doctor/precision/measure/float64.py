@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ LARGE = 0.02
 """Of the gradient: an error below it costs nothing that a smaller batch would not."""
 KEPT_BYTES = 256 * 2**20
 """Of results that are kept to be compared with those in float64."""
+RngStates: TypeAlias = tuple[Tensor, Tensor | None]
+"""Of the CPU's default generator and of the GPU's."""
 Grads = Mapping[str, Tensor | None]
 
 
@@ -81,15 +83,36 @@ def _run(session: ReplaySession, intervention: Intervention) -> ReplayResult:
 
 
 def _draws(session: ReplaySession, mode: Literal["eval"] | None) -> bool:
-    """Whether a forward pass draws random numbers."""
+    """Whether a forward pass draws random numbers, or what the loop makes of one: between two calls too."""
     calls = session.recorded_step.calls
     if not calls:
         raise NotReplayable("no forward call of the model was recorded")
+    draws = _Draws(calls[0].rng[1] is not None)
     with session.live():
-        session.replayer.run(session.recorded_step, Intervention(mode=mode), upto="forward")
-        after = torch.get_rng_state(), torch.cuda.get_rng_state() if calls[-1].rng[1] is not None else None
-    same = torch.equal(after[0], calls[-1].rng[0])
-    return not same or (after[1] is not None and not torch.equal(after[1], calls[-1].rng[1]))  # type: ignore[arg-type]
+        session.replayer.run(session.recorded_step, Intervention(mode=mode, ops=draws.call), upto="forward")
+        return draws.are_there or draws.differ(draws.state(), calls[-1].rng)
+
+
+class _Draws:
+    """Whether a function of a replay has drawn random numbers."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self.are_there = False
+
+    def call(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if self.are_there:
+            return function(*args, **kwargs)
+        before = self.state()
+        result = function(*args, **kwargs)
+        self.are_there |= self.differ(before, self.state())
+        return result
+
+    def state(self) -> RngStates:
+        return torch.get_rng_state(), torch.cuda.get_rng_state() if self._on_gpu else None
+
+    def differ(self, one: RngStates, other: RngStates) -> bool:
+        return any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(one, other))
 
 
 def _coarsest(session: ReplaySession) -> torch.dtype:

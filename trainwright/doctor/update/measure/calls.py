@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -42,7 +43,10 @@ class Contract(Probe):
         self._declared = watched.accumulation
         self._ours = {id(each) for each in (*self._roots, *self._optimizers)}
         self._owners: dict[int, Optimizer] = {id(each): each for each in self._optimizers}
-        self._sharing: dict[int, list[tuple[int, list[Tensor]]]] | None = None
+        self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by parameter: the optimizers that own it
+        self._sharing: dict[int, tuple[int, list[tuple[int, list[Tensor]]]]] = {}  # known of how many optimizers
+        for each in self._optimizers:
+            self._hold(each)
         self._depth = self._backwards = self._since = self._doubles = self._again = 0
         self._stepped_at: dict[int, int] = {}
         self._scale: Tensor | None = None  # of losses whose gradients were not unscaled yet
@@ -107,7 +111,7 @@ class Contract(Probe):
             return
         if id(optimizer) not in self._owners:
             self._owners[id(optimizer)] = optimizer
-            self._sharing = None
+            self._hold(optimizer)
         if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
             self._again += 1
         for other, shared in self._shared_with(optimizer) if len(self._owners) > 1 else ():
@@ -118,14 +122,21 @@ class Contract(Probe):
     def on_stepped(self, optimizer: Optimizer) -> None:
         self._depth = max(0, self._depth - 1)
 
+    def _hold(self, optimizer: Optimizer) -> None:
+        for p in owned_by(optimizer):
+            self._holders[id(p)].append(id(optimizer))
+
     def _shared_with(self, optimizer: Optimizer) -> list[tuple[int, list[Tensor]]]:
-        if self._sharing is None:
-            owned = {key: {id(p) for p in owned_by(each)} for key, each in self._owners.items()}
-            self._sharing = {
-                key: [(o, [p for p in owned_by(each) if id(p) in owned[o]]) for o in owned if o != key]
-                for key, each in self._owners.items()
-            }
-        return [(other, shared) for other, shared in self._sharing.get(id(optimizer), ()) if shared]
+        """The other optimizers that own some of its parameters, and these."""
+        key = id(optimizer)
+        if key not in self._sharing or self._sharing[key][0] != len(self._owners):
+            shared: defaultdict[int, list[Tensor]] = defaultdict(list)
+            for p in owned_by(optimizer):
+                for other in self._holders.get(id(p), ()):
+                    if other != key:
+                        shared[other].append(p)
+            self._sharing[key] = len(self._owners), [*shared.items()]
+        return self._sharing[key][1]
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._split:

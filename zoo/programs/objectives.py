@@ -1,4 +1,4 @@
-"""Losses, layers and data that nobody may look at while laws are written: they are measured at the end."""
+"""Objectives of their own: risks that are climbed, penalties of slopes, ranks as a loss, likelihoods of an order."""
 
 from __future__ import annotations
 

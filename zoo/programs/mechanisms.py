@@ -1,4 +1,4 @@
-"""Loops, stages and gradients by hand for the end: nobody may look at them while laws are written."""
+"""What a loop does beside the gradient: steps within backward, biases, states, multipliers and codes by hand."""
 
 from __future__ import annotations
 

@@ -1,0 +1,125 @@
+"""Losses with autograd Functions of the user's: a replay makes the gradients that their own backward passes make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from tests.watching.loops import Watching, X, Y, both, exams, net, replays, sgd, weights
+
+
+class Ranks(Function):
+    """Constant nearly everywhere; the gradient is the difference to the ranks of moved scores."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        ranks = scores.argsort(1).argsort(1).to(scores.dtype)
+        ctx.save_for_backward(scores, ranks)
+        return ranks
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        scores: Tensor
+        ranks: Tensor
+        scores, ranks = ctx.saved_tensors
+        return (ranks - (scores - 10 * gradient).argsort(1).argsort(1).to(scores.dtype)) / 10
+
+
+class Turned(Function):
+    """The identity, in the newer style; its gradient is turned."""
+
+    @staticmethod
+    def forward(scores: Tensor, factor: float) -> Tensor:
+        return scores.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        factor: float = ctx.factor
+        return factor * gradient, None
+
+
+class Noisy(Function):
+    """Rounds stochastically: it draws random numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        return (scores + torch.rand(scores.shape)).floor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def ranked(logits: Tensor, y: Tensor) -> Tensor:
+    ranks: Tensor = Ranks.apply(logits)  # type: ignore[no-untyped-call]
+    return ranks.gather(1, y.unsqueeze(1)).square().mean()
+
+
+turned = Turned.apply
+"""Bound before any loop is watched."""
+
+
+def by_another_sign(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(turned(logits, -2.0), y)  # type: ignore[no-untyped-call]
+
+
+def rounded(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(Noisy.apply(4 * logits) / 4, y)  # type: ignore[no-untyped-call]
+
+
+def trained(loss_of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Watching], list[Tensor]]:
+    def loop(watching: Watching) -> list[Tensor]:
+        model = net()
+        optimizer = sgd(model)
+        with watching(model, optimizer):
+            for _ in range(10):
+                rows = torch.randperm(32)[:8]
+                optimizer.zero_grad()
+                loss_of(model(X[rows]), Y[rows]).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        return weights(model)
+
+    return loop
+
+
+@pytest.mark.parametrize("loss_of", [ranked, by_another_sign])
+def test_a_replay_makes_the_gradients_of_the_function(loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    watch = both(trained(loss_of))
+    assert replays(watch)
+    compared = exams(watch, "update_made")
+    assert compared and not any(each["regraded"] or each["is_grafted"] for each in compared)
+
+
+def test_gradients_of_a_function_that_draws_are_not_compared() -> None:
+    watch = both(trained(rounded))
+    assert all(each["is_grafted"] for each in exams(watch, "update_made"))
+    assert [found.code for found in watch.findings() if found.severity != "info"] == []
+
+
+def test_a_function_that_raises_leaves_no_trace() -> None:
+    def loop(watching: Watching) -> list[Tensor]:
+        model = net()
+        optimizer = sgd(model)
+        with watching(model, optimizer):
+            for step in range(6):
+                optimizer.zero_grad()
+                logits = model(X)
+                if step == 2:
+                    with pytest.raises(IndexError):
+                        ranked(logits[0], Y)
+                ranked(logits, Y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+        return weights(model)
+
+    assert replays(both(loop))

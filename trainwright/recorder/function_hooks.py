@@ -1,0 +1,34 @@
+"""Hears the calls of autograd Functions that the loop defines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.function import _SingleLevelFunction
+
+from trainwright.recorder.listener import has_listeners, inside, tell
+
+
+def hear_functions() -> Callable[[], None]:
+    """Calls the listeners around each call of a custom Function; returns what ends that.
+
+    ``Function.apply`` may be bound to a name long before a loop is watched. What it calls in turn is looked up each
+    time: the same method of the class below it.
+    """
+    setattr(_SingleLevelFunction, "apply", classmethod(_apply))  # noqa: B010  it has none of its own
+    return lambda: delattr(_SingleLevelFunction, "apply")
+
+
+def _apply(cls: type[Any], /, *args: object, **kwargs: object) -> object:
+    original = super(_SingleLevelFunction, cls).apply
+    is_own = cls.__module__.startswith(("torch.", "trainwright."))
+    if is_own or inside.backward or not has_listeners():
+        return original(*args, **kwargs)
+    tell("on_apply")
+    result = None
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        tell("on_applied", cls.apply, args, kwargs, result)
+    return result

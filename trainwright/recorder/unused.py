@@ -1,0 +1,56 @@
+"""Gradients that no optimizer has used when they are dropped: the loop may have used them by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.tape import READS_GRADIENT
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+
+
+class _Reads(PausableMode):
+    """Notes whether ``.grad`` of a tensor is read while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.were_there = False
+
+    def __torch_function__(
+        self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        self.were_there |= function == READS_GRADIENT
+        return function(*args, **(kwargs or {}))
+
+
+class UnusedGradients:
+    """``are_there``: no update came after the last backward pass.
+
+    Once a loop has dropped such gradients, it is heard whether it reads them before: for a step by hand, or a
+    projection.
+    """
+
+    def __init__(self) -> None:
+        self.are_there = self._are_dropped = False
+        self._reads = _Reads()
+
+    def on_gradients(self) -> None:
+        self.are_there = True
+        if self._are_dropped:
+            self._reads.were_there = False
+            self._reads.start()
+
+    def on_zero_grad(self) -> bool:
+        """They are dropped. Returns whether they were read."""
+        self.forget()
+        self._are_dropped = True
+        return self._reads.were_there
+
+    def forget(self) -> None:
+        """An update uses them, or the next backward pass adds to them."""
+        self.are_there = False
+        self.stop_reading()
+
+    def stop_reading(self) -> None:
+        if self._reads.pushed:
+            self._reads.stop()
