@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -409,3 +411,23 @@ def test_a_bias_before_a_norm_gets_no_gradient_but_rounding(left_out: str, is_to
             (model(x) - x[:, :3]).square().mean().backward()
             optimizer.step()
     assert ("opt.params_missing" in [each.code for each in watch.findings()]) is is_told
+
+
+def test_optimizers_that_a_loop_makes_in_every_step_are_let_go() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    outer, made = torch.optim.SGD(model.parameters(), 0.1), []
+    with tw.watch(model, outer, out=None, quiet=True):
+        for _ in range(40):
+            x = torch.randn(16, 4)
+            y = x[:, :3].argmax(1)
+            fast = [p.detach().clone().requires_grad_() for p in model.parameters()]
+            inner = torch.optim.SGD(fast, 0.01)
+            made.append(weakref.ref(inner))
+            F.cross_entropy(F.linear(x, *fast), y).backward()
+            inner.step()
+            outer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            outer.step()
+        gc.collect()
+        assert sum(each() is not None for each in made) <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,14 @@ class Contract(Probe):
         self._parameters = watched.subject.parameters
         self._declared = watched.accumulation
         self._ours = {id(each) for each in (*self._roots, *self._optimizers)}
-        self._owners: dict[int, Optimizer] = {id(each): each for each in self._optimizers}
+        self._owners: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # a loop may make one in every step
+        self._held: dict[int, list[int]] = {}  # by optimizer: its parameters
         self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by parameter: the optimizers that own it
-        self._sharing: dict[int, tuple[int, list[tuple[int, list[Tensor]]]]] = {}  # known of how many optimizers
+        self._sharing: dict[int, list[tuple[int, list[Tensor]]]] = {}
+        self._stepped_at: dict[int, int] = {}
         for each in self._optimizers:
             self._hold(each)
         self._depth = self._backwards = self._since = self._doubles = self._again = 0
-        self._stepped_at: dict[int, int] = {}
         self._scale: Tensor | None = None  # of losses whose gradients were not unscaled yet
         self._unscaled: set[int] = set()
         self._scaled_clips: list[tuple[float, Tensor | None, Tensor]] = []
@@ -110,7 +112,6 @@ class Contract(Probe):
             self._owners.setdefault(id(optimizer), optimizer)
             return
         if id(optimizer) not in self._owners:
-            self._owners[id(optimizer)] = optimizer
             self._hold(optimizer)
         if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
             self._again += 1
@@ -123,20 +124,29 @@ class Contract(Probe):
         self._depth = max(0, self._depth - 1)
 
     def _hold(self, optimizer: Optimizer) -> None:
-        for p in owned_by(optimizer):
-            self._holders[id(p)].append(id(optimizer))
+        for gone in self._held.keys() - self._owners.keys():
+            for p in self._held.pop(gone):
+                self._holders[p].remove(gone)
+                if not self._holders[p]:
+                    del self._holders[p]
+            self._stepped_at.pop(gone, None)
+        self._sharing.clear()
+        self._owners[id(optimizer)] = optimizer
+        self._held[id(optimizer)] = [id(p) for p in owned_by(optimizer)]
+        for p in self._held[id(optimizer)]:
+            self._holders[p].append(id(optimizer))
 
     def _shared_with(self, optimizer: Optimizer) -> list[tuple[int, list[Tensor]]]:
         """The other optimizers that own some of its parameters, and these."""
         key = id(optimizer)
-        if key not in self._sharing or self._sharing[key][0] != len(self._owners):
+        if key not in self._sharing:
             shared: defaultdict[int, list[Tensor]] = defaultdict(list)
             for p in owned_by(optimizer):
                 for other in self._holders.get(id(p), ()):
                     if other != key:
                         shared[other].append(p)
-            self._sharing[key] = len(self._owners), [*shared.items()]
-        return self._sharing[key][1]
+            self._sharing[key] = [*shared.items()]
+        return self._sharing[key]
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._split:
