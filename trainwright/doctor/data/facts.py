@@ -271,6 +271,20 @@ class DistanceFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PermutedFigure:
+    """The mean of the numbers that left torch at ``line``, as it was ``told``, and with the outputs in random orders of
+    their rows: the mean of ``others`` and their ``deviation``. ``nearby``: with each output one or two rows beside its
+    own.
+    """
+
+    line: str | None
+    told: float
+    others: float
+    deviation: float
+    nearby: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
     """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
     what the loop has now.
@@ -298,6 +312,7 @@ class EvaluationFacts:
     likeness: Likeness | None = None
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
+    permuted: tuple[PermutedFigure, ...] = ()
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None

@@ -25,6 +25,7 @@ from trainwright.doctor.data.measure.figure_parts import (
 )
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.loop_figures import figures_among
+from trainwright.doctor.data.measure.permuted import permuted_figures
 from trainwright.doctor.data.share_names import is_named_share
 from trainwright.recorder.callers import line_within
 from trainwright.recorder.copies import is_a_copy
@@ -189,6 +190,7 @@ class EvaluationsProbe(Probe):
                 likeness=self._likenesses.close(),
                 decided=self._run_again(decided_figures),
                 distances=self._run_again(distance_figures),
+                permuted=self._run_again(permuted_figures),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
