@@ -14,7 +14,8 @@ import trainwright as tw
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
-CODE = "law.data.evaluated_rows_have_their_targets"
+TARGETS, DECISIONS = "law.data.evaluated_rows_have_their_targets", "law.data.decisions_agree_with_the_loss"
+PERFECT = "law.data.perfect_predictions_are_right"
 Pairs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -49,7 +50,7 @@ def said(pairs: Pairs, *, rows: int = 512, epochs: int = 6, noise: float = 0.0) 
                 losses = [F.cross_entropy(model(inputs), targets).item() for inputs, targets in held_out]
             assert len(losses) == 4
     assert watch.session.failures == []
-    return [each.severity for each in watch.findings() if each.code == CODE]
+    return [each.severity for each in watch.findings() if each.code == TARGETS]
 
 
 def test_its_own_targets_are_known() -> None:
@@ -64,3 +65,43 @@ def test_targets_of_other_rows_are_found(pairs: Pairs) -> None:
 def test_what_is_known_by_heart_is_a_remark_unless_the_targets_lie_beside() -> None:
     assert said(in_order, rows=64, epochs=60, noise=100.0) in ([], ["info"])
     assert said(a_row_later, epochs=12) == ["warning"]
+
+
+def decided(decide: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
+    """What is said of an evaluation whose decisions are those of another part of the model than its loss."""
+    torch.manual_seed(0)
+    x = torch.randn(900, 8)
+    y = (x @ torch.randn(8, 3) > 0).float()
+    into, out = nn.Sequential(nn.Linear(8, 32), nn.ReLU()), nn.Linear(32, 3)
+    model = nn.Sequential(into, out)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for rows in 3 * list(torch.arange(512).split(32)):
+            loss = F.binary_cross_entropy_with_logits(model(x[rows]), y[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if rows[0] % 128 == 0:
+                with torch.no_grad():
+                    told = F.binary_cross_entropy_with_logits(model(x[512:]), y[512:]).item()
+                    right = decide(out(into(x[512:])), y[512:]).float().mean().item()
+                    assert told > 0 and right >= 0
+    assert watch.session.failures == []
+    return [each.code for each in watch.findings() if each.code in (TARGETS, DECISIONS, PERFECT)]
+
+
+@pytest.mark.parametrize(
+    ("decide", "expected"),
+    [
+        (lambda out, y: (out > 0) == (y > 0.5), []),
+        (lambda out, y: (out < 0) == (y > 0.5), [PERFECT]),
+        (lambda out, y: (-out > 0).float() == y, [DECISIONS]),
+        (lambda out, y: (out > 0) == (y > 500), [DECISIONS]),
+        (lambda out, y: out > 0, []),
+        (lambda out, y: out.sum(1) == out.sum(1), []),
+    ],
+)
+def test_decisions_are_right_where_the_loss_is_low(
+    decide: Callable[[Tensor, Tensor], Tensor], expected: list[str]
+) -> None:
+    assert decided(decide) == expected

@@ -274,7 +274,8 @@ class DistanceFigure:
 class PermutedFigure:
     """The mean of the numbers that left torch at ``line``, as it was ``told``, and with the outputs in random orders of
     their rows: the mean of ``others`` and their ``deviation``. ``nearby``: with each output one or two rows beside its
-    own.
+    own. ``decided``: it is made of decisions, ``of`` one kind in one pass ``over`` data; ``sum_name`` is the variable
+    that the line adds them to, or sets. ``is_blind``: what they are tested for equality with has one value everywhere.
     """
 
     line: str | None
@@ -282,6 +283,11 @@ class PermutedFigure:
     others: float
     deviation: float
     nearby: tuple[float, ...] = ()
+    decided: bool = False
+    of: str = ""
+    over: int = 0
+    sum_name: str = ""
+    is_blind: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

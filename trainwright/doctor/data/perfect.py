@@ -61,7 +61,12 @@ def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure,
 
 def _counts_right(decided: DecidedFigure) -> bool | None:
     """Whether decisions are added to a variable that is named for what is right, or for what is wrong; else None."""
-    parts = re.split("[^a-z]+", decided.sum_name.lower())
+    return counts_right(decided.sum_name)
+
+
+def counts_right(name: str) -> bool | None:
+    """Whether a variable is named for what is right, or for what is wrong; else None."""
+    parts = re.split("[^a-z]+", name.lower())
     is_right, is_wrong = (any(part.startswith(words) for part in parts if part) for words in (RIGHT, WRONG))
     return is_right if is_right != is_wrong else None
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.data.facts import PermutedFigure
+from trainwright.doctor.data.measure.best_predictions import EQUALITY, sum_name
 from trainwright.doctor.data.measure.distances import as_they_are
 from trainwright.doctor.data.measure.figure_parts import EscapeLine, place_of
 from trainwright.recorder.escapes import Escape
-from trainwright.recorder.figure_program import Change, FigureProgram
+from trainwright.recorder.figure_program import Change, FigureProgram, compared_by
 
 ORDERS = 6
 """Random orders of the rows: enough for a mean and a deviation."""
@@ -39,15 +40,40 @@ def permuted_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Itera
         places.setdefault(place_of(each), []).append(n)
     for place, at in places.items():
         if same.issuperset(at):
-            mean, *others = (math.fsum(float(of[n]) for n in at) / len(at) for of in (told, *in_orders, *nearby))
-            if math.isfinite(mean) and all(map(math.isfinite, others)):
-                yield _figure(place, mean, others[:ORDERS], others[ORDERS:])
+            sums = [math.fsum(float(of[n]) for n in at) / len(at) for of in (told, *in_orders, *nearby)]
+            if all(map(math.isfinite, sums)):
+                is_blind = place.decided and all(_is_compared_with_one_value(program, n) for n in at)
+                yield _figure(place, sum_name(escapes[at[0]]), sums, is_blind=is_blind)
 
 
-def _figure(place: EscapeLine, told: float, others: Sequence[float], nearby: Sequence[float]) -> PermutedFigure:
+def _figure(place: EscapeLine, name: str, sums: Sequence[float], *, is_blind: bool) -> PermutedFigure:
+    told, others, nearby = sums[0], sums[1 : 1 + ORDERS], sums[1 + ORDERS :]
     return PermutedFigure(
-        line=place.line, told=told, others=fmean(others), deviation=stdev(others), nearby=tuple(nearby)
+        line=place.line,
+        told=told,
+        others=fmean(others),
+        deviation=stdev(others),
+        nearby=tuple(nearby),
+        decided=place.decided,
+        of=place.words,
+        over=place.over,
+        sum_name=name,
+        is_blind=is_blind,
     )
+
+
+def _is_compared_with_one_value(program: FigureProgram, number: int) -> bool:
+    """Whether decisions of several rows are tested for equality with a tensor that has one value everywhere."""
+    outputs = {slot for slots in program.output_slots for slot in slots}
+    behind = program.calls_behind(program.numbers[number], outputs) or []
+    labels = [label for _, label in compared_by(behind, EQUALITY)]
+    return bool(labels) and all(
+        len(each) > 1 and bool((each == each.flatten()[0]).all()) for each in map(_rows, labels)
+    )
+
+
+def _rows(label: Tensor) -> Tensor:
+    return label if label.dim() else label[None]
 
 
 def _in_order(seed: int) -> Change:
