@@ -9,6 +9,9 @@ from typing import ClassVar
 SAME = 8
 """Steps in a row on the same batch that are no chance, and no few updates on each batch."""
 
+PIXELS = 2
+"""By which one side of all pictures may differ for a bound that is off: another size changes both sides, or by more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRows:
@@ -216,7 +219,8 @@ class TrainingAveragesFacts:
 class Likeness:
     """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
     are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
-    ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none.
+    ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none. Each row is of the shape
+    ``trained`` and ``evaluated``; empty: of several.
     """
 
     samples: int
@@ -224,6 +228,15 @@ class Likeness:
     ratio: float
     noise: float
     is_cut: bool = False
+    trained: tuple[int, ...] = ()
+    evaluated: tuple[int, ...] = ()
+
+    @property
+    def is_cropped(self) -> bool:
+        """Whether pictures differ in one of both sides, by a pixel or two."""
+        sides = [abs(one - other) for one, other in zip(self.trained[-2:], self.evaluated[-2:])]
+        is_of_pictures = len(self.trained) == len(self.evaluated) > 2
+        return is_of_pictures and min(sides) == 0 < max(sides) <= PIXELS
 
     @property
     def distance(self) -> float:
@@ -301,6 +314,7 @@ class EvaluationFacts:
     ``single_line`` where it is of one element, and there is no other. ``at_once``: lines where numbers left torch that
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
+    ``likeness`` is that of the first floating-point input, ``further`` those of others.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -316,6 +330,7 @@ class EvaluationFacts:
     mass: float = -1.0
     mass_line: str | None = None
     likeness: Likeness | None = None
+    further: tuple[Likeness, ...] = ()
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
     permuted: tuple[PermutedFigure, ...] = ()
