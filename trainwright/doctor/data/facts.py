@@ -314,7 +314,8 @@ class EvaluationFacts:
     ``single_line`` where it is of one element, and there is no other. ``at_once``: lines where numbers left torch that
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
-    ``likeness`` is that of the first floating-point input, ``further`` those of others.
+    ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
+    torch at a line each, and was made of no output, in the functions that count decisions.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -334,6 +335,7 @@ class EvaluationFacts:
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
     permuted: tuple[PermutedFigure, ...] = ()
+    counted: tuple[float, ...] = ()
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None

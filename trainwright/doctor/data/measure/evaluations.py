@@ -199,6 +199,7 @@ class EvaluationsProbe(Probe):
                 decided=self._run_again(decided_figures),
                 distances=self._run_again(distance_figures),
                 permuted=self._run_again(permuted_figures),
+                counted=tuple(_counted(places)),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
@@ -223,6 +224,14 @@ def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[s
     """New ones that have the name of a share."""
     new = {name: value for name, value in numbers.items() if type(value) is float and before.get(name) != value}
     return {name: value for name, value in new.items() if is_named_share(name) and math.isfinite(value)}
+
+
+def _counted(places: EscapeLines) -> Iterator[float]:
+    """Sums of whole numbers that were made of no output, where decisions are counted."""
+    counting = {each.code for place, of in places.items() if place.decided for each in of}
+    for place, of in places.items():
+        if place.is_count and all(each.code in counting and each.value == int(each.value) >= 0 for each in of):
+            yield math.fsum(each.value for each in of)
 
 
 def _single(places: EscapeLines, rows: Sequence[int]) -> Escape | None:
