@@ -275,7 +275,7 @@ def test_shares_of_probabilities(figure: Sum, state: str, loss: Sum) -> None:
     assert evaluated(share(figure, loss=loss), nn.Sigmoid(), loss) == state
 
 
-def named(name: str, make: Callable[[int, int, int], float]) -> Evaluate:
+def of_counts(name: str, make: Callable[[int, int, int], float]) -> Evaluate:
     """A share by its name, of the pixels in both, of those that are found, and of those that are wanted."""
 
     def evaluate(model: nn.Module, batches: Batches) -> object:
@@ -307,5 +307,5 @@ def named(name: str, make: Callable[[int, int, int], float]) -> Evaluate:
 def test_shares_of_several_counts_are_one_for_perfect_predictions(
     name: str, make: Callable[[int, int, int], float], state: str
 ) -> None:
-    became = evaluated(named(name, make))
+    became = evaluated(of_counts(name, make))
     assert (became == "broken") == (state == "broken")
