@@ -168,3 +168,25 @@ def test_the_watch_tells_it_at_its_line(before: str, after: str, code: str, tmp_
 )
 def test_a_best_is_set_to_the_same_under_another_name(before: str, after: str) -> None:
     assert not list(broken_bests(changed(before, after)))
+
+
+@pytest.mark.parametrize(
+    ("begin", "before", "after", "said"),
+    [
+        ("10.0", "best = val_loss", "best = val_loss", []),
+        ("10.0", "best = val_loss", "last = val_loss", ["warning"]),
+        ("10.0", "best = val_loss", "best = val_loss if epoch > 99 else best", ["warning"]),
+        ("0.0", "patience > 3", "patience > 9", ["warning"]),
+        ("0.0", "val_loss < best", "val_loss < best + 9", []),
+        ("-10.0", "if val_loss < best", "val_loss = -val_loss\n            if val_loss > best", []),
+    ],
+)
+def test_a_best_with_a_number_to_begin_with_is_followed(
+    begin: str, before: str, after: str, said: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "program.py"
+    assert LOOP.count(before) == 1
+    file.write_text(LOOP.replace('float("inf"), 0', f"{begin}, 0").replace(before, after))
+    watch = runpy.run_path(str(file))["train"]()
+    assert watch.session.failures == []
+    assert [each.severity for each in watch.findings() if each.code == "law.program.bests_are_the_best"] == said

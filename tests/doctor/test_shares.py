@@ -273,3 +273,39 @@ def test_shares_are_at_their_best_for_the_targets(evaluate: Evaluate, state: str
 @pytest.mark.parametrize("loss", [F.binary_cross_entropy, F.mse_loss])
 def test_shares_of_probabilities(figure: Sum, state: str, loss: Sum) -> None:
     assert evaluated(share(figure, loss=loss), nn.Sigmoid(), loss) == state
+
+
+def of_counts(name: str, make: Callable[[int, int, int], float]) -> Evaluate:
+    """A share by its name, of the pixels in both, of those that are found, and of those that are wanted."""
+
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        loss, both, found, wanted = 0.0, 0, 0, 0
+        for x, y in batches:
+            out = model(x)
+            loss += F.binary_cross_entropy_with_logits(out, y).item() * len(y)
+            both += int(((out > 0) & (y > 0.5)).sum())
+            found += int((out > 0).sum())
+            wanted += int((y > 0.5).sum())
+        return {"loss": loss / 64, name: make(both, found, wanted)}
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "state"),
+    [
+        ("f1", lambda both, found, wanted: 2 * both / (found + wanted), "held"),
+        ("iou", lambda both, found, wanted: both / (found + wanted - both), "held"),
+        ("f1", lambda both, found, wanted: both / (found + wanted), "broken"),
+        ("f1", lambda both, found, wanted: 2 * both / found, "broken"),
+        ("iou", lambda both, found, wanted: 2 * both / (found + wanted - both), "broken"),
+        ("iou", lambda both, found, wanted: both / (found + wanted), "broken"),
+        ("f1", lambda both, found, wanted: 5 * both / (4 * wanted + found), "held"),
+        ("overlap", lambda both, found, wanted: both / (found + wanted), "held"),
+    ],
+)
+def test_shares_of_several_counts_are_one_for_perfect_predictions(
+    name: str, make: Callable[[int, int, int], float], state: str
+) -> None:
+    became = evaluated(of_counts(name, make))
+    assert (became == "broken") == (state == "broken")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, RowsFacts
+from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, Likeness, RowsFacts
 from trainwright.doctor.data.figures import LOSSES
 from trainwright.doctor.data.possible import is_a_share
 from trainwright.doctor.finding import Finding, Severity, finding
@@ -79,15 +79,30 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
     if likeness.is_cut:
         yield _cut(facts, "info" if suffers is False else "warning")
         return
-    if not is_moved and 1 / SCALE < likeness.ratio < SCALE:
-        yield Holds(f"{likeness.samples} samples, {likeness.shift:.2g} deviations apart, {likeness.ratio:.3g} as wide")
+    if likeness.is_cropped:
+        yield _cropped(facts, likeness)
         return
-    is_far = likeness.shift > FAR or not 1 / FAR < likeness.ratio < FAR
-    yield finding(
+    if is_moved or not 1 / SCALE < likeness.ratio < SCALE:
+        is_sure = _is_far(likeness) if suffers is None else suffers
+        yield _unlike(facts, likeness, "inputs", "warning" if is_sure else "info")
+        return
+    others = [each for each in facts.further if _is_far(each)] if suffers else []
+    if others:
+        yield _unlike(facts, others[0], "further inputs", "warning")
+        return
+    yield Holds(f"{likeness.samples} samples, {likeness.shift:.2g} deviations apart, {likeness.ratio:.3g} as wide")
+
+
+def _is_far(likeness: Likeness) -> bool:
+    return likeness.shift > max(FAR, CERTAIN * likeness.noise) or not 1 / FAR < likeness.ratio < FAR
+
+
+def _unlike(facts: EvaluationFacts, likeness: Likeness, what: str, severity: Severity) -> Finding:
+    return finding(
         "law.data.evaluation_is_alike",
-        "warning" if (is_far if suffers is None else suffers) else "info",
+        severity,
         max(1, facts.after),
-        symptom=f"the inputs of the evaluation are others than those of training: of the median feature the means are "
+        symptom=f"the {what} of the evaluation are others than those of training: of the median feature the means are "
         f"{likeness.shift:.3g} deviations apart, and it varies {likeness.ratio:.3g} times as much",
         cause="training and evaluation prepare their data differently: another normalisation or none, other units, "
         "statistics along another axis",
@@ -98,6 +113,21 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
             ("distance of the means, in deviations of the training inputs", round(likeness.shift, 3), 0.0),
             ("deviation in the evaluation over that in training", round(likeness.ratio, 4), 1.0),
         ],
+    )
+
+
+def _cropped(facts: EvaluationFacts, likeness: Likeness) -> Finding:
+    return finding(
+        "law.data.evaluation_is_alike",
+        "warning",
+        max(1, facts.after),
+        symptom=f"each picture of training has the shape {list(likeness.trained)}, and each of the evaluation "
+        f"{list(likeness.evaluated)}",
+        cause="one of both is cut at a bound that is off by one, in augmentation perhaps",
+        remedy="cut or pad all pictures to one size",
+        sure=0.8,
+        stage="input",
+        evidence=[("shape of a row, in the evaluation and in training", likeness.evaluated, likeness.trained)],
     )
 
 

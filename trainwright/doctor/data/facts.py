@@ -9,6 +9,9 @@ from typing import ClassVar
 SAME = 8
 """Steps in a row on the same batch that are no chance, and no few updates on each batch."""
 
+PIXELS = 2
+"""By which one side of all pictures may differ for a bound that is off: another size changes both sides, or by more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRows:
@@ -218,7 +221,8 @@ class TrainingAveragesFacts:
 class Likeness:
     """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
     are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
-    ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none.
+    ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none. Each row is of the shape
+    ``trained`` and ``evaluated``; empty: of several.
     """
 
     samples: int
@@ -226,6 +230,15 @@ class Likeness:
     ratio: float
     noise: float
     is_cut: bool = False
+    trained: tuple[int, ...] = ()
+    evaluated: tuple[int, ...] = ()
+
+    @property
+    def is_cropped(self) -> bool:
+        """Whether pictures differ in one of both sides, by a pixel or two."""
+        sides = [abs(one - other) for one, other in zip(self.trained[-2:], self.evaluated[-2:])]
+        is_of_pictures = len(self.trained) == len(self.evaluated) > 2
+        return is_of_pictures and min(sides) == 0 < max(sides) <= PIXELS
 
     @property
     def distance(self) -> float:
@@ -273,6 +286,26 @@ class DistanceFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PermutedFigure:
+    """The mean of the numbers that left torch at ``line``, as it was ``told``, and with the outputs in random orders of
+    their rows: the mean of ``others`` and their ``deviation``. ``nearby``: with each output one or two rows beside its
+    own. ``decided``: it is made of decisions, ``of`` one kind in one pass ``over`` data; ``sum_name`` is the variable
+    that the line adds them to, or sets. ``is_blind``: what they are tested for equality with has one value everywhere.
+    """
+
+    line: str | None
+    told: float
+    others: float
+    deviation: float
+    nearby: tuple[float, ...] = ()
+    decided: bool = False
+    of: str = ""
+    over: int = 0
+    sum_name: str = ""
+    is_blind: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
     """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
     what the loop has now.
@@ -283,6 +316,8 @@ class EvaluationFacts:
     ``single_line`` where it is of one element, and there is no other. ``at_once``: lines where numbers left torch that
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
+    ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
+    torch at a line each, and was made of no output, in the functions that count decisions.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -298,8 +333,11 @@ class EvaluationFacts:
     mass: float = -1.0
     mass_line: str | None = None
     likeness: Likeness | None = None
+    further: tuple[Likeness, ...] = ()
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
+    permuted: tuple[PermutedFigure, ...] = ()
+    counted: tuple[float, ...] = ()
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None

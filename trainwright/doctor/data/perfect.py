@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from trainwright.doctor.case import Case
+from trainwright.doctor.data.derived import BY_CHANCE, ROUNDED, Share, derived_shares
 from trainwright.doctor.data.facts import DecidedFigure, EvaluationFacts, KeptNumber
 from trainwright.doctor.data.share_names import is_named_share
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
 
-BY_CHANCE = (0.5, 1.0)
-"""Values that many figures have: by these alone it is not known which of them a name stands for."""
-ROUNDED = 1e-5
-"""Of a mean over a batch in float32."""
+TWICE = 2
+"""Evaluations: what is made of small whole numbers may be equal to something else in one of them."""
 RIGHT, WRONG = ("right", "correct", "hit", "acc", "match"), ("wrong", "incorrect", "err", "miss", "mistake")
 """What a part of the name begins with that counts what is right, and what is wrong."""
 
@@ -30,7 +28,8 @@ def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
     facts, known = next(((each, of) for each in every if (of := _of_perfect(each))), (every[0], []))
     off = [each for each in known if not _is_best(*each)]
     shares = [each for one in every for each in _shares(one)]
-    bad = _always_broken(shares)
+    made = [each for one in every for each in derived_shares(one)]
+    bad = _always_broken(shares) or (_always_broken(made) if len({each.told for each in made}) >= TWICE else None)
     elsewhere = next((each for one in every for each in one.decided if each.is_elsewhere and _counts_right(each)), None)
     if off:
         yield _not_best(facts, *off[0])
@@ -61,7 +60,12 @@ def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure,
 
 def _counts_right(decided: DecidedFigure) -> bool | None:
     """Whether decisions are added to a variable that is named for what is right, or for what is wrong; else None."""
-    parts = re.split("[^a-z]+", decided.sum_name.lower())
+    return counts_right(decided.sum_name)
+
+
+def counts_right(name: str) -> bool | None:
+    """Whether a variable is named for what is right, or for what is wrong; else None."""
+    parts = re.split("[^a-z]+", name.lower())
     is_right, is_wrong = (any(part.startswith(words) for part in parts if part) for words in (RIGHT, WRONG))
     return is_right if is_right != is_wrong else None
 
@@ -91,32 +95,6 @@ def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure
         where=Where(source=decided.line),
         evidence=[("accuracy of perfect predictions", best, 1.0), ("accuracy of wrong ones", worst, 0.0)],
     )
-
-
-@dataclass(frozen=True)
-class Share:
-    """A figure of decisions about single elements: as it was told, and for perfect and for wrong predictions.
-
-    ``best``: 1 or 0 by its name, else None. ``is_exact``: it is 0 or 1 for perfect ones, to the last bit but rounding.
-    """
-
-    name: str
-    line: str | None
-    told: float
-    perfect: float
-    wrong: float
-    best: float | None
-    is_exact: bool
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether perfect predictions are not better than others, or do not give the best of an exact figure."""
-        if self.best is None:
-            stands = self.perfect == self.wrong == self.told
-            return stands or (self.is_exact and min(abs(self.perfect), abs(self.perfect - 1.0)) > ROUNDED)
-        sign = 1.0 if self.best else -1.0
-        is_less = sign * (self.perfect - self.told) < -ROUNDED or sign * (self.perfect - self.wrong) <= ROUNDED
-        return is_less or (self.is_exact and abs(self.perfect - self.best) > ROUNDED)
 
 
 def _always_broken(shares: Sequence[Share]) -> Share | None:

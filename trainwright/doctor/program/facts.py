@@ -202,6 +202,35 @@ class BrokenBest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FollowedBest:
+    """The best value so far ``name``, and the ``value`` that the loop compares with it in ``line`` after evaluations.
+
+    It was ``begin`` behind the first of these, has ``moved`` so often, and is ``now``. Of ``values`` that came,
+    ``beaten`` were beyond it (``sign`` says where that is) when the loop went on, of all from ``low`` to ``high``.
+    """
+
+    name: str
+    value: str
+    sign: str
+    line: str
+    begin: float
+    now: float
+    values: int
+    beaten: int
+    moved: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestsFacts:
+    """The best values that the loop compares with its evaluations."""
+
+    experiment: ClassVar[str] = "bests"
+    bests: tuple[FollowedBest, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExchangedArguments:
     """Two arguments of a call of ``function``, of which each has the name of the other's parameter."""
 

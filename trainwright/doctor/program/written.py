@@ -7,11 +7,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import finding, listed
+from trainwright.doctor.finding import Finding, finding, listed
 from trainwright.doctor.law import Holds, Verdict
-from trainwright.doctor.program.facts import BrokenBest, ExchangedArguments, MisplacedSum, UnreadValue, WrittenFacts
+from trainwright.doctor.program.facts import (
+    BestsFacts,
+    BrokenBest,
+    ExchangedArguments,
+    FollowedBest,
+    MisplacedSum,
+    UnreadValue,
+    WrittenFacts,
+)
 from trainwright.runlog.records import Where
 
+TWICE = 2
+"""Evaluations: behind the first of them a best value may not have been set yet."""
 _UNREAD = {
     "sum": ("is added up, and nothing reads it", "the line that used it is gone, or uses another name"),
     "list": ("grows, and nothing reads it", "it is left over, or the line that used it is gone"),
@@ -94,7 +104,9 @@ def bests_are_the_best(case: Case) -> Iterator[Verdict]:
     if facts is None:
         return
     if not facts.bests:
-        yield Holds(f"{facts.functions} functions of {facts.file}")
+        followed = case.newest(BestsFacts) if case.finished else None
+        stands = [each for each in (() if followed is None else followed.bests) if (_stands(each) or _is_too_low(each))]
+        yield _standing(case, stands[0]) if stands else Holds(f"{facts.functions} functions of {facts.file}")
         return
     first: BrokenBest = facts.bests[0]
     what, why = _BESTS[first.kind]
@@ -111,6 +123,36 @@ def bests_are_the_best(case: Case) -> Iterator[Verdict]:
         evidence=[
             ("best values that are not kept so", [f"{each.name} (line {each.line})" for each in facts.bests], [])
         ],
+    )
+
+
+def _stands(best: FollowedBest) -> bool:
+    """Values that were compared with it are beyond it, and it has never moved."""
+    return best.beaten >= TWICE and best.moved == 0
+
+
+def _is_too_low(best: FollowedBest) -> bool:
+    """It began at 0, and is to be beaten by what is lower, of values that all are above it."""
+    return best.values >= TWICE and best.moved == 0 and best.begin == 0.0 and best.sign == "<" and best.low > 0.0
+
+
+def _standing(case: Case, best: FollowedBest) -> Finding:
+    is_beaten = _stands(best)
+    what = f"{best.beaten} were beyond it" if is_beaten else "none was below it: nothing was ever kept"
+    compared = f"{best.values} values of {best.value} were compared with it, from {best.low:.4g} to {best.high:.4g}"
+    return finding(
+        "law.program.bests_are_the_best",
+        "warning",
+        max(1, case.last_step),
+        symptom=f"{best.name} is {best.now:.4g} since the begin; {compared}: {what}",
+        cause="the line that sets it is gone, or is never reached"
+        if is_beaten
+        else "it begins at 0, as for what is to be high, and is compared as for what is to be low",
+        remedy=f"if {best.value} {best.sign} {best.name}: {best.name} = {best.value}, from what any value beats on",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=best.line),
+        evidence=[(f"values of {best.value} that were beyond it afterwards", best.beaten, 0)],
     )
 
 

@@ -21,6 +21,7 @@ class InputMoments:
 
     def __init__(self) -> None:
         self.samples = 0
+        self.shapes: set[tuple[int, ...]] = set()  # of a row
         self._count, self._sum, self._squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
         self._fractions = torch.zeros((), device="cpu")
 
@@ -32,6 +33,7 @@ class InputMoments:
             return
         wide = x.double()
         rows = next(len(each) for each in plain(tensors) if each.is_floating_point() and each.dim() > 1)
+        self.shapes |= {tuple(each.shape[1:]) for each in tensors}
         self.samples, self._count = self.samples + rows, self._count + len(wide)
         self._sum, self._squares = self._sum.to(wide) + wide.sum(0), self._squares.to(wide) + wide.square().sum(0)
 
@@ -47,11 +49,23 @@ class InputMoments:
         return mean, (self._squares / max(1, self._count) - mean.square()).clamp(min=0).sqrt()
 
 
+class InputsMoments:
+    """The same of each floating-point input of a pass, by its place among the inputs."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, InputMoments] = {}
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        for place, each in enumerate(plain(tensors)):
+            if each.is_floating_point() and each.dim() > 1:
+                self.of.setdefault(place, InputMoments()).add([each])
+
+
 class Likenesses:
     """Reads the first passes of training, the first after each evaluation that is read, and these evaluations."""
 
     def __init__(self) -> None:
-        self._early, self._after, self._evaluated = InputMoments(), InputMoments(), InputMoments()
+        self._early, self._after, self._evaluated = InputsMoments(), InputsMoments(), InputsMoments()
         self._passes = 0
         self._kind: type[nn.Module] | None = None
         self.wants_training = True
@@ -63,7 +77,7 @@ class Likenesses:
             return
         if self._passes < EARLY:
             self._early.add(tensors)
-        elif self._evaluated.samples:
+        elif self._evaluated.of:
             self._after.add(tensors)
         self._passes += 1
         self.wants_training = self._passes < EARLY
@@ -72,35 +86,52 @@ class Likenesses:
         """A pass of an evaluation."""
         if type(root) is not self._kind:
             return
-        if not self._evaluated.samples:
-            self._after = InputMoments()
+        if not self._evaluated.of:
+            self._after = InputsMoments()
         self._evaluated.add(tensors)
         self.wants_training = True
 
     def forget(self) -> None:
         """An evaluation begins."""
-        self._evaluated = InputMoments()
+        self._evaluated = InputsMoments()
 
-    def close(self) -> Likeness | None:
-        """The evaluation is over: it is compared with each part of training, of which the most alike counts."""
-        evaluated, self._evaluated = self._evaluated, InputMoments()
+    def close(self) -> list[Likeness]:
+        """The evaluation is over: each input is compared with each part of training, of which the most alike counts."""
+        evaluated, self._evaluated = self._evaluated, InputsMoments()
         self.wants_training = self._passes < EARLY
-        return min(self._compared(evaluated), key=lambda each: each.distance, default=None)
+        parts = (self._early, self._after)
+        known = [
+            list(_compared(each, [part.of[place] for part in parts if place in part.of]))
+            for place, each in sorted(evaluated.of.items())
+        ]
+        return [min(of, key=lambda each: each.distance) for of in known if of]
 
-    def _compared(self, evaluated: InputMoments) -> Iterator[Likeness]:
-        if evaluated.samples < LEAST:
-            return
-        mean, std = evaluated.moments()
-        for part in (self._early, self._after):
-            if part.samples < LEAST:
-                continue
-            usual, spread = part.moments()
-            varies = spread > 1e-6 * (usual.abs() + spread)
-            if usual.shape != mean.shape or not bool(varies.any()):
-                continue
-            shift, ratio = ((mean - usual).abs() / spread)[varies].median(), (std / spread)[varies].median()
-            noise = math.sqrt(1 / evaluated.samples + 1 / part.samples)
-            is_cut = not part.fractions() and evaluated.fractions() > 0.5
-            yield Likeness(
-                samples=evaluated.samples, shift=float(shift), ratio=float(ratio), noise=noise, is_cut=is_cut
-            )
+
+def _compared(evaluated: InputMoments, parts: Sequence[InputMoments]) -> Iterator[Likeness]:
+    if evaluated.samples < LEAST:
+        return
+    mean, std = evaluated.moments()
+    for part in parts:
+        if part.samples < LEAST:
+            continue
+        usual, spread = part.moments()
+        varies = spread > 1e-6 * (usual.abs() + spread)
+        if usual.shape != mean.shape or not bool(varies.any()):
+            continue
+        shifts, ratios = ((mean - usual).abs() / spread)[varies], (std / spread)[varies]
+        noise = math.sqrt(1 / evaluated.samples + 1 / part.samples)
+        is_cut = not part.fractions() and evaluated.fractions() > 0.5
+        yield Likeness(
+            samples=evaluated.samples,
+            shift=float(shifts.median()),
+            ratio=float(ratios.median()),
+            noise=noise,
+            is_cut=is_cut,
+            trained=_only(part.shapes),
+            evaluated=_only(evaluated.shapes),
+        )
+
+
+def _only(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of every row; empty where there are several."""
+    return next(iter(shapes)) if len(shapes) == 1 else ()

@@ -151,7 +151,7 @@ def _figures(
                 perfect=perfect,
                 wrong=wrong,
                 compared=compared,
-                sum_name=_sum_name(escapes[numbers[0]]),
+                sum_name=sum_name(escapes[numbers[0]]),
                 is_elsewhere=told == 0 and _is_elsewhere(numbers, tried),
             )
 
@@ -164,7 +164,7 @@ def _is_elsewhere(numbers: Sequence[int], tried: Sequence[Mapping[int, Tensor]])
     return len(sums) == 3 and sums[0] == sums[1] == 0.0 and sums[2] >= LEAST
 
 
-def _sum_name(escape: Escape) -> str:
+def sum_name(escape: Escape) -> str:
     """The variable that its line adds to, or sets: ``right += ...``, ``hits.append(...)``."""
     number = (escape.line or "").rpartition(":")[2]
     if escape.code is None or not number:

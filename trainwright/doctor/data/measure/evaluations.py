@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
@@ -25,8 +26,9 @@ from trainwright.doctor.data.measure.figure_parts import (
 )
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.loop_figures import figures_among
+from trainwright.doctor.data.measure.permuted import permuted_figures
 from trainwright.doctor.data.share_names import is_named_share
-from trainwright.recorder.callers import line_within
+from trainwright.recorder.callers import Line, line_within
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
 from trainwright.recorder.figure_program import FigureProgram
@@ -61,10 +63,12 @@ class EvaluationsProbe(Probe):
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
         self._tape = EscapeTape()
-        self._steps = self._passes = self._rows = 0
+        self._steps = self._rows = 0
+        self._passes: Counter[Line] = Counter()
         self._in_step = self._is_open = self._is_begun = self._is_heard = False
         self._parts = PartCalls(self._on_part, self._on_part_output)
         self._places = CallPlaces()
+        self._line: Line = None
         self._before: Mapping[str, float] = {}
         self._facts: EvaluationFacts | None = None
 
@@ -92,10 +96,10 @@ class EvaluationsProbe(Probe):
         """Where some lines of the loop call the model before each step, and others do not, the evaluations are theirs;
         they are counted from the first of them.
         """
-        had = self._places.has_evaluations
-        self._is_heard = not self._places.is_of_the_step(line_within(self._code()))
+        had, self._line = self._places.has_evaluations, line_within(self._code())
+        self._is_heard = not self._places.is_of_the_step(self._line)
         if self._places.has_evaluations and not had:
-            self._passes = 0
+            self._passes.clear()
             self._begin_anew()
             self._is_begun = self._is_open = False
         return self._is_heard
@@ -105,10 +109,12 @@ class EvaluationsProbe(Probe):
         self._likenesses.forget()
 
     def _is_wanted(self) -> bool:
+        """Those of each line of the loop are counted apart: the test at the end is the first of its own."""
         if self._is_begun:
             return self._is_open
         self._is_begun = True
-        number = self._passes = self._passes + 1
+        self._passes[self._line] += 1
+        number = self._passes[self._line]
         return (number <= EACH or number.bit_count() == 1) and 2 * number <= max(2 * EACH, self._steps)
 
     def on_output(self, root: nn.Module, output: object) -> None:
@@ -133,8 +139,9 @@ class EvaluationsProbe(Probe):
             self._hear(self._modules())
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and self._is_open:  # of two evaluations in a row the last counts
+        if not training and self._is_begun:  # of two evaluations in a row the last counts
             self._begin_anew()
+            self._is_begun, self._before = self._is_open, self._numbers()
         if not training:
             self._hear([module])
 
@@ -173,6 +180,7 @@ class EvaluationsProbe(Probe):
             places = dict(list(by_place(tape.escapes).items())[:PLACES])
             away = away_from(self._code(), places)
             single = _single(places, tape.rows)
+            likenesses = self._likenesses.close()
             worst = max(tape.mass, key=lambda each: each[0], default=(-1.0, None))
             self._facts = EvaluationFacts(
                 after=self._steps,
@@ -186,9 +194,12 @@ class EvaluationsProbe(Probe):
                 shares=_shares(numbers, self._before) if any(place.decided for place in places) else {},
                 mass=worst[0],
                 mass_line=worst[1],
-                likeness=self._likenesses.close(),
+                likeness=next(iter(likenesses), None),
+                further=tuple(likenesses[1:]),
                 decided=self._run_again(decided_figures),
                 distances=self._run_again(distance_figures),
+                permuted=self._run_again(permuted_figures),
+                counted=tuple(_counted(places)),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
@@ -213,6 +224,14 @@ def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[s
     """New ones that have the name of a share."""
     new = {name: value for name, value in numbers.items() if type(value) is float and before.get(name) != value}
     return {name: value for name, value in new.items() if is_named_share(name) and math.isfinite(value)}
+
+
+def _counted(places: EscapeLines) -> Iterator[float]:
+    """Sums of whole numbers that were made of no output, where decisions are counted."""
+    counting = {each.code for place, of in places.items() if place.decided for each in of}
+    for place, of in places.items():
+        if place.is_count and all(each.code in counting and each.value == int(each.value) >= 0 for each in of):
+            yield math.fsum(each.value for each in of)
 
 
 def _single(places: EscapeLines, rows: Sequence[int]) -> Escape | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.doctor.program.measure import modes as _modes  # noqa: F401  registers what it measures
 from trainwright.doctor.program.measure import modes_heard as _modes_heard  # noqa: F401  registers what it measures
 from trainwright.doctor.program.measure import schedules as _schedules  # noqa: F401  registers what it measures
+from trainwright.doctor.program.measure.bests import BestsProbe
 from trainwright.doctor.program.measure.constants import ConstantsProbe
 from trainwright.doctor.program.measure.names import NamesProbe
 from trainwright.doctor.program.measure.objects import ObjectsProbe
@@ -24,4 +25,5 @@ def probes(watched: WatchedObjects) -> list[Probe]:
         WarningsProbe(),
         RatesProbe(),
         WrittenProbe(watched),
+        BestsProbe(watched),
     ]

@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 
 from trainwright.doctor.program.bests import broken_bests
 from trainwright.doctor.program.evaluated import evaluations, figures, periods, worked_with
@@ -46,8 +47,8 @@ class WrittenProbe(Probe):
         return None if self._facts is None else dict(strict(vars(self._facts)))
 
 
-def _facts(watched: WatchedObjects) -> WrittenFacts | None:
-    code = watched.code()
+def program_of(code: CodeType | None) -> ProgramSyntax | None:
+    """The file of the function that holds the loop; None where it cannot be read."""
     lines = linecache.getlines(code.co_filename) if code and code.co_filename.endswith(".py") else []
     if code is None or not 0 < len(lines) <= MOST_LINES:
         return None
@@ -55,7 +56,13 @@ def _facts(watched: WatchedObjects) -> WrittenFacts | None:
         tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return None
-    program = ProgramSyntax(tree, 0 if code.co_name == "<module>" else code.co_firstlineno)
+    return ProgramSyntax(tree, 0 if code.co_name == "<module>" else code.co_firstlineno)
+
+
+def _facts(watched: WatchedObjects) -> WrittenFacts | None:
+    code, program = watched.code(), program_of(watched.code())
+    if code is None or program is None:
+        return None
     evaluated, numbers = evaluations(program), watched.numbers()
     return WrittenFacts(
         file=Path(code.co_filename).name,
