@@ -1,4 +1,4 @@
-"""One seed of every sixth row of each group of the zoo: each fault named among the first three, no alarm for a healthy run.
+"""One seed of every sixth row of each group of the zoo: faults are named among the first three, what is healthy is quiet.
 
 The whole zoo takes five minutes: ``python -m benchmarks.zoo``.
 """

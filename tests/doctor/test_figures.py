@@ -416,6 +416,17 @@ def test_distances_vanish(figure: Callable[[Tensor, Tensor], Tensor], state: str
         assert (finding.where.source or "").startswith("test_figures.py:") and finding.symptom.startswith("shown")
 
 
+def test_a_share_that_is_explained_may_stand_beside_a_distance() -> None:
+    reference = torch.randn(24, CLASSES)
+
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        out = model(batches[0][0])
+        r2 = 1 - (out - reference).square().sum() / (reference - reference.mean()).square().sum()
+        return (out - reference).abs().mean().item(), r2.item()
+
+    assert states(evaluated(evaluate), "data")["distances_vanish"].state == "held"
+
+
 def of_calls_without_a_loss(right: Callable[[Tensor, Tensor], Tensor]) -> Evaluate:
     """A share with padding, of which no name says that it is an accuracy; the loss is of other calls."""
 

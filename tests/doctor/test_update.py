@@ -413,6 +413,19 @@ def test_a_bias_before_a_norm_gets_no_gradient_but_rounding(left_out: str, is_to
     assert ("opt.params_missing" in [each.code for each in watch.findings()]) is is_told
 
 
+def test_a_momentum_that_cancels_its_gradient_rounds_as_they_do() -> None:
+    """The update is a small part of its two terms, in which float32 rounds."""
+
+    def cancelled(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+        bias = model[3].bias
+        bias.data.zero_()  # no rounding of a weight comes on top
+        if state := optimizer.state.get(bias):
+            bias.grad = -9 * state["exp_avg"] * (1 - 1e-3)
+
+    watch = watched(before=cancelled)
+    assert states(watch)["follows_its_rule"] == "held"
+
+
 def test_optimizers_that_a_loop_makes_in_every_step_are_let_go() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)

@@ -229,6 +229,25 @@ def test_what_nothing_uses_is_an_info_at_first() -> None:
     assert (unused.severity, unused.where.module) == ("info", "unused")
 
 
+class Slopes(nn.Module):
+    """What is trained is the slope of a scalar: its last bias cancels out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return slope[:, :4]
+
+
+def test_a_bias_that_slopes_do_not_depend_on_is_an_info() -> None:
+    told = found(watched(model=Slopes, steps=48), "law.vitals.weights_move")
+    assert told.severity == "info" and "energy.2.bias" in told.symptom and "slopes" in told.cause
+
+
 def test_a_name_takes_the_law_in() -> None:
     watch = watched(dead)
     [first] = [each for each in watch.findings() if each.severity != "info"]

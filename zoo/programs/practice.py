@@ -22,6 +22,8 @@ from zoo.programs import structures as st
 from zoo.programs import tabular as tab
 from zoo.programs import texts as txt
 from zoo.programs import weak_labels as weak
+from zoo.programs.everyday_more import EVERYDAY
+from zoo.programs.machines import MACHINES
 from zoo.programs.training import Training
 
 PRACTICE: dict[Callable[[Training], None], str] = {
@@ -105,5 +107,7 @@ PRACTICE: dict[Callable[[Training], None], str] = {
     ds.switched_average: "rebuild",
     ds.one_class_radius: "rebuild",
     ds.classifier_discrepancy: "table",
+    **EVERYDAY,
+    **MACHINES,
 }
 """The techniques, and the task of each."""

@@ -272,6 +272,10 @@ class DecidedFigure:
     is_elsewhere: bool = False
 
 
+BEST_SHARES = (1, 100)
+"""Of a share that is explained (R squared), which is no distance."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistanceFigure:
     """The mean of the numbers that left torch at ``line``, of outputs and what they are compared with, of ``rows`` at

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import (
+    BEST_SHARES,
     Computed,
     DistanceFigure,
     EvaluationFacts,
@@ -212,9 +213,9 @@ def distances_vanish(case: Case) -> Iterator[Verdict]:
 
 
 def _vanishes(figure: DistanceFigure) -> bool:
-    """Of a share that is explained (R squared) the best is 1."""
+    """Of a share that is explained the best is another."""
     room = max(NEARLY, BIAS / figure.rows) * max(abs(figure.apart), abs(figure.told))
-    return abs(figure.equal) <= room or any(abs(figure.equal - best) <= ROUNDED * best for best in (1, 100))
+    return abs(figure.equal) <= room or any(abs(figure.equal - best) <= ROUNDED * best for best in BEST_SHARES)
 
 
 def _not_nought(facts: EvaluationFacts, figure: DistanceFigure) -> Finding:

@@ -101,7 +101,7 @@ def _parts_that_stand(case: Case, facts: VitalsFacts) -> Iterator[Verdict]:
             facts.steps,
             symptom=f"{listed(unused)} learned nothing in {facts.updates} updates: the loss does not depend on "
             + ("it" if len(unused) == 1 else "them"),
-            cause="the loss is made of differences, in which a bias cancels out"
+            cause="the loss is made of differences or slopes, in which a bias cancels out"
             if cancels
             else "the forward pass does not use it, or what it gives is dropped or multiplied by 0",
             remedy="use it in forward(), or leave it out of the model",

@@ -88,8 +88,8 @@ class SteadyFacts:
 @dataclass(frozen=True, kw_only=True)
 class StillTensor:
     """A trainable tensor that got no gradient but 0 in a step. ``effect``: how far the loss changes where it changes,
-    relative to the loss; 0: the loss does not depend on it. ``reached``: it got a gradient, of 0. ``cancels``: so did a
-    bias beside a weight that learns; the loss is made of differences of what both give.
+    relative to the loss; 0: the loss does not depend on it. ``reached``: it got a gradient, of 0. ``cancels``: it is a
+    bias beside a weight that learns; the loss is made of differences or slopes of what both give.
     """
 
     name: str

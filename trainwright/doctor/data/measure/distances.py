@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainwright.doctor.data.facts import DistanceFigure
+from trainwright.doctor.data.facts import BEST_SHARES, DistanceFigure
 from trainwright.recorder.escapes import Escape
 from trainwright.recorder.figure_program import FigureCall, FigureProgram, Put, compared_by, leaves_of, name_of
 
@@ -55,8 +55,10 @@ def distance_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Itera
         for number, slot in program.numbers.items()
         if float(told[number]) == escapes[number].value and _is_of_distances(program.calls_behind(slot, references))
     ]
+    shares = {n for n in good if any(math.isclose(float(equal[n]), best, rel_tol=1e-4) for best in BEST_SHARES)}
     for line in dict.fromkeys(escapes[n].line for n in good):
         at = [n for n in good if escapes[n].line == line]
+        at = [n for n in at if n not in shares] or at  # R squared beside a distance
         sums = [math.fsum(float(of[n]) for n in at) / len(at) for of in (told, equal, apart)]
         if all(map(math.isfinite, sums)):
             yield DistanceFigure(line=line, rows=rows, told=sums[0], equal=sums[1], apart=sums[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -96,8 +96,8 @@ class _Updates:
         return {name: p for name, p in named.items() if p.grad is not None and not p.grad.is_sparse and p.numel()}
 
     def _compared(self, optimizer: Optimizer, owned: dict[str, Tensor], changes: dict[str, Tensor]) -> RuleFacts | None:
-        due = self._due(optimizer, owned)
-        if due is None:
+        due, gross = self._due(optimizer, owned), self._due(optimizer, owned, torch.abs)
+        if due is None or gross is None:
             return None
         off: dict[str, float] = {}
         kept: dict[str, float] = {}
@@ -107,7 +107,7 @@ class _Updates:
             if not math.isfinite(size) or size == 0.0:
                 continue
             error = float((made - due[name]).norm())
-            if not error <= _rounding(self._before[name], self._states[name], size):
+            if not error <= _rounding(self._before[name], self._states[name], max(size, float(gross[name].norm()))):
                 off[name] = error / size
             projected = float(made @ due[name])
             kept[name] = projected / size**2
@@ -125,16 +125,21 @@ class _Updates:
             is_hooked=len(optimizer._optimizer_step_post_hooks) > 1,
         )
 
-    def _due(self, optimizer: Optimizer, owned: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        """What the class of the optimizer adds to each sample in float64; None where it cannot."""
-        wide = {name: self._before[name].double() for name in owned}
+    def _due(
+        self, optimizer: Optimizer, owned: dict[str, Tensor], made: Callable[[Tensor], Tensor] = torch.clone
+    ) -> dict[str, Tensor] | None:
+        """What the class of the optimizer adds to each sample in float64; None where it cannot.
+
+        ``made`` of weights, gradients and state: of absolute values nothing cancels out, and rounding is of that size.
+        """
+        wide = {name: made(self._before[name].double()) for name in owned}
         names = {id(p): name for name, p in owned.items()}
         one = copy(optimizer)
         one.state = defaultdict(dict)
         for name, weight in wide.items():
-            weight.grad = self._grads[name].double()
+            weight.grad = made(self._grads[name].double())
             if self._states[name]:
-                one.state[weight] = {key: _wide(key, value) for key, value in self._states[name].items()}
+                one.state[weight] = {key: _wide(key, value, made) for key, value in self._states[name].items()}
         one.param_groups = [
             {**_in_python(group), "params": [wide[names[id(p)]] for p in group["params"] if id(p) in names]}
             for group in optimizer.param_groups
@@ -143,7 +148,7 @@ class _Updates:
             type(optimizer).step(one)
         except (RuntimeError, TypeError):
             return None
-        return {name: weight.detach() - self._before[name].double() for name, weight in wide.items()}
+        return {name: weight.detach() - made(self._before[name].double()) for name, weight in wide.items()}
 
 
 def _sampled(tensor: Tensor) -> Tensor:
@@ -183,9 +188,9 @@ def _rounding(before: Tensor, state: dict[str, Any], size: float) -> float:
     return torch.finfo(before.dtype).eps * (float(before.double().norm()) + size) + ROUNDINGS * coarsest * size
 
 
-def _wide(key: str, value: object) -> object:
+def _wide(key: str, value: object, made: Callable[[Tensor], Tensor]) -> object:
     is_number = isinstance(value, Tensor) and value.is_floating_point() and key != "step"
-    return value.double() if is_number and isinstance(value, Tensor) else value
+    return made(value.double()) if is_number and isinstance(value, Tensor) else value
 
 
 @experiment(UpdateFacts.experiment, when="checkup")

@@ -46,7 +46,7 @@ def stillness(session: ReplaySession) -> Facts:
         effects = {name: _effect(session, [name], loss) for name in still[:MOST_TENSORS]}
     reached = {name for name in still if grads.get(name) is not None}
     cancels = {
-        name for name in reached if name.endswith("bias") and _has_any(grads.get(name.removesuffix("bias") + "weight"))
+        name for name in still if name.endswith("bias") and _has_any(grads.get(name.removesuffix("bias") + "weight"))
     }
     rows = [
         StillTensor(name=name, effect=effects[name], reached=name in reached, cancels=name in cancels)

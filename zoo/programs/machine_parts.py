@@ -1,4 +1,4 @@
-"""Modules and functions of the dozen in ``fresh``."""
+"""Modules and functions of ``machines``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dozen written by somebody who never saw the laws: by them the false alarms are measured."""
+"""Models that are machines of their own: automata, circuits, energies, indices, dictionaries, flows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import TensorDataset
 
-from zoo.programs.fresh_parts import (
+from zoo.programs.machine_parts import (
     Automaton,
     Beliefs,
     Contraction,
@@ -377,7 +377,7 @@ def adversarial_latent(t: Training) -> None:
     t.optimizers_of, t.update = optimizers_of, update
 
 
-FRESH: dict[Callable[[Training], None], str] = {
+MACHINES: dict[Callable[[Training], None], str] = {
     thompson_head: "table",
     refreshed_index: "table",
     risk_seeking: "regress",
