@@ -14,7 +14,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import TensorDataset
 
-from zoo.host import cnn
 from zoo.programs.training import Batch, Training
 
 
@@ -23,7 +22,7 @@ class WaveFunction(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.width = nn.Parameter(torch.tensor(0.2))
+        self.width = nn.Parameter(torch.tensor(1.5))
         self.body = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +61,8 @@ def variational_monte_carlo(t: Training) -> None:
         return x
 
     def lower(training: Training) -> Iterator[Tensor]:
-        (optimizer,), wave = training.optimizers, training.model
+        (optimizer,), wave, schedule = training.optimizers, training.model, training.scheduler
+        assert schedule is not None
         walkers = walk(wave, torch.randn(256, 2), 100)
         for step in range(250):
             walkers = walk(wave, walkers, 8)
@@ -73,7 +73,7 @@ def variational_monte_carlo(t: Training) -> None:
             optimizer.zero_grad()
             (2 * (clipped - clipped.mean()) * wave(walkers)).mean().backward()
             optimizer.step()
-            training.scheduler.step()
+            schedule.step()
             if step % 50 == 0:
                 deviations.append(float(energy.std()))
             yield energy.mean()
@@ -114,14 +114,17 @@ def kepler_orbits(t: Training) -> None:
     orbits = (0.5 + torch.rand(n, 1), 0.6 * torch.rand(n, 1), 6.28 * torch.rand(n, 1), 6.28 * torch.rand(n, 1))
     seen = _velocities(*orbits)
     t.data = TensorDataset(seen + 0.05 * torch.randn_like(seen), orbits[1])
-    t.model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 6))
+    t.model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 5))
     t.epochs = 30
     t.scheduler_of = lambda optimizer: CosineAnnealingLR(optimizer, t.epochs * (n // t.batch_size))
     errors: list[float] = []
 
     def elements(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The eccentricity as a vector toward the periastron, and the longitude: smooth where an orbit is a circle."""
         raw = model(x).split(1, dim=1)
-        return F.softplus(raw[0]), 0.9 * raw[1].sigmoid(), torch.atan2(raw[2], raw[3]), torch.atan2(raw[4], raw[5])
+        eccentricity = 0.9 * (raw[1].square() + raw[2].square() + 1e-6).sqrt().tanh()
+        direction = torch.atan2(raw[2], raw[1])
+        return F.softplus(raw[0]), eccentricity, direction, torch.atan2(raw[4], raw[3]) - direction
 
     def misfit(model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(_velocities(*elements(model, batch[0])), batch[0])
@@ -158,7 +161,8 @@ def trajectory_balance(t: Training) -> None:
     model = Walker(side)
     t.model = model
     layers = [p for p in model.parameters() if p is not model.log_total]
-    t.optimizers_of = lambda training: [Adam([{"params": layers}, {"params": [model.log_total], "lr": 0.1}], lr=5e-3)]
+    groups: list[dict[str, Any]] = [{"params": layers}, {"params": [model.log_total], "lr": 0.1}]
+    t.optimizers_of = lambda training: [Adam(groups, lr=5e-3)]
     distances: list[float] = []
 
     def reward(at: Tensor) -> Tensor:
@@ -280,7 +284,7 @@ class FrankWolfe(Optimizer):
             self.state[p] = {"average": torch.zeros_like(p), "radius": widths * max(float(p.detach().norm()), 1.0)}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 average, radius = self.state[p]["average"], self.state[p]["radius"]
@@ -299,6 +303,8 @@ def frank_wolfe(t: Training) -> None:
 
 class Perceptron(nn.Module):
     """One hidden layer on a flat image; ``feed`` brings an error (rows, classes) back onto the pixels."""
+
+    feed: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,8 +372,11 @@ def _k_means(x: Tensor, k: int, rounds: int = 15) -> Tensor:
 def deep_cluster(t: Training) -> None:
     """DeepCluster (Caron et al., 2018): every epoch clusters the features anew, and a new head learns the clusters."""
     k, t.epochs = 6, 8
-    t.model = cnn()
-    t.model[8] = nn.Sequential(nn.Linear(8, 24), nn.ReLU())
+    t.model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(0.2), nn.Linear(96, 24), nn.ReLU(),
+    )  # fmt: skip
     head = nn.Linear(24, k)
     t.extra.append(head)
     t.optimizers_of = lambda training: [
@@ -395,7 +404,8 @@ def deep_cluster(t: Training) -> None:
             nn.init.normal_(head.weight, 0, 0.01)
             nn.init.zeros_(head.bias)
             sizes = torch.bincount(clusters, minlength=k).float()
-            for rows in torch.multinomial(1 / sizes[clusters], len(x), replacement=True).split(32):
+            drawn = torch.multinomial(1 / sizes[clusters], len(x), replacement=True)
+            for rows in torch.split(drawn, 32):
                 loss = F.cross_entropy(head(model(moved(x[rows]))), clusters[rows])
                 for each in training.optimizers:
                     each.zero_grad()
@@ -418,7 +428,7 @@ def projected_debiasing(t: Training) -> None:
     t.batch_size, t.epochs = 64, 12
     t.optimizers_of = lambda training: [
         Adam(training.model.parameters(), lr=2e-3),
-        Adam(adversary.parameters(), lr=2e-3),
+        Adam(adversary.parameters(), lr=1e-2),
     ]
     gaps: list[float] = []
 
@@ -427,14 +437,14 @@ def projected_debiasing(t: Training) -> None:
         weights = list(training.model.parameters())
         z = training.model(x).squeeze(1)
         error = F.binary_cross_entropy_with_logits(z, y)
-        guess = adversary(torch.stack([z.sigmoid(), z.sigmoid() * y, z.sigmoid() * (1 - y)], 1)).squeeze(1)
+        guess = adversary(torch.stack([z, z * y, y], 1)).squeeze(1)
         fooled = F.binary_cross_entropy_with_logits(guess, (x[:, -1] > 0).float())
         helpful = torch.autograd.grad(fooled, weights, retain_graph=True)
         for_adversary.zero_grad()
         fooled.backward(inputs=list(adversary.parameters()), retain_graph=True)
         for p, grad, other in zip(weights, torch.autograd.grad(error, weights), helpful):
             unit = other / (other.norm() + 1e-8)
-            p.grad = grad - (grad * unit).sum() * unit - 0.3 * other
+            p.grad = grad - (grad * unit).sum() * unit - other
         for_adversary.step()
         for_task.step()
         return error.detach()
@@ -452,6 +462,8 @@ def projected_debiasing(t: Training) -> None:
 
 class MaskedLinear(nn.Linear):
     """Only some inputs reach an output."""
+
+    mask: Tensor
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__(mask.shape[1], mask.shape[0])
@@ -632,7 +644,7 @@ class Foretelling(nn.Module):
         self.ahead = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(ahead))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        frames = self.encoder(x.squeeze(2).unflatten(1, (-1, self.frame)))
+        frames = self.encoder(x.reshape(len(x), -1, self.frame))
         return frames, self.memory(frames)[0]
 
 
