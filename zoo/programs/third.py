@@ -310,7 +310,7 @@ class Perceptron(nn.Module):
         super().__init__()
         self.hidden, self.out = nn.Linear(64, 96, bias=False), nn.Linear(96, 4, bias=False)
         nn.init.kaiming_uniform_(self.hidden.weight)
-        self.register_buffer("feed", 0.1 * (2 * torch.rand(4, 64) - 1))
+        self.register_buffer("feed", 0.3 * (2 * torch.rand(4, 64) - 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.hidden(x).relu())
@@ -320,8 +320,8 @@ def error_into_input(t: Training) -> None:
     """PEPITA (Dellaferrera and Kreiman, 2022): a second pass with the error within the input, and no backward pass."""
     model = Perceptron()
     t.model, t.epochs = model, 8
-    t.transform = lambda batch: (batch[0].flatten(1), batch[1])
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.05, momentum=0.9)]
+    t.transform = lambda batch: ((batch[0] + 1.3 * torch.randn_like(batch[0])).flatten(1), batch[1])
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.01, momentum=0.9)]
     right: list[float] = []
 
     @torch.no_grad()
