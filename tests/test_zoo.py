@@ -1,4 +1,4 @@
-"""One seed of every sixth row of each group of the zoo: faults are named among the first three, what is healthy is quiet.
+"""One seed of every sixth row of each group of the zoo: faults are named among the first three, all else is quiet.
 
 The whole zoo takes five minutes: ``python -m benchmarks.zoo``.
 """

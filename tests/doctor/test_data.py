@@ -275,6 +275,23 @@ def test_one_sample_without_a_batch_has_no_rows() -> None:
     assert "batches_vary" not in broken(watch, "data")
 
 
+def test_walks_may_begin_at_one_place() -> None:
+    """The rows of a step's first call are the same place, in every step; those of the others are drawn."""
+    torch.manual_seed(0)
+    model, start = net(0.0), torch.zeros(BATCH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(24):
+            if step % 8 == 7:
+                with torch.no_grad():
+                    model(torch.cat([start[:1], torch.randn(64, WIDTH)]))
+            at = start + torch.randn(BATCH, WIDTH) * model(start).detach().exp().sum(1, keepdim=True)
+            optimizer.zero_grad()
+            (model(start) - model(at)).square().mean().backward()
+            optimizer.step()
+    assert "batches_vary" not in broken(watch, "data")
+
+
 def test_equal_rows_have_equal_digests() -> None:
     x = torch.randn(6, 200)
     tokens = torch.arange(6) % 3

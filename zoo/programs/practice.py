@@ -23,6 +23,7 @@ from zoo.programs import tabular as tab
 from zoo.programs import texts as txt
 from zoo.programs import weak_labels as weak
 from zoo.programs.everyday_more import EVERYDAY
+from zoo.programs.learners import LEARNERS
 from zoo.programs.machines import MACHINES
 from zoo.programs.training import Training
 
@@ -108,6 +109,7 @@ PRACTICE: dict[Callable[[Training], None], str] = {
     ds.one_class_radius: "rebuild",
     ds.classifier_discrepancy: "table",
     **EVERYDAY,
+    **LEARNERS,
     **MACHINES,
 }
 """The techniques, and the task of each."""

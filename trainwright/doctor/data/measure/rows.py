@@ -132,7 +132,8 @@ class InputRows(Probe):
         if len(self._seen) < MOST_ROWS:
             self._seen |= fresh
         before = self._last[-1] if self._last else frozenset()
-        self._same = self._same + 1 if rows == self._rows_before else 0  # in their order: a one-hot sample has no rows
+        is_one_start = len(now) == 1 < len(rows)  # of walks, say: what follows from it is computed
+        self._same = self._same + 1 if rows == self._rows_before and not is_one_start else 0
         self._rows_before = rows
         if self._same > self._longest:
             self._longest, self._longest_to = self._same, step

@@ -1,4 +1,4 @@
-"""A third dozen by another hand: physics, flows, programs, clusters, and updates that no backward pass makes."""
+"""Ways to learn that are rarely seen: by flows on a graph, orbits, errors fed into the input, clusters, programs."""
 
 from __future__ import annotations
 
@@ -677,7 +677,7 @@ def contrastive_predictive(t: Training) -> None:
     t.each_epoch.append(probe)
 
 
-THIRD: dict[Callable[[Training], None], str] = {
+LEARNERS: dict[Callable[[Training], None], str] = {
     variational_monte_carlo: "regress",
     kepler_orbits: "series",
     trajectory_balance: "table",
