@@ -123,3 +123,31 @@ def test_a_function_that_raises_leaves_no_trace() -> None:
         return weights(model)
 
     assert replays(both(loop))
+
+
+def test_a_step_may_end_within_a_call_and_a_watch_begin_there() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = tw.watch(model, optimizer, out=None, quiet=True)
+
+    class Begins(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            watch.__enter__()
+            return x * 1
+
+    class Trains(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                model(x.detach()).square().mean().backward()
+                optimizer.step()
+            return x * 1
+
+    Begins.apply(torch.randn(2, 4, requires_grad=True))
+    for _ in range(6):
+        Trains.apply(torch.randn(8, 4, requires_grad=True))
+    watch.__exit__(None, None, None)
+    assert watch.step == 6 and watch.session.failures == []

@@ -111,6 +111,8 @@ class Tape(PausableMode):
 
         One that has called a model, or drawn random numbers, stays what its operations are: its graph is not known.
         """
+        if not self._applied:  # it began before the tape, or the step ended within it
+            return
         operations, number, state = self._applied.pop()
         made = tensors_of(result)
         if not self.running or state is None or not any(map(_WANTS_GRADIENT, made)):
