@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
+import trainwright as tw
 from tests.watching.loops import Watching, X, Y, both, exams, net, replays, sgd, weights
 
 
