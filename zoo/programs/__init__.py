@@ -35,6 +35,7 @@ from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
 from zoo.programs import unlabelled as j
 from zoo.programs import without_backward as w
+from zoo.programs.kept_out import KEPT_OUT
 from zoo.programs.practice import PRACTICE
 from zoo.programs.training import Training, training
 
@@ -292,8 +293,6 @@ TABLE: dict[Technique, str] = {
     **PRACTICE,
 }
 """The techniques, and the tasks that each fits."""
-KEPT_OUT: dict[Technique, str] = {}
-"""Those that nobody may look at while laws are written: they are measured at the end."""
 
 
 def programs(*, kept_out: bool) -> list[str]:

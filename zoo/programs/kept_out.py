@@ -640,7 +640,7 @@ def topics_of_documents(t: Training) -> None:
     t.each_epoch.append(lambda training, epoch: best_words.append(training.model.topics.weight.topk(5, dim=0).indices))
 
 
-FOURTH: dict[Callable[[Training], None], str] = {
+KEPT_OUT: dict[Callable[[Training], None], str] = {
     admm_pruned: "table",
     architecture_search: "image",
     gaussian_splats: "image",
