@@ -103,7 +103,8 @@ class GradientRecorder(Listener):
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self.tape.pushed:
             self.tape.stop()
-        self._unused.forget()
+        if self._unused.reads.pushed:
+            self._unused.reads.stop()
         self._is_foreign = not any(map(self._is_ours, losses))
         if self._is_foreign:
             return

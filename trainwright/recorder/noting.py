@@ -165,7 +165,8 @@ class NotingRecorder(LoopRecorder):
             return
         if tape.pushed:
             tape.stop()
-        self._unused.stop_reading()
+        if self._unused.reads.pushed:
+            self._unused.reads.stop()
         tape.is_resting = self._state.is_resting = True
         if self._fetched.batches:
             step.ids.append(self._fetched.take((args, kwargs)))
@@ -184,7 +185,8 @@ class NotingRecorder(LoopRecorder):
         tape, step, loss = self.tape, self.current, losses[0]
         if tape.pushed:
             tape.stop()
-        self._unused.forget()
+        if self._unused.reads.pushed:
+            self._unused.reads.stop()
         slot = tape.slot_of(loss) if self.is_resting and self._is_plain and not self._scaled_losses.by_id else None
         is_usual = slot is not None and not tape.leaves and loss.grad_fn is not None and loss.numel() == 1
         is_alone = len(losses) == 1 and not any(map(options.get, ("retain_graph", "create_graph")))

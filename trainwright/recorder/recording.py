@@ -77,7 +77,8 @@ class LoopRecorder(GradientRecorder):
             return
         if self.tape.pushed:  # what the model does is not the loop's doing, and the mode would be compiled in
             self.tape.stop()
-        self._unused.stop_reading()
+        if self._unused.reads.pushed:
+            self._unused.reads.stop()
         step, state = self.current, self._state
         if len(step.events) > LONGEST or len(step.program) > LONGEST or self.tape.num_bytes > self.budget_bytes:
             self._shorten()
@@ -191,7 +192,8 @@ class LoopRecorder(GradientRecorder):
         self._scaled_losses.by_id.clear()
         self._carried.close()
         self.depth, self._call, self._versions = 0, None, None
-        self._unused.forget()
+        if self._unused.are_there:
+            self._unused.forget()
         self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0

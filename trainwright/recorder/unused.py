@@ -27,30 +27,26 @@ class UnusedGradients:
     """``are_there``: no update came after the last backward pass.
 
     Once a loop has dropped such gradients, it is heard whether it reads them before: for a step by hand, or a
-    projection.
+    projection. Where ``reads`` is pushed, it must be stopped before anything else happens.
     """
 
     def __init__(self) -> None:
         self.are_there = self._are_dropped = False
-        self._reads = _Reads()
+        self.reads = _Reads()
 
     def on_gradients(self) -> None:
         self.are_there = True
         if self._are_dropped:
-            self._reads.were_there = False
-            self._reads.start()
+            self.reads.were_there = False
+            self.reads.start()
 
     def on_zero_grad(self) -> bool:
         """They are dropped. Returns whether they were read."""
         self.forget()
         self._are_dropped = True
-        return self._reads.were_there
+        return self.reads.were_there
 
     def forget(self) -> None:
-        """An update uses them, or the next backward pass adds to them."""
+        """An update uses them, or nobody will."""
         self.are_there = False
-        self.stop_reading()
-
-    def stop_reading(self) -> None:
-        if self._reads.pushed:
-            self._reads.stop()
+        self.reads.stop()
