@@ -55,7 +55,7 @@ def distance_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Itera
         for number, slot in program.numbers.items()
         if float(told[number]) == escapes[number].value and _is_of_distances(program.calls_behind(slot, references))
     ]
-    shares = {n for n in good if any(math.isclose(float(equal[n]), best, rel_tol=1e-4) for best in BEST_SHARES)}
+    shares = {n for n in good if any(math.isclose(float(equal[n]), best, rel_tol=1e-5) for best in BEST_SHARES)}
     for line in dict.fromkeys(escapes[n].line for n in good):
         at = [n for n in good if escapes[n].line == line]
         at = [n for n in at if n not in shares] or at  # R squared beside a distance
