@@ -203,8 +203,8 @@ def other_benchmark(name: str, *options: str) -> None:
 
 def overhead(device: torch.device) -> None:
     small = () if device.type == "cuda" else ("--quick", "--tasks", "mlp", "--threads", "1")
-    variants = "plain_same_optimizer,fit,fit_no_doctor,train,fabric"
-    other_benchmark("step_overhead", "--device", device.type, "--only", variants, "--rounds", "3", *small)
+    variants = "plain_same_optimizer,fit,train,fabric"
+    other_benchmark("step_overhead", "--device", device.type, "--only", variants, "--rounds", "2", *small)
 
 
 def watch(device: torch.device) -> None:
@@ -223,7 +223,7 @@ def zoo(device: torch.device) -> None:
 
 def stall(device: torch.device) -> None:
     small = () if device.type == "cuda" else ("--quick", "--threads", "1")
-    engines = "torch_save,dcp_async_kept,ours_at_once,ours"
+    engines = "torch_save,dcp_async,ours_at_once,ours"
     other_benchmark("checkpoint_stall", "--device", device.type, "--only", engines, "--rounds", "2", *small)
 
 

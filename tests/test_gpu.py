@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from tests.forecast.models import make_lstm
+from trainwright.forecast.traced_step import trace_step
 from trainwright.recorder.ring import LEAST_BYTES, enough_bytes
 from trainwright.state.codec import same_bits
 from trainwright.world.memory import capacity_bytes, free_bytes, held_bytes
@@ -198,3 +200,11 @@ def test_what_the_recorder_may_hold_is_measured_on_the_device_of_the_model() -> 
     assert capacity_bytes(device) == pytest.approx(held_bytes(device) + free_bytes(device), rel=0.01)
     model = nn.Linear(2**14, 2**11, bias=False, device=device)  # 128 MiB
     assert enough_bytes([model]) == min(max(LEAST_BYTES, 9 * model.weight.nbytes), free_bytes(device) // 4)
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_an_lstm_is_planned_where_there_is_a_gpu() -> None:
+    """torch's shape function of cuDNN's RNNs lacks what their backward pass needs."""
+    assert "lstm" in {unseen.op for unseen in trace_step(make_lstm, device="cuda").unseen}
+    trace_step(make_lstm, device="cuda", precision="bf16")

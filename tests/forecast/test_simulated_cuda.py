@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.forecast.models import Make, make_bert, make_gpt, make_linear, make_lora, make_lstm, make_resnet
 from trainwright.engine.precision import PrecisionName
+from trainwright.forecast.simulated_lstm import simulated_lstm
 from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.trace import Trace
@@ -121,3 +123,17 @@ def test_the_process_trains_as_before() -> None:
     on_cuda(make_gpt, precision="bf16")
     assert torch.equal(before, trained())
     assert not torch.accelerator.is_available()
+
+
+def test_the_simulated_lstm_takes_the_place_of_the_real_one_within_its_context_alone() -> None:
+    """As where there is a GPU, whose own LSTM torch has no whole shape function for."""
+    module, x = torch.nn.LSTM(4, 6), torch.randn(3, 2, 4)
+    before, _ = module(x)
+    with simulated_lstm("CPU"), FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.nn.LSTM(4, 6)
+        out, _ = fake(torch.empty(3, 2, 4))
+        assert out.grad_fn is not None and out.grad_fn.name() == "_FunctionBackward"
+        out.sum().backward()
+        assert all(weight.grad is not None for weight in fake.parameters())
+    after, _ = module(x)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)

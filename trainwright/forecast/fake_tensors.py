@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainwright.errors import UsageError, require_choice
 from trainwright.forecast.simulated_cuda import CASTS, register_simulated_cuda
+from trainwright.forecast.simulated_lstm import simulated_lstm
 
 DeviceName = Literal["cpu", "cuda"]
 Data = TypeVar("Data")
@@ -56,7 +57,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     own = nn.Module._apply
     nn.Module._apply = _ModuleApply().apply  # type: ignore[method-assign]
     try:
-        with warnings.catch_warnings(), _Mode(allow_non_fake_inputs=True) as mode:
+        key = "CUDA" if torch.cuda.is_available() else "PrivateUse1"
+        with warnings.catch_warnings(), simulated_lstm(key), _Mode(allow_non_fake_inputs=True) as mode:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
             yield mode
     finally:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils import backend_registration
 
 from trainwright.errors import UsageError
-from trainwright.forecast import simulated_lstm
 from trainwright.forecast.operator_call import OpResult
 
 NAME = "simulated_cuda"
@@ -123,7 +122,7 @@ def _register() -> None:
         ("rms_norm", _rms_norm),
     ):
         library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
-    _LIBRARIES.extend((anything, library, *simulated_lstm.define("PrivateUse1")))
+    _LIBRARIES.extend((anything, library))
 
 
 def _register_cast(library: torch.library.Library, name: str, cast: Callable[[Tensor], Tensor]) -> None:

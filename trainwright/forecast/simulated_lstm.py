@@ -1,12 +1,15 @@
 """cuDNN's LSTM in shapes: one operator for all layers and positions, with its reserve for the backward pass.
 
-Without it an LSTM on the simulated device would become the operators of each position. Shapes: T positions, B rows,
-D input width, H hidden width; with ``batch_first`` B and T change places.
+Without it an LSTM on the simulated device would become the operators of each position, and on a GPU that is there the
+backward pass would fail: torch's shape function of cuDNN's RNNs gives no buffer of weights.
+Shapes: T positions, B rows, D input width, H hidden width; with ``batch_first`` B and T change places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from math import prod
 
 import torch
@@ -21,8 +24,9 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 """The output of every position, the last hidden state, the last cell."""
 
 
-def define(device_key: str) -> list[torch.library.Library]:
-    """Registers the operators and uses them for ``aten::lstm`` on the device, while the returned libraries live."""
+@cache
+def _operators() -> torch.library.Library:
+    """The two operators, registered at the first call, for the rest of the process."""
     library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
     library.define(  # type: ignore[no-untyped-call]
         "lstm(Tensor x, Tensor h, Tensor c, Tensor[] weights, int layers, bool bidirectional, bool batch_first) "
@@ -33,9 +37,16 @@ def define(device_key: str) -> list[torch.library.Library]:
     )
     library.impl("lstm", _forward, "Meta")  # type: ignore[no-untyped-call]
     library.impl("lstm_backward", _backward, "Meta")  # type: ignore[no-untyped-call]
-    over = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    over.impl("lstm.input", _lstm, f"Autograd{device_key}")  # type: ignore[no-untyped-call]
-    return [library, over]
+    return library
+
+
+@contextmanager
+def simulated_lstm(device_key: str) -> Iterator[None]:
+    """A context in which ``aten::lstm`` on the device is the simulated operator."""
+    _operators()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("lstm.input", _lstm, f"Autograd{device_key}")
+        yield
 
 
 def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object) -> int:
