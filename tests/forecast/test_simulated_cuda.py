@@ -129,7 +129,7 @@ def test_the_simulated_lstm_takes_the_place_of_the_real_one_within_its_context_a
     """As where there is a GPU, whose own LSTM torch has no whole shape function for."""
     module, x = torch.nn.LSTM(4, 6), torch.randn(3, 2, 4)
     before, _ = module(x)
-    with simulated_lstm("CPU"), FakeTensorMode(allow_non_fake_inputs=True):
+    with simulated_lstm("CPU"), simulated_lstm("CPU"), FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.nn.LSTM(4, 6)
         out, _ = fake(torch.empty(3, 2, 4))
         assert out.grad_fn is not None and out.grad_fn.name() == "_FunctionBackward"

@@ -20,6 +20,8 @@ RESERVE = 8
 """Numbers that the reserve has for each position, row, hidden unit and direction of a layer: four gates, the cell, its
 tanh, the hidden state, and the mask of dropout. cuDNN does not document it; this was not compared with its sizes."""
 NAMESPACE = "trainwright_simulated"
+_SIMULATED: set[str] = set()
+"""The keys of the devices whose LSTM is simulated at present."""
 Outputs = tuple[Tensor, Tensor, Tensor]
 """The output of every position, the last hidden state, the last cell."""
 
@@ -42,11 +44,18 @@ def _operators() -> torch.library.Library:
 
 @contextmanager
 def simulated_lstm(device_key: str) -> Iterator[None]:
-    """A context in which ``aten::lstm`` on the device is the simulated operator."""
+    """A context in which ``aten::lstm`` on the device is the simulated operator. It may be entered again inside."""
+    if device_key in _SIMULATED:
+        yield
+        return
     _operators()
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("lstm.input", _lstm, f"Autograd{device_key}")
-        yield
+        _SIMULATED.add(device_key)
+        try:
+            yield
+        finally:
+            _SIMULATED.discard(device_key)
 
 
 def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object) -> int:
