@@ -7,6 +7,7 @@
 #              a hundred packages
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 SITE := import site; print(*site.getsitepackages())
 
 unexport PYTHONDONTWRITEBYTECODE # packages are compiled when they are first imported, not when they are installed
@@ -43,12 +44,13 @@ others: .venv/others/done
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
+	$(INSTALL) -e .
 	@touch $@
 
-.venv/dev: .venv/core
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	@touch $@
+.venv/dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e ".[dev]"
+	@touch .venv/core $@
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache

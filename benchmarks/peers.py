@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 if not __package__:
@@ -27,7 +28,10 @@ if not __package__:
 
 from benchmarks.figures import about, figure
 from benchmarks.peers_runs import CASES, STEPS, STOP, TRAINERS
+from benchmarks.processes import python
 
+LIBRARIES = {"lightning": "lightning", "accelerate": "accelerate", "hf": "transformers"}
+"""What a trainer needs."""
 Outcome = dict[str, list[float]]
 
 
@@ -69,9 +73,10 @@ def nonfinite(trainer: str, folder: Path) -> list[float]:
     return [] if seen is None else seen["finite"]
 
 
-def window(trainer: str, folder: Path) -> list[float]:
+def window(trainer: str, folder: Path, *, forks: bool = False) -> list[float]:
     """How far the weights are from those of the plain loop over whole batches, over how far that moved them."""
-    seen, plain = _run(trainer, "window", folder / "run", "whole"), _run("plain", "window", folder / "plain", "whole")
+    seen = _run(trainer, "window", folder / "run", "whole", forks=forks)
+    plain = _run("plain", "window", folder / "plain", "whole", forks=forks)
     if seen is None or plain is None:
         return []
     apart = sum((a - b) ** 2 for a, b in zip(seen["weights"], plain["weights"], strict=True)) ** 0.5
@@ -82,16 +87,14 @@ def window(trainer: str, folder: Path) -> list[float]:
 MEASURES = {"resume": resumed, "nonfinite": nonfinite, "window": window}
 
 
-def _run(trainer: str, case: str, folder: Path, part: str) -> Outcome | None:
-    """What a run prints; None where its library is not installed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks.peers_runs", trainer, case, part, str(folder.resolve())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "No module named" in done.stderr:
+def _run(trainer: str, case: str, folder: Path, part: str, *, forks: bool = False) -> Outcome | None:
+    """What a run prints; None where its library is not installed. ``forks``: see ``processes.Started``."""
+    if trainer in LIBRARIES and find_spec(LIBRARIES[trainer]) is None:
         return None
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    seen: Outcome = json.loads(done.stdout.splitlines()[-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["-m", "benchmarks.peers_runs", trainer, case, part, str(folder.resolve())]
+    printed = python(command, cwd=Path.cwd(), env=os.environ, forks=forks)
+    seen: Outcome = json.loads(printed.splitlines()[-1])
     return seen
 
 

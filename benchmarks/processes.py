@@ -61,12 +61,17 @@ def _become(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], fds: Se
         os.chdir(cwd)
         words = list(arguments[2:] if arguments[0] == "-W" else arguments)
         how, what, *rest = words
+        sys.path.insert(0, "")
         sys.argv = [what, *rest]
         if how == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
         code = 0
+    except SystemExit as end:  # as ``--help`` ends
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

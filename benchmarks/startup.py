@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import about, arguments, figure, interleaved, ratios, seconds_of
+from benchmarks.processes import python
 
 TINY = """
 import torch
@@ -56,29 +56,30 @@ optimizer.step()
 print(time.time())
 """
 
+Run = Callable[..., str]
+"""What ``python -c CODE ARGUMENTS`` prints."""
 OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console script runs
 
 
-def python(code: str, *arguments: str, threads: int, folder: Path) -> str:
+def in_a_process(code: str, *arguments: str, threads: int, folder: Path, forks: bool) -> str:
     """Runs ``python -c code`` to its end; returns what it printed."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if (bytecode := folder / "bytecode").exists():
         environ["PYTHONPYCACHEPREFIX"] = str(bytecode)
         environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode beside it
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True).stdout
+    return python(["-c", code, *arguments], cwd=folder, env=environ, forks=forks)
 
 
-def first_step_plain(threads: int, folder: Path) -> float:
+def first_step_plain(run: Run) -> float:
     """Seconds from the start of the process to the end of its first step."""
     begin_s = time.time()
-    return float(python(PLAIN, threads=threads, folder=folder)) - begin_s
+    return float(run(PLAIN)) - begin_s
 
 
-def first_step_ours(threads: int, folder: Path) -> float:
+def first_step_ours(run: Run, folder: Path) -> float:
     """As ``first_step_plain``; the log says when the step was done."""
     begin_s = time.time()
-    printed = python(OUR_COMMAND, "train", "tiny.yaml", "--json", threads=threads, folder=folder)
+    printed = run(OUR_COMMAND, "train", "tiny.yaml", "--json")
     log = folder / json.loads(printed.splitlines()[-1])["run"] / "log.jsonl"
     records = (json.loads(line) for line in log.read_text().splitlines())
     return float(next(record["time_s"] for record in records if record["kind"] == "step")) - begin_s
@@ -94,20 +95,20 @@ def against(case: str, ours: Sequence[float], theirs: Sequence[float], what: str
 def main() -> None:
     options = arguments(__doc__, rounds=(11, 1))
     about("startup")
-    threads: int = options.threads
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tiny.py").write_text(TINY)
         (folder / "tiny.yaml").write_text(RECIPE)
         if not options.quick:
             (folder / "bytecode").mkdir()  # the uncounted round fills it
+        run = partial(in_a_process, threads=options.threads, folder=folder, forks=options.quick)
         seconds = interleaved(
             {
-                "bare": lambda: seconds_of(lambda: python("pass", threads=threads, folder=folder)),
-                "import": lambda: seconds_of(lambda: python("import trainwright", threads=threads, folder=folder)),
-                "help": lambda: seconds_of(lambda: python(OUR_COMMAND, "--help", threads=threads, folder=folder)),
-                "first_step_plain": lambda: first_step_plain(threads, folder),
-                "first_step": lambda: first_step_ours(threads, folder),
+                "bare": lambda: seconds_of(lambda: run("pass")),
+                "import": lambda: seconds_of(lambda: run("import trainwright")),
+                "help": lambda: seconds_of(lambda: run(OUR_COMMAND, "--help")),
+                "first_step_plain": lambda: first_step_plain(run),
+                "first_step": lambda: first_step_ours(run, folder),
             },
             options.rounds,
             uncounted=0 if options.quick else 1,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import about, arguments, figure, seconds_of
-from benchmarks.startup import OUR_COMMAND, python
+from benchmarks.startup import OUR_COMMAND, in_a_process
 from trainwright.observe.end_time import STEPS
 
 LENGTHS = {
@@ -62,12 +62,12 @@ class Run:
         return float(self.records[-1]["time_s"] - said_s)
 
 
-def trained(recipe: str, until: str, threads: int, more: Sequence[str]) -> Run:
+def trained(recipe: str, until: str, threads: int, more: Sequence[str], *, forks: bool) -> Run:
     """Runs a recipe to its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = [option for each in (until, "log.every=10steps", *more) for option in ("--set", each)]
-        said = python(OUR_COMMAND, "train", recipe, *settings, threads=threads, folder=folder)
+        said = in_a_process(OUR_COMMAND, "train", recipe, *settings, threads=threads, folder=folder, forks=forks)
         (run,) = (folder / "runs").iterdir()
         records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         found = next(filter(None, map(CORRECTED.search, said.splitlines())), None)
@@ -75,9 +75,9 @@ def trained(recipe: str, until: str, threads: int, more: Sequence[str]) -> Run:
         return Run(json.loads((run / "plan.json").read_text()), records, left_s)
 
 
-def measured(recipe: str, until: str, threads: int, rounds: int, more: Sequence[str]) -> None:
+def measured(recipe: str, until: str, threads: int, rounds: int, more: Sequence[str], *, forks: bool) -> None:
     """Prints the figures of a recipe."""
-    runs = [trained(recipe, until, threads, more) for _ in range(rounds)]
+    runs = [trained(recipe, until, threads, more, forks=forks) for _ in range(rounds)]
     came = {
         "step": [run.step_s / run.plan["step_s"] for run in runs],
         "run": [run.records[-1]["seconds"] / sum(run.plan["seconds"].values()) for run in runs],
@@ -92,7 +92,7 @@ def demo_budget(threads: int, budget_s: float) -> float:
     """The time of the command as a share of its budget."""
     with tempfile.TemporaryDirectory() as name:
         command = (OUR_COMMAND, "demo", "--budget", f"{budget_s:g}s")
-        return seconds_of(lambda: python(*command, threads=threads, folder=Path(name))) / budget_s
+        return seconds_of(lambda: in_a_process(*command, threads=threads, folder=Path(name), forks=False)) / budget_s
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def main() -> None:
         if not options.only or recipe in options.only.split(","):
             for until in lengths[:1] if options.quick else lengths:
                 short = ("until=3steps", SMALL) if options.quick else (until, ())
-                measured(recipe, short[0], threads, options.rounds, short[1])
+                measured(recipe, short[0], threads, options.rounds, short[1], forks=options.quick)
     if options.quick:  # it is a process more
         return
     shares = [demo_budget(threads, options.budget) for _ in range(options.rounds)]

@@ -19,12 +19,12 @@ STEPS = 12
 pytestmark = pytest.mark.slow
 
 
-def test_a_dozen_kills_lose_nothing() -> None:
-    options = ["--kills", "12", "--seed", "7", "--steps", "30", "--jobs", "1", "--fork"]
+def test_kills_lose_nothing() -> None:
+    options = ["--kills", "8", "--seed", "7", "--steps", "30", "--jobs", "1", "--fork"]
     done = forked.run("from benchmarks.kill_campaign import main; main()", *options)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["kills"] == 12 and seen["runs"] >= 1 and seen["resumes"] > 6, seen
+    assert seen["kills"] == 8 and seen["runs"] >= 1 and seen["resumes"] > 4, seen
     assert seen["kills_in_save"] > 0, seen
     names = list(seen)
     zero = names[names.index("unloadable") : names.index("final_bits_equal")]

@@ -180,7 +180,8 @@ def test_ranks_without_samples_and_too_many_ranks_are_said() -> None:
 
 @pytest.mark.slow
 def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
-    loaded = deep(4, "parallel=auto", "batch.micro=auto", "model.activation_checkpointing=auto", "loss.chunked=false")
+    parallel = ("parallel.replicate=auto", "parallel.shard=auto")
+    loaded = deep(4, *parallel, "batch.micro=auto", "model.activation_checkpointing=auto", "loss.chunked=false")
     roomy, tight = (find_device("a100-40gb", known_devices()).with_memory(size << 20) for size in (2048, 639))
     whole, parts = resolve(loaded, roomy, ranks=4), resolve(loaded, tight, ranks=4)
     assert whole.degrees == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}

@@ -38,19 +38,21 @@ class NotedStep(RecordedStep):
     It holds as few objects as can be: Python's garbage collector goes through all that are new.
     """
 
-    __slots__ = ("_events", "_program", "loss_sum", "notes")
+    __slots__ = ("_calls", "_events", "_program", "loss_sum", "notes")
 
     notes: list[Note]
     loss_sum: float
     """Of the losses that were noted."""
     _program: list[Instruction] | None
     _events: list[Event] | None
+    _calls: list[Call]
+    """Those that were noted: several probes ask for them."""
 
     def __init__(self, step: int, **known: Any) -> None:
         if known:
             super().__init__(step, **known)
             return
-        self.step, self.notes, self.ids, self.losses, self.values = step, [], [], [], {}
+        self.step, self.notes, self.ids, self.losses, self.values, self._calls = step, [], [], [], {}, []
         self._program = self._events = self.loss = self.grad_norm = self.blind = None
         self.trained = (0, 0)
         self.lr = self.ended_s = self.loss_sum = 0.0
@@ -81,6 +83,10 @@ class NotedStep(RecordedStep):
                 write(self._program, self._events, *values)
         return self._program, self._events
 
+    def note_call(self, call: Call, is_training: bool) -> None:
+        self.notes.append((_write_call, call, is_training))
+        self._calls.append(call)
+
     def _noted(self, write: Callable[..., None], at: int = 1) -> list[Any]:
         """What notes of this kind hold at that place."""
         return [note[at] for note in self.notes if note[0] is write]
@@ -88,7 +94,7 @@ class NotedStep(RecordedStep):
     @property
     def calls(self) -> list[Call]:
         """Without writing anything down: most readers want no more."""
-        return self._noted(_write_call) if self._program is None else super().calls
+        return self._calls if self._program is None else super().calls
 
     @property
     def updates(self) -> list[OptimizerStep]:
@@ -179,7 +185,7 @@ class NotingRecorder(LoopRecorder):
         self._call = call = Call(
             index, positional, by_name, rng, modes, autocast_now("cpu"), [], len(step.ids) - 1, part, wanted
         )
-        step.notes.append((_write_call, call, root.training))
+        step.note_call(call, root.training)
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         tape, step, loss = self.tape, self.current, losses[0]

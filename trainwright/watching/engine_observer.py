@@ -146,9 +146,9 @@ class EngineSession:
             self._unjudged.popleft()
         self.ring.add_inputs([each.inputs for each in steps], [each.recorded for each in steps])
         odd = steps.pop() if tells else None
-        self.log.note_plain([each.numbers for each in steps])
+        self.log.note(*[each.numbers for each in steps])
         if odd is not None:
-            self.log.note(odd.held_by(self.ring, self._blind), odd.numbers.as_read)
+            self.log.note((odd.held_by(self.ring, self._blind), odd.numbers.as_read))
             if odd.is_new:
                 self.runner.begin_again()
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
@@ -33,6 +34,8 @@ ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with others has something to tell."""
 ROUNDS = 4
 """How often the doctor may ask for further experiments in one look."""
+Noted: TypeAlias = tuple[RecordedStep, Numbers] | PlainNumbers
+"""A step that is over; of one that has nothing to tell, its numbers: few of these are made into records."""
 
 
 class FindingsLog:
@@ -57,7 +60,7 @@ class FindingsLog:
         self._laws = laws
         self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
         self._records, self._complete = list(known), complete
-        self._unrecorded: deque[tuple[RecordedStep, Numbers] | PlainNumbers] = deque()
+        self._unrecorded: deque[Noted] = deque()
         self._found: dict[str, Found] = {}
 
     @property
@@ -70,14 +73,8 @@ class FindingsLog:
         """The findings so far, the first cause first."""
         return list(self._found.values())
 
-    def note(self, step: RecordedStep, numbers: Numbers) -> None:
-        """Takes a step that is over. It becomes a record at the next look, or some steps later."""
-        self._unrecorded.append((step, numbers))
-        if len(self._unrecorded) > UNRECORDED:
-            self._record_oldest()
-
-    def note_plain(self, steps: Sequence[PlainNumbers]) -> None:
-        """The same of steps that have nothing to tell; few of them are made into records."""
+    def note(self, *steps: Noted) -> None:
+        """Takes steps that are over. Each becomes a record at the next look, or some steps later."""
         self._unrecorded += steps
         while len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
@@ -167,7 +164,7 @@ class FindingsLog:
         while self._unrecorded:
             self._record(self._unrecorded.popleft())
 
-    def _record(self, noted: tuple[RecordedStep, Numbers] | PlainNumbers) -> None:
+    def _record(self, noted: Noted) -> None:
         if isinstance(noted, PlainNumbers):
             self.remember(noted.as_record())
         else:

@@ -70,10 +70,9 @@ def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
     return None
 
 
-def _warn_of_spike(detector: SpikeDetector, step: RecordedStep, numbers: Numbers) -> None:
-    norm = numbers.clips[-1] if numbers.clips else numbers.norm
-    if math.isfinite(norm) and (spike := detector.detect(step.step, norm)) is not None:
-        step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
+def _is_bad(step: RecordedStep, numbers: Numbers) -> bool:
+    values = step.values
+    return not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,7 @@ class WatchSession:
                     facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self.recording.tape, error)}
                     facts |= self.runner.abandoned(unfinished, self.recording.tape)
                     self.findings_log.examined(unfinished.step, facts)
-                while self._unread:
-                    self._judge(*self._unread.popleft())
+                self._judge_oldest(len(self._unread))
                 self.findings_log.look(self.step, "end", limits=self._limits(), finished=True)
         except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
             self.recording.fail(failure)
@@ -214,8 +212,7 @@ class WatchSession:
         self.ring.add_those()
         at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
         if len(self._unread) >= AT_ONCE or not self._may_wait(step, self._probes):
-            while len(self._unread) > (0 if at_once else self._late):
-                bad |= self._judge(*self._unread.popleft())
+            bad = self._judge_oldest(len(self._unread) - (0 if at_once else self._late))
         if self.recording.misses_calls:
             self.listen_to_children()
         if at_once:
@@ -232,17 +229,48 @@ class WatchSession:
             return False
         return _are_finite(*self._unread[-1])
 
-    def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
-        """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
+    def _judge_oldest(self, count: int) -> bool:
+        """Judges so many of the steps that wait for it. Returns whether one is bad."""
+        read = [self._read(*self._unread.popleft()) for _ in range(count)]
+        if self._options.on_spike == "warn":
+            self._find_spikes(read)
+        if len(read) > 1 and self._are_passed_over(read):
+            self.findings_log.note(*read)
+            return False
+        are_bad = [self._judge(*each) for each in read]
+        return any(are_bad)
+
+    def _read(self, step: RecordedStep, read: Callable[[], Numbers]) -> tuple[RecordedStep, Numbers]:
         numbers = read()
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
         call_each(self._methods_on_read, step, numbers)
-        values = step.values
-        bad = not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
-        if self._options.on_spike == "warn" and not bad:
-            _warn_of_spike(self._detectors[step.trained], step, numbers)
-        self.findings_log.note(step, numbers)
+        return step, numbers
+
+    def _find_spikes(self, read: Sequence[tuple[RecordedStep, Numbers]]) -> None:
+        """Of the norms before clipping: the players of a GAN have norms of their own."""
+        norms: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+        for step, numbers in read:
+            norm = numbers.clips[-1] if numbers.clips else numbers.norm
+            if math.isfinite(norm) and not _is_bad(step, numbers):
+                norms[step.trained][step.step] = norm
+        for who, of_steps in norms.items():
+            found = self._detectors[who].detect_all(of_steps)
+            for step, _ in read if found else ():
+                if (spike := found.get(step.step)) is not None:
+                    step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
+
+    def _are_passed_over(self, read: Sequence[tuple[RecordedStep, Numbers]]) -> bool:
+        """Whether none of them has something to tell or is looked at, as it is nearly always: then they are judged."""
+        if _are_urgent(self._probes) or not all(step.values.keys() <= ORDINARY for step, _ in read):
+            return False
+        losses = [numbers.loss for _, numbers in read]
+        return math.isfinite(sum(losses)) and self._looks.pass_over(read[0][0].step, losses)
+
+    def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
+        """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
+        values, bad = step.values, _is_bad(step, numbers)
+        self.findings_log.note((step, numbers))
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
         odd, changed = "spike" in values, "changed" in values
         if bad or urgent or odd or changed:
