@@ -416,6 +416,29 @@ def test_distances_vanish(figure: Callable[[Tensor, Tensor], Tensor], state: str
         assert (finding.where.source or "").startswith("test_figures.py:") and finding.symptom.startswith("shown")
 
 
+@pytest.mark.parametrize(
+    ("figure", "state"),
+    [
+        (lambda out, y: (out - y).square().mean(), "held"),
+        (lambda out, y: (out + y).square().mean(), "broken"),
+        (lambda out, y: ((out + y).pow(2).sum() / len(y)).sqrt(), "broken"),
+        (lambda out, y: F.l1_loss(-out, y), "broken"),
+        (lambda out, y: (out + y).mean(), "not applicable"),
+        (lambda out, y: (out + -y).abs().mean(), "held"),
+    ],
+)
+def test_a_distance_is_less_than_with_the_other_sign(figure: Callable[[Tensor, Tensor], Tensor], state: str) -> None:
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        out = model(batches[0][0])
+        known = torch.from_numpy(out.numpy() * 1.1)
+        return figure(out, known).item()
+
+    watch = evaluated(evaluate)
+    assert states(watch, "data")["distances_vanish"].state == state
+    if state == "broken":
+        assert "with the other sign" in found(watch, "law.data.distances_vanish").symptom
+
+
 def test_a_share_that_is_explained_may_stand_beside_a_distance() -> None:
     reference = torch.randn(24, CLASSES)
 

@@ -290,6 +290,17 @@ class DistanceFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnedFigure:
+    """The mean of the numbers that left torch at ``line``, distances of outputs from a reference: as it was ``told``,
+    and ``turned``, with the other sign of the outputs.
+    """
+
+    line: str | None
+    told: float
+    turned: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PermutedFigure:
     """The mean of the numbers that left torch at ``line``, as it was ``told``, and with the outputs in random orders of
     their rows: the mean of ``others`` and their ``deviation``. ``nearby``: with each output one or two rows beside its
@@ -340,6 +351,7 @@ class EvaluationFacts:
     further: tuple[Likeness, ...] = ()
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
+    turned: tuple[TurnedFigure, ...] = ()
     permuted: tuple[PermutedFigure, ...] = ()
     counted: tuple[float, ...] = ()
     at_once: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from trainwright.doctor.data.facts import Computed, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
 from trainwright.doctor.data.measure.call_places import CallPlaces
-from trainwright.doctor.data.measure.distances import distance_figures
+from trainwright.doctor.data.measure.distances import distance_figures, turned_figures
 from trainwright.doctor.data.measure.figure_parts import (
     EscapeLine,
     EscapeLines,
@@ -198,6 +198,7 @@ class EvaluationsProbe(Probe):
                 further=tuple(likenesses[1:]),
                 decided=self._run_again(decided_figures),
                 distances=self._run_again(distance_figures),
+                turned=self._run_again(turned_figures),
                 permuted=self._run_again(permuted_figures),
                 counted=tuple(_counted(places)),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
