@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -368,3 +369,33 @@ def test_a_method_beside_that_of_the_loop_is_read() -> None:
     (finding,) = [each for each in Trainer().fit().findings() if each.code == "law.program.values_are_read"]
     assert finding.severity == "warning" and "loss_of_weights" in finding.symptom
     assert (finding.where.source or "").startswith("test_written.py:")
+
+
+@dataclass
+class Settings:
+    """As a script has them: ``extra`` is no field, and is read; ``lr`` has no default."""
+
+    lr: float
+    warmup: int = 0
+    accumulation: int = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [("warmup", False), ("warmups", True), ("extra", False), ("accumulations", False), ("lr_", False)],
+)
+def test_a_setting_that_nothing_reads_is_nearly_one_that_has_its_default(name: str, is_told: bool) -> None:
+    settings = Settings(lr=0.1)
+    setattr(settings, name, 4)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for _ in range(settings.warmup + getattr(settings, "accumulation", 1) + 2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+    if len(watch.records) < 0:
+        print(settings.accumulations)  # type: ignore[attr-defined]
+    found = [each for each in watch.findings() if each.code == "law.program.names_are_read"]
+    assert [each.severity for each in found] == ["warning"] * is_told
+    assert all(name in each.symptom for each in found)

@@ -40,15 +40,7 @@ class CallerSource:
 
     def numbers(self) -> dict[str, float]:
         """The numbers in its variables, and in what these hold: ``past[-1]``, ``self.history.val_acc[-1]``."""
-        names = dict(self._frame.f_locals) if self._frame is not None else {}
-        numbers: dict[str, float] = {}
-        for name, value in list(names.items())[: 8 * MOST]:
-            if _is_number(value):
-                numbers[name] = value
-            elif not name.startswith("__"):
-                held = islice(_held(value), 8 * MOST)
-                numbers |= {f"{name}{key}": item for key, item in held if _is_number(item)}
-        return numbers
+        return {name: value for name, value in self._named() if _is_number(value)}
 
     def modules(self) -> list[nn.Module]:
         """The modules in its variables, and in what these hold."""
@@ -56,10 +48,14 @@ class CallerSource:
 
     def values(self) -> list[object]:
         """What its variables stand for, and what these hold; not what a module holds."""
+        return [value for _, value in self._named()]
+
+    def _named(self) -> Iterator[tuple[str, object]]:
         names = dict(self._frame.f_locals) if self._frame is not None else {}
-        values = [value for name, value in list(names.items())[: 8 * MOST] if not name.startswith("__")]
-        open_ones = [value for value in values if not isinstance(value, nn.Module)]
-        return [*values, *(item for value in open_ones for _, item in islice(_held(value), 8 * MOST))]
+        for name, value in list(names.items())[: 8 * MOST]:
+            if not name.startswith("__"):
+                yield name, value
+                yield from ((f"{name}{key}", item) for key, item in islice(_held(value), 8 * MOST))
 
     def forget(self) -> None:
         """The loop is over: its function may go."""
@@ -101,8 +97,9 @@ def _items(value: object) -> Iterator[tuple[str, object]]:
     if type(value) is list:
         yield from (("[-1]", last) for last in value[-1:])
     elif type(value) is dict:
-        yield from ((f".{key}", item) for key, item in list(value.items()))
+        yield from ((f".{key}", item) for key, item in list(islice(value.items(), MOST)))
     elif isinstance(value, tuple):
         yield from ((f".{place}", item) for place, item in enumerate(value))
     elif not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] not in ("torch", "builtins"):
-        yield from ((f".{key}", item) for key, item in list(getattr(value, "__dict__", {}).items()))
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f".{key}", item) for key, item in list(islice(attributes.items(), MOST)))
