@@ -332,7 +332,8 @@ class EvaluationFacts:
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
     ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
-    torch at a line each, and was made of no output, in the functions that count decisions.
+    torch at a line each, and was made of no output, in the functions that count decisions. ``undefined``: where nothing
+    but nan left torch, of outputs that are none, and the loop has kept it.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -357,3 +358,4 @@ class EvaluationFacts:
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None
+    undefined: str | None = None
