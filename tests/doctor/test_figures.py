@@ -416,6 +416,48 @@ def test_distances_vanish(figure: Callable[[Tensor, Tensor], Tensor], state: str
         assert (finding.where.source or "").startswith("test_figures.py:") and finding.symptom.startswith("shown")
 
 
+@pytest.mark.parametrize(
+    ("figure", "state"),
+    [
+        (lambda out, y: (out - y).square().mean(), "held"),
+        (lambda out, y: (out + y).square().mean(), "broken"),
+        (lambda out, y: ((out + y).pow(2).sum() / len(y)).sqrt(), "broken"),
+        (lambda out, y: F.l1_loss(-out, y), "broken"),
+        (lambda out, y: (out + y).mean(), "not applicable"),
+        (lambda out, y: (out + -y).abs().mean(), "not applicable"),
+    ],
+)
+def test_a_distance_is_less_than_with_the_other_sign(figure: Callable[[Tensor, Tensor], Tensor], state: str) -> None:
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        out = model(batches[0][0])
+        known = torch.from_numpy(out.numpy() * 1.1)
+        return figure(out, known).item()
+
+    watch = evaluated(evaluate)
+    assert states(watch, "data")["distances_vanish"].state == state
+    if state == "broken":
+        assert "with the other sign" in found(watch, "law.data.distances_vanish").symptom
+
+
+def of_classes(out: Tensor) -> object:
+    return [(out[:n].sum() / n).item() for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("figure", "state"),
+    [
+        (lambda out: out.square().mean().sqrt().item(), "held"),
+        (lambda out: (-out.square()).mean().sqrt().item(), "broken"),
+        (of_classes, "held"),
+    ],
+)
+def test_a_figure_of_numbers_is_a_number(figure: Callable[[Tensor], object], state: str) -> None:
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        return figure(model(batches[0][0]))
+
+    assert states(evaluated(evaluate), "data")["figures_are_numbers"].state == state
+
+
 def test_a_share_that_is_explained_may_stand_beside_a_distance() -> None:
     reference = torch.randn(24, CLASSES)
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import trainwright as tw
 from trainwright.doctor.program.evaluated import evaluations
 from trainwright.doctor.program.sums import misplaced_sums
-from trainwright.doctor.program.syntax import ProgramSyntax
+from trainwright.doctor.program.syntax import OtherFileSyntax, ProgramSyntax
 from trainwright.doctor.program.unread import unread_values
+from trainwright.recorder.own_functions import own_functions
+from trainwright.watching.watch import Watch
 from zoo.mutate import HOSTS, program
 
 LOOP = """
@@ -295,3 +301,101 @@ def test_what_may_be_there_to_be_looked_at_is_an_info(before: str, after: str, n
 )
 def test_what_is_new_each_time_may_be_added_twice(line: str) -> None:
     assert not list(misplaced_sums(syntax(LOOP.replace("step += 1", f"step += 1; {line}"))))
+
+
+PARTS = """
+import torch
+from torch import nn
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.one(x)
+        return self.other(x)
+
+@torch.no_grad()
+def measure(model, batches):
+    total, rows = 0.0, 0
+    for x, y in batches:
+        loss = nn.functional.cross_entropy(model(x), y).item() * len(y)
+        rows += len(y)
+    total += loss
+    return total / rows
+
+def never_called(model, batches):
+    unread = model(batches[0])
+"""
+
+
+def test_functions_of_other_files_are_read_where_an_object_of_the_loop_reaches_them(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    parts = runpy.run_path(str(tmp_path / "parts.py"))
+    codes = own_functions([parts["Parts"](), parts["measure"], nn.functional.cross_entropy])
+    assert {each.co_name for each in codes} == {"__init__", "forward", "measure"}
+    of = OtherFileSyntax(ast.parse(PARTS), {each.co_firstlineno for each in codes})
+    assert [(each.kind, each.name) for each in unread_values(of)] == [("value", "y")]
+    assert [(each.kind, each.name) for each in misplaced_sums(of)] == [("behind", "total")]
+
+
+class Trainer:
+    """A loop in a method; the step is another one."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(6, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.history: dict[str, list[float]] = {"loss": []}
+
+    def fit(self) -> Watch:
+        x, y = torch.randn(32, 6), torch.randint(3, (32,))
+        with tw.watch(self.model, self.optimizer, out=None, quiet=True, laws="cheap") as watch:
+            for _ in range(4):
+                self.step(x, y)
+            assert self.history["loss"][-1] == watch._numbers()["self.history.loss[-1]"]
+        return watch
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss_of_weights = self.model.weight.square().sum()  # noqa: F841
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.history["loss"].append(loss.item())
+
+
+def test_a_method_beside_that_of_the_loop_is_read() -> None:
+    (finding,) = [each for each in Trainer().fit().findings() if each.code == "law.program.values_are_read"]
+    assert finding.severity == "warning" and "loss_of_weights" in finding.symptom
+    assert (finding.where.source or "").startswith("test_written.py:")
+
+
+@dataclass
+class Settings:
+    """As a script has them: ``extra`` is no field, and is read; ``lr`` has no default."""
+
+    lr: float
+    warmup: int = 0
+    accumulation: int = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [("warmup", False), ("warmups", True), ("extra", False), ("accumulations", False), ("lr_", False)],
+)
+def test_a_setting_that_nothing_reads_is_nearly_one_that_has_its_default(name: str, is_told: bool) -> None:
+    settings = Settings(lr=0.1)
+    setattr(settings, name, 4)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for _ in range(settings.warmup + getattr(settings, "accumulation", 1) + 2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+    if len(watch.records) < 0:
+        print(settings.accumulations)  # type: ignore[attr-defined]
+    found = [each for each in watch.findings() if each.code == "law.program.names_are_read"]
+    assert [each.severity for each in found] == ["warning"] * is_told
+    assert all(name in each.symptom for each in found)

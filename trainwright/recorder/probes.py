@@ -23,7 +23,8 @@ class LoopObjects:
     """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
 
     ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the numbers
-    among the local names of the function that holds the loop, ``modules`` the modules, ``code`` that function.
+    among the local names of the function that holds the loop, ``modules`` the modules, ``values`` what they stand for,
+    ``code`` that function.
     ``probes`` are further ones.
     """
 
@@ -34,6 +35,7 @@ class LoopObjects:
     patience_s: float = 60.0
     numbers: Callable[[], Mapping[str, float]] = dict
     modules: Callable[[], Sequence[nn.Module]] = list
+    values: Callable[[], Sequence[object]] = list
     code: Callable[[], CodeType | None] = lambda: None
     probes: tuple[Probe, ...] = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -16,6 +16,8 @@ from trainwright.doctor.source import point_at
 
 MOST = 32
 """Items of a container that are read."""
+DEPTH = 3
+"""Containers within each other that are looked into: ``trainer.history["val_loss"][-1]``."""
 _CLOSED = (nn.Module, Tensor, ModuleType, FunctionType, type)
 """Values that are not looked into."""
 
@@ -37,22 +39,23 @@ class CallerSource:
         return self._code
 
     def numbers(self) -> dict[str, float]:
-        """The numbers in its variables, and in what these hold: ``shown.1``, ``meter.avg``, ``past[-1]``."""
-        names = dict(self._frame.f_locals) if self._frame is not None else {}
-        numbers: dict[str, float] = {}
-        for name, value in list(names.items())[: 8 * MOST]:
-            if _is_number(value):
-                numbers[name] = value
-            elif not name.startswith("__"):
-                numbers |= {f"{name}{key}": item for key, item in _held(value) if _is_number(item)}
-        return numbers
+        """The numbers in its variables, and in what these hold: ``past[-1]``, ``self.history.val_acc[-1]``."""
+        return {name: value for name, value in self._named() if _is_number(value)}
 
     def modules(self) -> list[nn.Module]:
         """The modules in its variables, and in what these hold."""
+        return [each for each in self.values() if isinstance(each, nn.Module)]
+
+    def values(self) -> list[object]:
+        """What its variables stand for, and what these hold; not what a module holds."""
+        return [value for _, value in self._named()]
+
+    def _named(self) -> Iterator[tuple[str, object]]:
         names = dict(self._frame.f_locals) if self._frame is not None else {}
-        values = [value for name, value in list(names.items())[: 8 * MOST] if not name.startswith("__")]
-        held = [item for value in values if not isinstance(value, nn.Module) for _, item in _held(value)]
-        return [each for each in (*values, *held) if isinstance(each, nn.Module)]
+        for name, value in list(names.items())[: 8 * MOST]:
+            if not name.startswith("__"):
+                yield name, value
+                yield from ((f"{name}{key}", item) for key, item in islice(_held(value), 8 * MOST))
 
     def forget(self) -> None:
         """The loop is over: its function may go."""
@@ -81,21 +84,22 @@ def _is_number(value: object) -> TypeGuard[float]:
     return type(value) is float or type(value) is int
 
 
-def _held(value: object) -> Iterator[tuple[str, object]]:
+def _held(value: object, depth: int = DEPTH) -> Iterator[tuple[str, object]]:
+    """What a container or an object of the user's holds, by its way there; also what containers in it hold."""
+    for key, item in islice(_items(value), MOST):
+        yield key, item
+        if depth > 1 and type(item) in (list, dict, tuple):
+            yield from ((f"{key}{inner}", part) for inner, part in _held(item, depth - 1))
+
+
+def _items(value: object) -> Iterator[tuple[str, object]]:
     """The items of a container with their keys, of a list only the last; the attributes of an object of the user's."""
     if type(value) is list:
-        for last in value[-1:]:
-            yield "[-1]", last
-            if type(last) in (dict, tuple):
-                yield from ((f"[-1]{key}", item) for key, item in _held(last))
-        return
-    if type(value) is dict:
-        items: Iterable[tuple[object, object]] = list(value.items())
+        yield from (("[-1]", last) for last in value[-1:])
+    elif type(value) is dict:
+        yield from ((f".{key}", item) for key, item in list(islice(value.items(), MOST)))
     elif isinstance(value, tuple):
-        items = enumerate(value)
-    elif isinstance(value, _CLOSED) or type(value).__module__.partition(".")[0] in ("torch", "builtins"):
-        return
-    else:
-        items = list(getattr(value, "__dict__", {}).items())
-    for key, item in islice(items, MOST):
-        yield f".{key}", item
+        yield from ((f".{place}", item) for place, item in enumerate(value))
+    elif not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] not in ("torch", "builtins"):
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f".{key}", item) for key, item in list(islice(attributes.items(), MOST)))

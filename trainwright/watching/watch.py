@@ -67,7 +67,13 @@ class Watch:
         self.session = WatchSession(
             roots,
             optimizers,
-            replace(objects, numbers=self._numbers, modules=self._source.modules, code=self._source.code),
+            replace(
+                objects,
+                numbers=self._numbers,
+                modules=self._source.modules,
+                values=self._source.values,
+                code=self._source.code,
+            ),
             options,
             write=self._write,
             point_at=self._source.line_of,

@@ -13,6 +13,8 @@ from trainwright.runlog.records import Where
 
 OF_SUMS = ("total", "sum", "count", "num", "right", "correct", "hit", "found", "won", "win", "step", "len", "n")
 """What a part of the name of a number begins with that is told as a sum."""
+TWICE = 2
+"""Evaluations: the first may be of weights that give no number yet."""
 SEVERAL = 8
 """Rows of a step of training: such a loop works with batches, and means one of its evaluation to have several too."""
 
@@ -47,6 +49,29 @@ def _grows(facts: EvaluationFacts, number: KeptNumber) -> Finding:
         stage="loop",
         where=Where(source=number.line),
         evidence=[(number.name, number.value, average)],
+    )
+
+
+def figures_are_numbers(case: Case) -> Iterator[Verdict]:
+    """A figure of outputs that are numbers is one, too."""
+    every = list({facts.after: facts for _, facts in case.every(EvaluationFacts)}.values())
+    if not every:
+        return
+    if len(every) < TWICE or any(each.undefined is None for each in every[-TWICE:]):
+        yield Holds(f"{len(every)} evaluations")
+        return
+    yield finding(
+        "law.data.figures_are_numbers",
+        "warning",
+        max(1, every[-1].after),
+        symptom="the number that the loop keeps of its evaluation is nan, and no output of the model is",
+        cause="a root or a logarithm of what is below 0, or a mean over nothing: a sign, a scale or a mask is another "
+        "than was meant",
+        remedy="compute the figure step by step for one batch, and look where nan comes in",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=every[-1].undefined),
+        evidence=[("evaluations in a row that give nan", TWICE, 0)],
     )
 
 

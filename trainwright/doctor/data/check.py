@@ -282,6 +282,7 @@ LAWS: tuple[Law, ...] = (
     Law("data.evaluation_is_possible", possible.evaluation_is_possible),
     Law("data.figures_are_averages", figures.figures_are_averages),
     Law("data.figures_do_not_grow", amounts.figures_do_not_grow, named_by=("law.data.figures_are_averages",)),
+    Law("data.figures_are_numbers", amounts.figures_are_numbers),
     Law("data.evaluation_has_rows", amounts.evaluation_has_rows),
     Law("data.rows_are_decided_apart", amounts.rows_are_decided_apart),
     Law("data.training_averages_are_averages", figures.training_averages_are_averages),

@@ -290,6 +290,17 @@ class DistanceFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnedFigure:
+    """The mean of the numbers that left torch at ``line``, distances of outputs from a reference: as it was ``told``,
+    and ``turned``, with the other sign of the outputs.
+    """
+
+    line: str | None
+    told: float
+    turned: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PermutedFigure:
     """The mean of the numbers that left torch at ``line``, as it was ``told``, and with the outputs in random orders of
     their rows: the mean of ``others`` and their ``deviation``. ``nearby``: with each output one or two rows beside its
@@ -321,7 +332,8 @@ class EvaluationFacts:
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
     ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
-    torch at a line each, and was made of no output, in the functions that count decisions.
+    torch at a line each, and was made of no output, in the functions that count decisions. ``undefined``: where nothing
+    but nan left torch, of outputs that are none, and the loop has kept it.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -340,8 +352,10 @@ class EvaluationFacts:
     further: tuple[Likeness, ...] = ()
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
+    turned: tuple[TurnedFigure, ...] = ()
     permuted: tuple[PermutedFigure, ...] = ()
     counted: tuple[float, ...] = ()
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None
+    undefined: str | None = None

@@ -15,6 +15,7 @@ from trainwright.doctor.data.facts import (
     KeptNumber,
     LoopFiguresFacts,
     TrainingAveragesFacts,
+    TurnedFigure,
 )
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
@@ -33,6 +34,8 @@ MORE_IS_BETTER = ("neg", "score", "reward", "fit", "util", "objective", "gain", 
 NEARLY, BIAS = 0.1, 8.0
 """Of the distance of outputs that know nothing. An estimate without bias is off by a few parts in the number of rows
 for two samples that are the same."""
+TURNED = 0.5
+"""Of a distance: what is learned is nearer to its reference than to the opposite."""
 NOISE = 2.0
 """Standard errors of a mean over the rows: what is less than these off, other rows would give as well."""
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
@@ -204,7 +207,10 @@ def distances_vanish(case: Case) -> Iterator[Verdict]:
     if facts is None:
         return
     off = [each for each in facts.distances if not _vanishes(each)]
-    if off:
+    turned = [each for each in facts.turned if case.finished and abs(each.turned) < TURNED * abs(each.told)]
+    if turned:
+        yield _with_the_other_sign(facts, turned[0])
+    elif off:
         yield _not_nought(facts, off[0])
     elif facts.distances:
         yield Holds(", ".join(f"{each.equal:.3g} for equal outputs, {each.line}" for each in facts.distances[:2]))
@@ -232,6 +238,22 @@ def _not_nought(facts: EvaluationFacts, figure: DistanceFigure) -> Finding:
         stage="loop",
         where=Where(source=figure.line),
         evidence=[("distance of equal outputs", figure.equal, 0.0), ("as it is told", figure.told)],
+    )
+
+
+def _with_the_other_sign(facts: EvaluationFacts, figure: TurnedFigure) -> Finding:
+    name = next((each.name for each in facts.numbers if each.line == figure.line), "what leaves torch here")
+    return finding(
+        "law.data.distances_vanish",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{name} is {figure.told:.4g}, and would be {figure.turned:.4g} with the other sign of the outputs",
+        cause="a sum of outputs and reference stands in place of their difference, or one of them has a sign too many",
+        remedy="take the difference of what the model is trained to make alike",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=figure.line),
+        evidence=[("distance as it is told", figure.told), ("with the other sign of the outputs", figure.turned)],
     )
 
 

@@ -12,6 +12,7 @@ from trainwright.doctor.loss.divergence import divergence_is_of_the_sample
 from trainwright.doctor.loss.games import judges_see_the_same, players_are_at_odds, slopes_are_bounded
 from trainwright.doctor.loss.learned import knows_more_than_nothing
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
+from trainwright.doctor.loss.room import terms_leave_room
 from trainwright.doctor.loss.terms import every_term_matters
 
 _NOTHING_LEARNED = (
@@ -42,6 +43,7 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
     Law("loss.every_term_matters", every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
+    Law("loss.terms_leave_room", terms_leave_room, effort="replay", named_by=("loss.*",)),
     Law("loss.every_row_counts", every_row_counts, effort="replay", named_by=("loss.*", "data.*", "model.dead_relu")),
     Law(
         "loss.targets_are_centred",

@@ -116,6 +116,25 @@ class LearnedFacts:
 
 
 @dataclass(frozen=True)
+class RoomFacts:
+    """The mean loss ``name`` of the last batches up to step ``until``, ``before`` the steps since ``since``, ``after``
+    these, and after these with no other term of the loss: ``alone``, which is ``surely`` less. ``other`` is the term
+    with the largest ``weight``.
+    """
+
+    experiment: ClassVar[str] = "room"
+    since: int
+    until: int
+    name: str
+    other: str
+    weight: float
+    before: float
+    after: float
+    alone: float
+    surely: bool
+
+
+@dataclass(frozen=True)
 class TowardsPass:
     """The same of the loss of one backward pass, which trains all models whose outputs it is computed of."""
 

@@ -176,6 +176,7 @@ class UnreadValue:
     name: str
     line: int
     is_missed: bool = True
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,7 @@ class MisplacedSum:
     kind: str
     name: str
     line: int
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +201,7 @@ class BrokenBest:
     kind: str
     name: str
     line: int
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,11 +241,13 @@ class ExchangedArguments:
     names: tuple[str, str]
     parameters: tuple[str, str]
     line: int
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFacts:
-    """What the source of a loop shows, with that of the functions of its ``file`` that it may call.
+    """What the source of a loop shows, with that of the user's functions that it may call: those of its ``file``, and
+    of other files that what it finds names.
 
     ``evaluated_by`` are the lines of calls in the loop that evaluate the model, by a function without gradients.
     ``periods`` are the whole numbers that a step is divided by in the conditions in front of these. ``unset`` are names

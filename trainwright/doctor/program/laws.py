@@ -275,7 +275,7 @@ def kept_states_are_copies(case: Case) -> Iterator[Verdict]:
 
 
 def names_are_read(case: Case) -> Iterator[Verdict]:
-    """What the loop sets on optimizers, groups, modules and parameters is something that is read."""
+    """What is set on optimizers, groups, modules, parameters and settings is something that is read."""
     facts = case.newest(NamesFacts)
     if facts is None:
         return

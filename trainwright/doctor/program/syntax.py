@@ -6,7 +6,7 @@ Of each it is known which names are read, which are assigned where, and which co
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -101,12 +101,20 @@ class ProgramSyntax:
             new = [FunctionSyntax(each, is_class) for each in body if isinstance(each, ast.FunctionDef)]
             self.functions += new
             waiting += [each for function in new for each in function.read]
-        self.by_name = {name_of_function(each): each for each in self.functions if not each.is_method}
         self.given = {name for node in ast.walk(self.loop.node) if isinstance(node, ast.With) for name in _given(node)}
         self.loop.of_data |= self.given
+        self._follow_data()
+
+    def _follow_data(self) -> None:
+        self.by_name = {name_of_function(each): each for each in self.functions if not each.is_method}
         for _ in range(ROUNDS):
             for function in self.functions:
                 self._follow(function)
+
+    @property
+    def first_lines(self) -> set[int]:
+        """Where its functions begin."""
+        return {_begins(each.node) for each in self.functions if isinstance(each.node, ast.FunctionDef)}
 
     def calls(self, name: str) -> list[tuple[FunctionSyntax, ast.Call]]:
         """The calls of a function by its name, each with the function that it stands in."""
@@ -135,6 +143,20 @@ class ProgramSyntax:
             if other is not None:
                 given = arguments(call, other)
                 other.of_data |= {name for name, value in given if names_read(value) & function.of_data}
+
+
+class OtherFileSyntax(ProgramSyntax):
+    """A file of the user's that holds no loop. ``functions`` are those that the objects of the loop reach."""
+
+    def __init__(self, tree: ast.Module, first_lines: Container[int]) -> None:
+        self.tree, self.given = tree, set()
+        self.loop = FunctionSyntax(ast.Module([], []))
+        methods = {id(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
+        found = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and _begins(each) in first_lines]
+        self.functions = [FunctionSyntax(each, id(each) in methods) for each in found]
+        for each in self.functions:
+            each.of_data |= set(each.parameters)
+        self._follow_data()
 
 
 def name_of_function(function: FunctionSyntax) -> str:

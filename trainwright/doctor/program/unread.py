@@ -57,6 +57,8 @@ def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[Un
         made = [each for each in statements if each not in added and not is_fresh(statement_value(each))]
         if added and not made:
             is_list = all(isinstance(each, ast.Expr) for each in added)
+            if is_list and len(added) == len(statements):
+                continue  # it was begun, and may be read, in a function around this one
             is_missed = not is_list and bool(_sums_of(function) & function.read)  # those beside it are read
             yield _unread("list" if is_list else "sum", name, added[0], is_missed=is_missed)
         elif made and not added and all(_is_costly(program, function, each) for each in made):
@@ -193,7 +195,7 @@ def _unread_arguments(program: ProgramSyntax, function: FunctionSyntax) -> Itera
     if isinstance(node, ast.Module) or function is program.loop:
         return
     for name in function.parameters:
-        if name in function.read or name.startswith("_") or name in ("self", "cls"):
+        if name in function.read or name.startswith("_") or name in ("self", "cls", "ctx"):
             continue
         if function.is_method:
             is_given = node.name == "forward" and name not in function.defaults

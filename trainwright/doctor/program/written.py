@@ -69,7 +69,7 @@ def values_are_read(case: Case) -> Iterator[Verdict]:
         remedy=f"use {first.name} where it is meant to be used, or delete the line",
         sure=0.75,
         stage="loop",
-        where=Where(source=f"{facts.file}:{first.line}"),
+        where=Where(source=f"{first.file or facts.file}:{first.line}"),
         evidence=[("values that nothing reads", _listed(facts.unread), [])],
     )
 
@@ -93,7 +93,7 @@ def sums_are_made_in_their_loop(case: Case) -> Iterator[Verdict]:
         remedy=remedy,
         sure=0.85,
         stage="loop",
-        where=Where(source=f"{facts.file}:{first.line}"),
+        where=Where(source=f"{first.file or facts.file}:{first.line}"),
         evidence=[("sums in the wrong place", _listed(facts.misplaced), [])],
     )
 
@@ -119,7 +119,7 @@ def bests_are_the_best(case: Case) -> Iterator[Verdict]:
         remedy=f"if value < {first.name}: {first.name} = value, from float('inf') on; or > from -float('inf') on",
         sure=0.85,
         stage="loop",
-        where=Where(source=f"{facts.file}:{first.line}"),
+        where=Where(source=f"{first.file or facts.file}:{first.line}"),
         evidence=[
             ("best values that are not kept so", [f"{each.name} (line {each.line})" for each in facts.bests], [])
         ],
@@ -175,7 +175,7 @@ def arguments_are_in_order(case: Case) -> Iterator[Verdict]:
         remedy=f"give {two} as {to} and {one} as {other}, or both by name",
         sure=0.8,
         stage="loop",
-        where=Where(source=f"{facts.file}:{first.line}"),
+        where=Where(source=f"{first.file or facts.file}:{first.line}"),
         evidence=[("arguments, in their order", [one, two], [to, other])],
     )
 

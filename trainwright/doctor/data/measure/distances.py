@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainwright.doctor.data.facts import BEST_SHARES, DistanceFigure
+from trainwright.doctor.data.facts import BEST_SHARES, DistanceFigure, TurnedFigure
 from trainwright.recorder.escapes import Escape
 from trainwright.recorder.figure_program import FigureCall, FigureProgram, Put, compared_by, leaves_of, name_of
+from trainwright.recorder.program import Slot
 
 COMPARING = frozenset({"sub", "rsub", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 """Functions that are 0 for equal arguments."""
@@ -32,6 +33,9 @@ PLAIN |= {
 }
 """Functions that a distance is made of: none of them gives 0 another value but for what is added."""
 ADDING = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
+LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+EVEN = frozenset({"pow", "square", "abs", "absolute", "norm", "vector_norm"})
+"""What makes a distance of a difference."""
 SETS = frozenset({"cdist"})
 """Between all pairs: a distance of sets has terms of the reference alone."""
 
@@ -62,6 +66,47 @@ def distance_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Itera
         sums = [math.fsum(float(of[n]) for n in at) / len(at) for of in (told, equal, apart)]
         if all(map(math.isfinite, sums)):
             yield DistanceFigure(line=line, rows=rows, told=sums[0], equal=sums[1], apart=sums[2])
+
+
+def turned_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Iterator[TurnedFigure]:
+    """Distances, and what they are with the other sign of the outputs, by the line where they leave torch."""
+    if not program.is_whole or not program.numbers:
+        return
+    values: dict[int, Tensor] = {}
+    told = program.run(as_they_are, values.setdefault)
+    signed = {slot for slot, reference in _signed(program.calls) if _are_alike(values.get(slot), reference)}
+    if not signed:
+        return
+    turned = program.run(as_they_are, in_place({slot: -values[slot] for slot in signed}))
+    places: dict[str | None, list[int]] = {}
+    for number, slot in program.numbers.items():
+        is_same = float(told[number]) == escapes[number].value
+        if is_same and _is_even(program.calls_behind(slot, signed)):
+            places.setdefault(escapes[number].line, []).append(number)
+    for line, at in places.items():
+        sums = [math.fsum(float(of[n]) for n in at) / len(at) for of in (told, turned)]
+        if all(map(math.isfinite, sums)):
+            yield TurnedFigure(line=line, told=sums[0], turned=sums[1])
+
+
+def _signed(calls: Sequence[FigureCall]) -> Iterator[tuple[int, Tensor]]:
+    """Slots, and what they are compared with, or added to, by what is the same for the other sign of the result."""
+    yield from compared_by(calls, LOSSES)
+    even = {leaf.number for each in calls if _makes_even(each) for leaf in leaves_of(each) if isinstance(leaf, Slot)}
+    yield from compared_by([each for each in calls if even & set(each.slots)], ADDING)
+
+
+def _makes_even(call: FigureCall) -> bool:
+    return name_of(call) in EVEN and (name_of(call) != "pow" or call.args[1:] == (2,))
+
+
+def _is_even(calls: Sequence[FigureCall] | None) -> bool:
+    """Whether plain functions make it of such distances, and no number is added."""
+    if calls is None:
+        return False
+    adding = [leaf for each in calls if name_of(each) in ADDING for leaf in leaves_of(each)]
+    has_numbers = any(isinstance(leaf, int | float) or _is_a_term(leaf) for leaf in adding)
+    return {name_of(each) for each in calls} <= PLAIN and not has_numbers
 
 
 def as_they_are(call: int, outputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -15,7 +15,7 @@ from trainwright.doctor.data.facts import Computed, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
 from trainwright.doctor.data.measure.call_places import CallPlaces
-from trainwright.doctor.data.measure.distances import distance_figures
+from trainwright.doctor.data.measure.distances import distance_figures, turned_figures
 from trainwright.doctor.data.measure.figure_parts import (
     EscapeLine,
     EscapeLines,
@@ -198,11 +198,13 @@ class EvaluationsProbe(Probe):
                 further=tuple(likenesses[1:]),
                 decided=self._run_again(decided_figures),
                 distances=self._run_again(distance_figures),
+                turned=self._run_again(turned_figures),
                 permuted=self._run_again(permuted_figures),
                 counted=tuple(_counted(places)),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
+                undefined=_undefined(places, numbers, tape.program),
             )
         tape.forget()
         self._is_open = self._is_begun = False
@@ -232,6 +234,14 @@ def _counted(places: EscapeLines) -> Iterator[float]:
     for place, of in places.items():
         if place.is_count and all(each.code in counting and each.value == int(each.value) >= 0 for each in of):
             yield math.fsum(each.value for each in of)
+
+
+def _undefined(places: EscapeLines, numbers: Mapping[str, float], program: FigureProgram) -> str | None:
+    """The line where all numbers are nan, if the loop has kept one and the outputs have none."""
+    lines = [of[0].line for place, of in places.items() if all(math.isnan(each.value) for each in of)]
+    outputs = [each for of in program.outputs for each in of]
+    is_kept = any(map(math.isnan, numbers.values())) and bool(outputs)
+    return lines[0] if lines and is_kept and not any(bool(each.isnan().any()) for each in outputs) else None
 
 
 def _single(places: EscapeLines, rows: Sequence[int]) -> Escape | None:

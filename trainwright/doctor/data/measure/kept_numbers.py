@@ -200,7 +200,7 @@ class KeptNumbers:
         for name in new:
             form = forms.get(name)
             if form is None and is_over and type(numbers[name]) is float:
-                may_be = known if is_meant(name) else [each for each in known if _is_returned(each, away)]
+                may_be = known if is_meant(name) else [each for each in known if _is_returned(name, each, away)]
                 form = self._course(name, numbers[name], may_be, settled)
             if form is not None and form.is_plain and not name.startswith(LOGGED):
                 is_on_its_way = form.reading.place not in away or _divisors(form) & whole
@@ -242,7 +242,7 @@ class KeptNumbers:
         found = next((each for group in groups if (each := group.like(value)) is not None), None)
         if type(value) is int:  # many are equal by chance: a sum of decisions is none where it comes again
             return found if found is not None and found.is_sum and found.reading.place.decided else None
-        if found is None or not found.is_factor or is_meant(name) or _is_returned(found.reading, away):
+        if found is None or not found.is_factor or is_meant(name) or _is_returned(name, found.reading, away):
             return found
         return None
 
@@ -287,9 +287,16 @@ def is_meant(name: str) -> bool:
     return any(word in name.lower() for word in SHARED)
 
 
-def _is_returned(reading: FigureParts, away: Set[EscapeLine]) -> bool:
-    """Whether another function has averaged a loss: what it returns is a figure under any name."""
-    return reading.place in away and reading.place.reduction == "mean" and not reading.place.decided
+def _is_returned(name: str, reading: FigureParts, away: Set[EscapeLine]) -> bool:
+    """Whether another function has averaged a loss: what it returns is a figure under any name, but not what it has put
+    into a list of an object, where factors are its own.
+    """
+    return (
+        not re.search(r"\..*\[", name)
+        and reading.place in away
+        and reading.place.reduction == "mean"
+        and not reading.place.decided
+    )
 
 
 def _key(form: Form) -> Key:

@@ -18,6 +18,8 @@ from trainwright.runlog.json_values import Facts, strict
 
 STEPS, WINDOWS = 1024, 4
 """Steps of an epoch, and epochs, that are kept."""
+LAST = "[-1]"
+"""In the names of what a list holds last."""
 
 
 class TrainingAveragesProbe(Probe):
@@ -31,6 +33,8 @@ class TrainingAveragesProbe(Probe):
         self._losses: list[list[Tensor]] = []
         self._rows: list[int] = []
         self._before: Mapping[str, float] = {}
+        self._early: Mapping[str, float] = {}
+        self._by_step: set[str] = set()
         self._facts: TrainingAveragesFacts | None = None
         self._is_over = False
         self._windows = 0
@@ -45,6 +49,15 @@ class TrainingAveragesProbe(Probe):
             self._windows += 1
         self._losses.append(list(step.losses))
         self._rows.append(batch_size(step) or 1)
+        self._hear_lists()
+
+    def _hear_lists(self) -> None:
+        """What a list holds last is of a step, where it is another after each of the first two steps of an epoch."""
+        if len(self._losses) == 1:
+            self._early = self._numbers()
+        elif len(self._losses) == 2:
+            known = {name: value for name, value in self._numbers().items() if LAST in name}
+            self._by_step |= {name for name, value in known.items() if self._early.get(name) != value}
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._end()
@@ -67,7 +80,7 @@ class TrainingAveragesProbe(Probe):
     def _read(self) -> None:
         if not (known := self._parts()):
             return
-        numbers = self._numbers()
+        numbers = {name: value for name, value in self._numbers().items() if name not in self._by_step}
         kept = self._kept.read(numbers, self._before, known, is_over=False)
         self._before = numbers
         if kept:

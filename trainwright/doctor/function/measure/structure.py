@@ -139,15 +139,16 @@ class _Wiring(StepInspector):
     def cuts(self, unreached: set[str]) -> list[Facts]:
         """Where the graph is cut above parameters that no gradient reaches, nearest to the loss first.
 
-        ``aside``: no weight that a gradient reaches takes in what lies above the cut.
+        ``aside``: no weight that a gradient reaches takes in what lies above the cut, or makes what lies below it.
         """
         cuts: list[Facts] = []
         for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
-            behind = sorted({self.names[id(p)] for p in leaves_of(sources) if id(p) in self.names} & unreached)
+            below = {self.names[id(p)] for p in leaves_of(sources) if id(p) in self.names}
+            behind = sorted(below & unreached)
             if behind and not any(set(behind) <= set(cut["behind"]) for cut in cuts):
                 owners = {name.rpartition(".")[0] for name in behind}
                 last = next((path for path in reversed(self.called) if path in owners), None)
-                aside = self._consumers.of(number) <= unreached
+                aside = self._consumers.of(number) | below <= unreached
                 cuts.append({"how": how, "in": path, "last": last, "behind": behind, "aside": aside})
         return cuts
 

@@ -133,12 +133,12 @@ def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
     end = next(n for n, each in enumerate(recorded.program) if isinstance(each, Backward))
     backward = recorded.program[end]
     assert isinstance(backward, Backward)
-    kept = [each for each in recorded.program[:end] if not _adds_to(each, term)]
+    kept = [each for each in recorded.program[:end] if not adds_to(each, term)]
     program = [*kept, replace(backward, slot=term.slot, scale_at=1.0, gradient=None)]
     return replace(recorded, program=program, values={k: v for k, v in recorded.values.items() if k != "carried"})
 
 
-def _adds_to(instruction: Instruction, term: Term) -> bool:
+def adds_to(instruction: Instruction, term: Term) -> bool:
     """Whether this is ``loss += other``, which adds other terms in place to this one."""
     return isinstance(instruction, Operation) and instruction.in_place and instruction.args[0] == Slot(term.slot)
 

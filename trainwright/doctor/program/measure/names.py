@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.doctor.program.facts import NamesFacts, UnreadName
+from trainwright.recorder.own_functions import own_functions
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_modules, named_parameters
@@ -35,7 +40,7 @@ class NamesProbe(Probe):
     name = NamesFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._subject, self._schedulers = watched.subject, watched.schedulers
+        self._subject, self._watched = watched.subject, watched
         self._told: NamesFacts | None = None
 
     def values(self) -> Facts | None:
@@ -43,6 +48,7 @@ class NamesProbe(Probe):
             *(each for optimizer in self._subject.optimizers for each in _of_optimizer(optimizer)),
             *(each for path, module in named_modules(self._subject.roots) for each in _of_module(path, module)),
             *(each for path, p in named_parameters(self._subject.roots) for each in _of_parameter(path, p)),
+            *_of_settings(self._watched),
         ]
         objects = len(self._subject.optimizers) + len(self._subject.modules) + len(self._subject.parameters)
         facts = NamesFacts(objects, tuple(found[:16]))
@@ -81,6 +87,37 @@ def _of_parameter(path: str, parameter: torch.Tensor) -> Iterator[UnreadName]:
     for name in sorted(vars(parameter)):
         if (known := nearly(name, ["requires_grad", "grad"])) is not None:
             yield UnreadName(path, name, known, _shown(parameter, name), path.rpartition(".")[0])
+
+
+def _of_settings(watched: WatchedObjects) -> Iterator[UnreadName]:
+    """Of dataclasses in the loop's variables: attributes beside their fields, where a field has its default still."""
+    values = {id(each): each for each in watched.values() if is_dataclass(each) and not isinstance(each, type)}
+    for value in values.values():
+        known = {each.name for each in fields(value)}
+        untouched = [each.name for each in fields(value) if _is_at_default(value, each)]
+        others = {name for name in getattr(value, "__dict__", {}) if name not in known and not name.startswith("_")}
+        near = [(name, field) for name in sorted(others) if (field := nearly(name, untouched)) is not None]
+        read = _read_in([watched.values(), watched.subject.roots], watched.code()) if near else set()
+        for name, field in near:
+            if name not in read:
+                yield UnreadName(f"an object ({type(value).__name__})", name, field, _shown(value, name))
+
+
+def _is_at_default(value: object, field: Field[Any]) -> bool:
+    default = field.default
+    return isinstance(default, int | float | str | None) and getattr(value, field.name, MISSING) == default
+
+
+def _read_in(values: Iterable[object], loop: CodeType | None) -> set[str]:
+    """The attributes that the loop reads, and the functions that it reaches."""
+    codes = [*own_functions(values), *([] if loop is None else [loop])]
+    return {name for code in codes for name in _attributes_read(code)}
+
+
+def _attributes_read(code: CodeType) -> Iterator[str]:
+    yield from (str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    for inner in (each for each in code.co_consts if isinstance(each, CodeType)):
+        yield from _attributes_read(inner)
 
 
 def _arguments(kind: type) -> list[str]:
