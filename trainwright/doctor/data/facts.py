@@ -310,6 +310,20 @@ class PermutedFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChosenRows:
+    """Of an output with ``size`` rows, made of the same inputs in training and in the evaluation, a loss of training
+    has chosen ``trained``. The evaluation has chosen ``rows``, of which ``shared`` are among them; of these ``alike``
+    have the same target as in training.
+    """
+
+    size: int
+    trained: int
+    rows: int
+    shared: int
+    alike: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
     """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
     what the loop has now.
@@ -321,7 +335,8 @@ class EvaluationFacts:
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
     ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
-    torch at a line each, and was made of no output, in the functions that count decisions.
+    torch at a line each, and was made of no output, in the functions that count decisions. ``chosen``: the rows of
+    outputs that this evaluation and those before it have chosen, each choice once.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -342,6 +357,7 @@ class EvaluationFacts:
     distances: tuple[DistanceFigure, ...] = ()
     permuted: tuple[PermutedFigure, ...] = ()
     counted: tuple[float, ...] = ()
+    chosen: tuple[ChosenRows, ...] = ()
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None

@@ -9,12 +9,13 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.doctor.data.facts import Computed, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
 from trainwright.doctor.data.measure.call_places import CallPlaces
+from trainwright.doctor.data.measure.chosen_rows import RowsChosen
 from trainwright.doctor.data.measure.distances import distance_figures
 from trainwright.doctor.data.measure.figure_parts import (
     EscapeLine,
@@ -58,7 +59,8 @@ class EvaluationsProbe(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._numbers, self._modules, self._code = watched.numbers, watched.modules, watched.code
-        self._kept, self._likenesses = KeptNumbers(), Likenesses()
+        self._kept, self._likenesses, self._chosen = KeptNumbers(), Likenesses(), RowsChosen()
+        self._given: list[Tensor] = []
         self._roots = watched.subject.roots
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
@@ -87,7 +89,7 @@ class EvaluationsProbe(Probe):
             if self._likenesses.wants_training:
                 self._likenesses.train(root, tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_of_an_evaluation() and self._is_wanted():
-            given = tensors_of((args, kwargs), 3)
+            self._given = given = tensors_of((args, kwargs), 3)
             self._rows = rows_in(given[0]) if given else 1
             self._is_open = True
             self._likenesses.evaluate(root, given)
@@ -161,6 +163,7 @@ class EvaluationsProbe(Probe):
         if self._is_begun:
             self._close()
         self._places.close()
+        self._chosen.train(step)
         self._in_step, self._steps = False, step.step
 
     def on_forked(self) -> None:
@@ -200,11 +203,13 @@ class EvaluationsProbe(Probe):
                 distances=self._run_again(distance_figures),
                 permuted=self._run_again(permuted_figures),
                 counted=tuple(_counted(places)),
+                chosen=self._chosen.evaluate(tape.program, self._given),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
             )
         tape.forget()
+        self._given = []
         self._is_open = self._is_begun = False
         self._before = numbers
 
