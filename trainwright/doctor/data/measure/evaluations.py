@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -185,7 +186,7 @@ class EvaluationsProbe(Probe):
             single = _single(places, tape.rows)
             likenesses = self._likenesses.close()
             worst = max(tape.mass, key=lambda each: each[0], default=(-1.0, None))
-            self._facts = EvaluationFacts(
+            facts = EvaluationFacts(
                 after=self._steps,
                 calls=len(tape.rows),
                 rows=sum(tape.rows),
@@ -208,6 +209,8 @@ class EvaluationsProbe(Probe):
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
             )
+            is_repeated = self._before.items() >= numbers.items()
+            self._facts = facts if self._facts is None or not is_repeated else _with_numbers_of(self._facts, facts)
         tape.forget()
         self._given = []
         self._is_open = self._is_begun = False
@@ -223,6 +226,21 @@ class EvaluationsProbe(Probe):
     def values(self) -> Facts | None:
         self._close()
         return None if self._facts is None else dict(strict(vars(self._facts)))
+
+
+def _with_numbers_of(before: EvaluationFacts, facts: EvaluationFacts) -> EvaluationFacts:
+    """An evaluation after which all numbers of the loop are as they were: what is known of them stays known.
+
+    Such is a last one, of the best weights, where these are those of the evaluation before.
+    """
+    return replace(
+        facts,
+        computed=before.computed,
+        numbers=before.numbers,
+        figures=before.figures,
+        shares=before.shares,
+        counted=before.counted,
+    )
 
 
 def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
