@@ -25,6 +25,8 @@ SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
 that a shift must have."""
 FAR = 5.0
 """Deviations, and a factor, that no other time or place of the same data is away."""
+PART_SHIFT = 1.5
+"""Deviations of a tenth of the features, where the evaluation suffers."""
 WORSE = 2.0
 """Times the losses of training: a loss that the evaluation suffers in. Accuracies are compared with half of the
 probability that the losses of training give to what is right."""
@@ -111,6 +113,9 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
         is_sure = _is_far(likeness) if suffers is None else suffers
         yield _unlike(facts, likeness, "inputs", "warning" if is_sure else "info")
         return
+    if suffers and likeness.part_shift > max(PART_SHIFT, CERTAIN * likeness.noise):
+        yield _partly_unlike(facts, likeness)
+        return
     others = [each for each in facts.further if _is_far(each)] if suffers else []
     if others:
         yield _unlike(facts, others[0], "further inputs", "warning")
@@ -137,6 +142,24 @@ def _unlike(facts: EvaluationFacts, likeness: Likeness, what: str, severity: Sev
         evidence=[
             ("distance of the means, in deviations of the training inputs", round(likeness.shift, 3), 0.0),
             ("deviation in the evaluation over that in training", round(likeness.ratio, 4), 1.0),
+        ],
+    )
+
+
+def _partly_unlike(facts: EvaluationFacts, likeness: Likeness) -> Finding:
+    return finding(
+        "law.data.evaluation_is_alike",
+        "warning",
+        max(1, facts.after),
+        symptom="a part of the inputs of the evaluation are others than those of training: of a tenth of the features "
+        f"the means are {likeness.part_shift:.3g} deviations apart or more, and its loss is far larger",
+        cause="some features are prepared differently in training and evaluation: a part is normalised with the "
+        "statistics of another, or not at all",
+        remedy="prepare both by one function, with the same statistics",
+        sure=0.7,
+        stage="input",
+        evidence=[
+            ("distance of the means of the tenth that is farthest, in deviations", round(likeness.part_shift, 3), 0.0)
         ],
     )
 

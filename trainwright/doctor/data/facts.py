@@ -222,7 +222,8 @@ class Likeness:
     """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
     are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
     ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none. Each row is of the shape
-    ``trained`` and ``evaluated``; empty: of several.
+    ``trained`` and ``evaluated``; empty: of several. A tenth of the features, and three at least, are ``part_shift``
+    deviations away or more; where there are few features it is 0.
     """
 
     samples: int
@@ -232,6 +233,7 @@ class Likeness:
     is_cut: bool = False
     trained: tuple[int, ...] = ()
     evaluated: tuple[int, ...] = ()
+    part_shift: float = 0.0
 
     @property
     def is_cropped(self) -> bool:
