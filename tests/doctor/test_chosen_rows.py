@@ -15,7 +15,9 @@ pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 NODES, WIDTH = 120, 8
 
 
-def evaluated(train: Tensor, held_out: list[Tensor], targets: Tensor | None = None) -> str:
+def evaluated(
+    train: Tensor, held_out: list[Tensor], targets: Tensor | None = None, *, decides_first: bool = False
+) -> str:
     """The state of the law where a loss of training has the rows ``train``, with ``targets`` or what is true."""
     torch.manual_seed(0)
     x = torch.randn(NODES, WIDTH)
@@ -27,12 +29,13 @@ def evaluated(train: Tensor, held_out: list[Tensor], targets: Tensor | None = No
     with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
         for step in range(12):
             optimizer.zero_grad()
-            F.cross_entropy(model(x)[train], own[train]).backward()
+            F.nll_loss(model(x).log_softmax(1)[train], own[train]).backward()
             optimizer.step()
             if step % 4 == 3:
                 with torch.no_grad():
                     for number, rows in enumerate(held_out):
-                        right = model(x)[rows].argmax(1) == y[rows]
+                        out = model(x)
+                        right = (out.argmax(1)[rows] if decides_first else out[rows].argmax(1)) == y[rows]
                         shown[f"acc_{number}"] = right.float().mean().item()
     assert shown and watch.session.failures == []
     return states(watch, "data")["evaluation_is_apart"].state
@@ -57,6 +60,11 @@ def mask(low: int, high: int) -> Tensor:
 )
 def test_what_is_chosen_is_chosen_apart(train: Tensor, held_out: list[Tensor], state: str) -> None:
     assert evaluated(train, held_out) == state
+
+
+def test_decisions_may_come_before_the_choice() -> None:
+    assert evaluated(mask(0, 70), [mask(60, 90)], decides_first=True) == "broken"
+    assert evaluated(mask(0, 60), [mask(60, 90)], decides_first=True) == "held"
 
 
 def test_rows_with_answers_in_place_of_targets_are_not_trained_on() -> None:

@@ -15,6 +15,8 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Call, Constant, Operation, RecordedStep, Slot, constants_of
 
 CHOOSING = frozenset({"getitem", "index_select"})
+ROW_BY_ROW = frozenset({"argmax", "softmax", "log_softmax", "sigmoid", "exp", "detach", "cpu", "float", "squeeze"})
+"""Functions with a row of their own for each row of an output."""
 COMPARING = LOSSES | {"eq", "ne"}
 STEPS = 16
 """Steps that are read: a mask is the same in each."""
@@ -89,20 +91,22 @@ def _chosen_in(step: RecordedStep) -> Iterator[Chosen]:
     outputs = {slot for call in step.calls for slot in call.outputs}
     chosen: dict[int, Tensor] = {}
     for each in step.program:
-        if not isinstance(each, Operation) or len(each.args) < 2:
+        first = each.args[0] if isinstance(each, Operation) and each.args else None
+        if not isinstance(each, Operation) or not isinstance(first, Slot):
             continue
-        name, first = each.name.strip("_"), each.args[0]
-        if not isinstance(first, Slot):
-            continue
-        if name in CHOOSING and first.number in outputs:
-            leaf = each.args[-1]
-            rows = _rows_of(leaf.tensor if isinstance(leaf, Constant) else leaf)
+        name, last = each.name.strip("_"), each.args[-1]
+        if name in ROW_BY_ROW and first.number in outputs:
+            outputs.add(each.outputs[0])
+        elif name in CHOOSING and first.number in outputs:
+            rows = _rows_of(last.tensor if isinstance(last, Constant) else last)
             if rows is not None:
                 chosen[each.outputs[0]] = rows
-        elif name in LOSSES and first.number in chosen and isinstance(each.args[1], Constant):
-            rows, targets = chosen[first.number], each.args[1].tensor
-            if targets.shape == rows.shape:
-                yield rows, targets.cpu()
+        elif name in ROW_BY_ROW and first.number in chosen:
+            chosen[each.outputs[0]] = chosen[first.number]
+        elif name in LOSSES and first.number in chosen:
+            rows, targets = chosen[first.number], constants_of(each.args[1:2])
+            if targets and targets[0].tensor.shape == rows.shape:
+                yield rows, targets[0].tensor.cpu()
 
 
 def _chosen_by(program: FigureProgram) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -115,11 +119,16 @@ def _chosen_by(program: FigureProgram) -> Iterator[tuple[int, Tensor, Tensor]]:
     }
     for call in program.calls:
         leaves = leaves_of(call)
-        if name_of(call) in CHOOSING and isinstance(leaves[0], Slot) and leaves[0].number in sizes:
+        first = leaves[0] if leaves else None
+        if not isinstance(first, Slot) or first.number not in sizes:
+            continue
+        if name_of(call) in ROW_BY_ROW:
+            sizes |= dict.fromkeys(call.slots, sizes[first.number])
+        elif name_of(call) in CHOOSING:
             rows = _rows_of(leaves[-1])
             targets = None if rows is None else _compared_with(program, call.slots[0], rows.shape)
             if rows is not None and targets is not None:
-                yield sizes[leaves[0].number], rows, targets
+                yield sizes[first.number], rows, targets
 
 
 def _compared_with(program: FigureProgram, chosen: int, shape: torch.Size) -> Tensor | None:
