@@ -100,3 +100,27 @@ def test_pictures_that_are_a_pixel_short_on_one_side(augmented: Prepare, expecte
                 with torch.no_grad():
                     assert F.cross_entropy(model(x[96:]), y[96:]).item() > 0
     assert [each for each in codes(watch) if each == ALIKE] == expected
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1.0, False), (1000.0, True)])
+def test_a_part_of_the_features_that_is_prepared_by_the_rest(factor: float, found: bool) -> None:
+    """Whole sequences are normalised by what is past of them, which has other units in training."""
+    torch.manual_seed(0)
+    rows = 3 + torch.randn(192, 1) + torch.randn(192, 24).cumsum(1) / 3
+    model = nn.Sequential(nn.Linear(23, 48), nn.ReLU(), nn.Linear(48, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def loss_of(rows: Tensor, factor: float) -> Tensor:
+        past = factor * rows[:, :18]
+        whole = (torch.cat([past, rows[:, 18:]], dim=1) - past.mean(1, keepdim=True)) / past.std(1, keepdim=True)
+        return F.smooth_l1_loss(model(whole[:, :-1]).squeeze(1), whole[:, -1])
+
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for step in range(60):
+            optimizer.zero_grad()
+            loss_of(rows[torch.randint(128, (32,))], factor).backward()
+            optimizer.step()
+            if step % 20 == 19:
+                with torch.no_grad():
+                    assert loss_of(rows[128:], 1.0).item() > 0
+    assert (ALIKE in codes(watch)) == found

@@ -222,8 +222,8 @@ def of_both_parts(model: nn.Module, batches: Batches) -> Figures:
 Evaluate = Callable[[nn.Module, Batches], object]
 
 
-def evaluated(evaluate: Evaluate) -> tw.Watch:
-    """A loop that evaluates after every third step."""
+def evaluated(evaluate: Evaluate, *, twice: bool = False) -> tw.Watch:
+    """A loop that evaluates after every third step; ``twice``: once more at the end, with the same outcome."""
     torch.manual_seed(0)
     x = torch.randn(128, WIDTH)
     y = (x @ torch.randn(WIDTH, CLASSES)).argmax(1)
@@ -232,14 +232,15 @@ def evaluated(evaluate: Evaluate) -> tw.Watch:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shown: object = None
     with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
-        for step in range(7):
+        for step in range(6 if twice else 7):
             optimizer.zero_grad()
             F.cross_entropy(model(x[:64]), y[:64]).backward()
             optimizer.step()
             if step % 3 == 2:
-                model.eval()
-                with torch.no_grad():
-                    shown = evaluate(model, held_out)
+                for _ in range(2 if twice and step == 5 else 1):
+                    model.eval()
+                    with torch.no_grad():
+                        shown = evaluate(model, held_out)
                 model.train()
     assert shown and watch.session.failures == []
     assert not torch._C._len_torch_function_stack()
@@ -285,6 +286,11 @@ def test_what_is_no_average_is_found_at_its_line(evaluate: Evaluate, words: str)
     finding = found(evaluated(evaluate), "law.data.figures_are_averages")
     assert finding.severity == "warning" and (finding.where.source or "").startswith("test_figures.py:")
     assert words in finding.symptom
+
+
+@pytest.mark.parametrize("evaluate", [counted_twice, shares_over_other_rows])
+def test_a_last_evaluation_that_changes_no_number_hides_none(evaluate: Evaluate) -> None:
+    assert states(evaluated(evaluate, twice=True), "data")["figures_are_averages"].state == "broken"
 
 
 @pytest.mark.parametrize("evaluate", [mean_of_means, one_row_more])

@@ -136,14 +136,18 @@ def test_gradients_that_others_are_projected_off_are_not_lost() -> None:
     assert not alarms(watch)
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("dropped", ["outliers", "all but the last"])
-def test_micro_batches_whose_gradients_are_dropped(dropped: str) -> None:
+def test_micro_batches_whose_gradients_are_dropped(dropped: str, clips: bool) -> None:
+    """A clip reads gradients, too: that is no use of them."""
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with tw.watch(model, optimizer, out=None, quiet=True) as watch:
         for number, (x, y) in enumerate(batches(36)):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             is_outlier = number % 5 == 3
             if (dropped == "outliers" and not is_outlier) or (number % 3 == 2 and dropped != "outliers"):
                 optimizer.step()

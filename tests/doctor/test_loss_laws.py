@@ -506,6 +506,9 @@ def values_learned(targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor], st
         (-FAR_AWAY, F.l1_loss, 60, 0.0, Finding),
         (FAR_AWAY, lambda out, y: ((out - y) ** 2).mean(), 60, 0.0, Finding),
         (100 * FAR_AWAY, F.smooth_l1_loss, 60, 0.0, Finding),
+        (1e6 * R, F.smooth_l1_loss, 30, 0.0, Holds),
+        (1e12 * R, F.smooth_l1_loss, 30, 0.0, Finding),
+        (1e12 * R, F.mse_loss, 30, 0.0, Finding),
     ],
     ids=lambda value: "",
 )

@@ -31,8 +31,8 @@ def evaluated(hit: Callable[[Tensor, Tensor], Tensor], name: str = "hit_rate") -
             optimizer.step()
             if step % 3 == 2:
                 with torch.no_grad():
-                    total = sum(hit(model(a), b).sum().item() for a, b in zip(x[64:].split(16), y[64:].split(16)))
-                shown = {name: total / 64}
+                    hits = sum(hit(model(a), b).sum().item() for a, b in zip(x[64:].split(16), y[64:].split(16)))
+                shown = {name: hits / 64}
     assert shown and watch.session.failures == []
     return states(watch, "data")["perfect_predictions_are_right"].state
 
@@ -53,6 +53,11 @@ def among_some(scores: Tensor, y: Tensor) -> Tensor:
     return (scores.masked_fill(torch.arange(ITEMS) == y[:, None], -torch.inf) >= wanted).sum(1)
 
 
+def put_away(scores: Tensor, y: Tensor) -> Tensor:
+    """The target itself is among what is put away."""
+    return rank(scores.masked_fill(torch.arange(ITEMS) == y[:, None], -torch.inf), y)
+
+
 @pytest.mark.parametrize(
     ("hit", "state"),
     [
@@ -65,6 +70,7 @@ def among_some(scores: Tensor, y: Tensor) -> Tensor:
         (lambda out, y: 1 / (rank(out, y) + 1.0), "held"),
         (lambda out, y: rank(out, y) > 5, "broken"),
         (lambda out, y: filtered(out, y) >= 5, "broken"),
+        (lambda out, y: put_away(out, y) < 5, "broken"),
         (lambda out, y: 1 / (1.0 - rank(out, y)).abs().clamp(min=0.05), "not applicable"),
     ],
 )

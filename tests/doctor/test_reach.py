@@ -18,7 +18,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.law import Holds, NotApplicable
 from trainwright.doctor.vitals.facts import HigherRatesFacts, ReachFacts, VitalsFacts
-from trainwright.doctor.vitals.reach import higher_rates_gain_little, way_is_used
+from trainwright.doctor.vitals.reach import higher_rates_gain_little, is_left_at_its_top, way_is_used
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 
@@ -219,6 +219,23 @@ def test_a_run_that_goes_slowly_is_an_info(updates: int) -> None:
     case = case_of(replace(SLOW, updates=updates), steps=130, rate=early)
     [finding] = [each for each in higher_rates_gain_little(case) if isinstance(each, Finding)]
     assert finding.found.severity == "info"
+
+
+@each_row(
+    ("rates", "is_left"),
+    [
+        ([*range(1, 11), *[1] * 50], True),
+        ([*range(1, 11), *[10] * 50], False),
+        ([*range(1, 11), *(10 - 0.18 * n for n in range(50))], False),
+        ([10, 1] * 20, False),
+        ([10] * 12 + [1] * 40, False),
+        ([*range(1, 31), *[1] * 20], False),
+        ([*range(1, 11), *[1] * 25, *[5] * 25], False),
+    ],
+    ids=lambda value: "",
+)
+def test_a_warm_up_that_is_left_at_its_top(rates: list[float], is_left: bool) -> None:
+    assert is_left_at_its_top(rates) == is_left
 
 
 def grows(step: int) -> float:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.tape import READS_GRADIENT
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
+NO_USERS = ("torch.nn.utils.clip_grad", "trainwright.")
+"""Modules that read gradients and make nothing of them: a clip, and the recorder after it."""
+
 
 class _Reads(PausableMode):
-    """Notes whether ``.grad`` of a tensor is read while it runs."""
+    """Notes whether ``.grad`` of a tensor is read while it runs, to be used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,8 +24,13 @@ class _Reads(PausableMode):
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        self.were_there |= function == READS_GRADIENT
+        if function == READS_GRADIENT and not self.were_there:
+            self.were_there = _is_a_user(sys._getframe(1))
         return function(*args, **(kwargs or {}))
+
+
+def _is_a_user(frame: FrameType) -> bool:
+    return not str(frame.f_globals.get("__name__")).startswith(NO_USERS)
 
 
 class UnusedGradients:

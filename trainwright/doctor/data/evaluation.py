@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, Likeness, RowsFacts
+from trainwright.doctor.data.facts import ChosenRows, DrawsFacts, EvaluatedRows, EvaluationFacts, Likeness, RowsFacts
 from trainwright.doctor.data.figures import LOSSES
 from trainwright.doctor.data.possible import is_a_share
 from trainwright.doctor.finding import Finding, Severity, finding
@@ -25,6 +25,8 @@ SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
 that a shift must have."""
 FAR = 5.0
 """Deviations, and a factor, that no other time or place of the same data is away."""
+PART_SHIFT = 1.5
+"""Deviations of a tenth of the features, where the evaluation suffers."""
 WORSE = 2.0
 """Times the losses of training: a loss that the evaluation suffers in. Accuracies are compared with half of the
 probability that the losses of training give to what is right."""
@@ -34,7 +36,10 @@ ENOUGH = 8
 
 def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
     """An evaluation does not mix rows that are trained on with rows that are not."""
-    facts = case.newest(RowsFacts)
+    facts, evaluated = case.newest(RowsFacts), case.newest(EvaluationFacts)
+    if evaluated is not None and evaluated.chosen:
+        yield _choices_are_apart(evaluated)
+        return
     if facts is None or not facts.evaluations:
         return
     if facts.new_lately > SHARE or not facts.is_continuous:
@@ -45,19 +50,41 @@ def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
     last = facts.evaluations[-1]
     share = last.shared / max(1, last.rows)
     if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
-        yield finding(
-            "law.data.evaluation_is_apart",
-            "info" if last.shared >= (1 - SHARE) * (last.trained or facts.distinct) else "warning",
-            facts.steps,
-            symptom=f"{last.shared} of {last.rows} rows of the evaluation are also trained on, by their content",
-            cause="the parts of the data for training and for evaluation overlap",
-            remedy="cut the data once, before anything else, and check that no row is in both parts",
-            sure=0.85,
-            stage="input",
-            evidence=[("share of evaluated rows that are trained on", round(share, 3), 0.0)],
-        )
+        of_all = last.shared >= (1 - SHARE) * (last.trained or facts.distinct)
+        yield _overlap(facts.steps, last.shared, last.rows, "by their content", "info" if of_all else "warning")
     else:
         yield Holds(f"{last.rows} evaluated rows, {last.shared} of them trained on")
+
+
+def _choices_are_apart(facts: EvaluationFacts) -> Verdict:
+    """Of outputs for the same inputs, as the nodes of a graph, training and evaluation choose other rows."""
+    broken = next((each for each in facts.chosen if _is_trained_on(each)), None)
+    if broken is not None:
+        return _overlap(facts.after, broken.shared, broken.rows, "by their places and their targets", "warning")
+    last = facts.chosen[-1]
+    return Holds(f"{last.rows} rows of the evaluation are chosen, {last.shared} of them trained on")
+
+
+def _is_trained_on(chosen: ChosenRows) -> bool:
+    """Whether it has a part of what is trained on beside others; or, where nearly all are, nothing but such."""
+    if chosen.alike < chosen.shared or chosen.shared >= (1 - SHARE) * chosen.trained:
+        return False  # answers of a model took the place of targets; or all that is trained on is evaluated
+    share = chosen.shared / chosen.rows
+    return SHARE < share < 1 - SHARE or (share >= 1 - SHARE and chosen.trained >= (1 - SHARE) * chosen.size)
+
+
+def _overlap(step: int, shared: int, rows: int, by: str, severity: Severity) -> Finding:
+    return finding(
+        "law.data.evaluation_is_apart",
+        severity,
+        max(1, step),
+        symptom=f"{shared} of {rows} rows of the evaluation are also trained on, {by}",
+        cause="the parts of the data for training and for evaluation overlap",
+        remedy="cut the data once, before anything else, and check that no row is in both parts",
+        sure=0.85,
+        stage="input",
+        evidence=[("share of evaluated rows that are trained on", round(shared / max(1, rows), 3), 0.0)],
+    )
 
 
 def _is_of_both(evaluated: EvaluatedRows) -> bool:
@@ -86,6 +113,9 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
         is_sure = _is_far(likeness) if suffers is None else suffers
         yield _unlike(facts, likeness, "inputs", "warning" if is_sure else "info")
         return
+    if suffers and likeness.part_shift > max(PART_SHIFT, CERTAIN * likeness.noise):
+        yield _partly_unlike(facts, likeness)
+        return
     others = [each for each in facts.further if _is_far(each)] if suffers else []
     if others:
         yield _unlike(facts, others[0], "further inputs", "warning")
@@ -112,6 +142,24 @@ def _unlike(facts: EvaluationFacts, likeness: Likeness, what: str, severity: Sev
         evidence=[
             ("distance of the means, in deviations of the training inputs", round(likeness.shift, 3), 0.0),
             ("deviation in the evaluation over that in training", round(likeness.ratio, 4), 1.0),
+        ],
+    )
+
+
+def _partly_unlike(facts: EvaluationFacts, likeness: Likeness) -> Finding:
+    return finding(
+        "law.data.evaluation_is_alike",
+        "warning",
+        max(1, facts.after),
+        symptom="a part of the inputs of the evaluation are others than those of training: of a tenth of the features "
+        f"the means are {likeness.part_shift:.3g} deviations apart or more, and its loss is far larger",
+        cause="some features are prepared differently in training and evaluation: a part is normalised with the "
+        "statistics of another, or not at all",
+        remedy="prepare both by one function, with the same statistics",
+        sure=0.7,
+        stage="input",
+        evidence=[
+            ("distance of the means of the tenth that is farthest, in deviations", round(likeness.part_shift, 3), 0.0)
         ],
     )
 

@@ -222,7 +222,8 @@ class Likeness:
     """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
     are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
     ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none. Each row is of the shape
-    ``trained`` and ``evaluated``; empty: of several.
+    ``trained`` and ``evaluated``; empty: of several. A tenth of the features, and three at least, are ``part_shift``
+    deviations away or more; where there are few features it is 0.
     """
 
     samples: int
@@ -232,6 +233,7 @@ class Likeness:
     is_cut: bool = False
     trained: tuple[int, ...] = ()
     evaluated: tuple[int, ...] = ()
+    part_shift: float = 0.0
 
     @property
     def is_cropped(self) -> bool:
@@ -321,6 +323,20 @@ class PermutedFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChosenRows:
+    """Of an output with ``size`` rows, made of the same inputs in training and in the evaluation, a loss of training
+    has chosen ``trained``. The evaluation has chosen ``rows``, of which ``shared`` are among them; of these ``alike``
+    have the same target as in training.
+    """
+
+    size: int
+    trained: int
+    rows: int
+    shared: int
+    alike: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
     """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
     what the loop has now.
@@ -332,8 +348,9 @@ class EvaluationFacts:
     are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
     ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
-    torch at a line each, and was made of no output, in the functions that count decisions. ``undefined``: where nothing
-    but nan left torch, of outputs that are none, and the loop has kept it.
+    torch at a line each, and was made of no output, in the functions that count decisions. ``chosen``: the rows of
+    outputs that this evaluation and those before it have chosen, each choice once. ``undefined``: where nothing but nan
+    left torch, of outputs that are none, and the loop has kept it.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -355,6 +372,7 @@ class EvaluationFacts:
     turned: tuple[TurnedFigure, ...] = ()
     permuted: tuple[PermutedFigure, ...] = ()
     counted: tuple[float, ...] = ()
+    chosen: tuple[ChosenRows, ...] = ()
     at_once: tuple[str, ...] = ()
     single: float | None = None
     single_line: str | None = None

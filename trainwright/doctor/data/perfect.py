@@ -30,13 +30,17 @@ def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
     shares = [each for one in every for each in _shares(one)]
     made = [each for one in every for each in derived_shares(one)]
     bad = _always_broken(shares) or (_always_broken(made) if len({each.told for each in made}) >= TWICE else None)
-    elsewhere = next((each for one in every for each in one.decided if each.is_elsewhere and _counts_right(each)), None)
+    counted = [each for one in every for each in one.decided if _counts_right(each)]
+    elsewhere = next((each for each in counted if each.is_elsewhere), None)
+    unseen = next((each for each in counted if _knows_no_target(each)), None)
     if off:
         yield _not_best(facts, *off[0])
     elif bad is not None:
         yield _not_best_share(facts, bad)
     elif elsewhere is not None:
         yield _elsewhere(facts, elsewhere)
+    elif unseen is not None:
+        yield _unseen(facts, unseen)
     elif known:
         yield Holds(", ".join(f"{number.name} of perfect predictions is {best:g}" for number, _, best in known[:2]))
     elif shares:
@@ -68,6 +72,11 @@ def counts_right(name: str) -> bool | None:
     parts = re.split("[^a-z]+", name.lower())
     is_right, is_wrong = (any(part.startswith(words) for part in parts if part) for words in (RIGHT, WRONG))
     return is_right if is_right != is_wrong else None
+
+
+def _knows_no_target(decided: DecidedFigure) -> bool:
+    """Whether no target has a rank that counts, with the largest score of all either."""
+    return decided.asks == "rank" and decided.told == decided.perfect == decided.wrong == 0.0
 
 
 def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
@@ -168,4 +177,20 @@ def _elsewhere(facts: EvaluationFacts, decided: DecidedFigure) -> Finding:
         stage="loop",
         where=Where(source=decided.line),
         evidence=[("decisions that are counted as right", 0.0, None)],
+    )
+
+
+def _unseen(facts: EvaluationFacts, decided: DecidedFigure) -> Finding:
+    return finding(
+        "law.data.perfect_predictions_are_right",
+        "warning",
+        max(1, facts.after),
+        symptom=f"what is added to {decided.sum_name} is 0, and would be if each target had the largest score of all",
+        cause="the targets are among the candidates that are put away (what was seen in training), or their rank is "
+        "compared with a bound that none can reach",
+        remedy="leave the target of each row among its candidates; look at the score that is read for it",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=decided.line),
+        evidence=[("targets that count with the largest scores", decided.perfect, None)],
     )

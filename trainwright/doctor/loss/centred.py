@@ -21,6 +21,8 @@ BEGIN = 8
 """The last step at which a model knows nothing yet."""
 SHARE, LEAST = 0.1, 40
 """Of a run's steps: what may go into learning a constant; steps of a run that this can be said of."""
+DIGITS = 2.0**23
+"""The size at which float32 numbers are whole ones."""
 SQUARES, LINEAR = frozenset({"mse_loss", *NAMES}), frozenset({"l1_loss", "smooth_l1_loss", "huber_loss"})
 """Losses that grow with the square of a distance, and in proportion to one that is large."""
 
@@ -34,6 +36,9 @@ def targets_are_centred(case: Case) -> Iterator[Verdict]:
     values = [n for n, each in enumerate(first.calls) if _is_of_values(each)]
     if begin > BEGIN or not values:
         yield NotApplicable("no values are predicted" if not values else "the loss was not seen at the begin")
+        return
+    if lost := [n for n in values if _is_lost(first.calls[n])]:
+        yield _beyond_digits(case, first.calls[lost[0]])
         return
     far = [n for n in values if _is_far(first.calls[n])]
     if not far:
@@ -62,6 +67,12 @@ def _is_far(call: ComparedFacts) -> bool:
     return math.isfinite(call.value) and call.blank > SIZE and min(call.value, call.blank) > times * call.constant
 
 
+def _is_lost(call: ComparedFacts) -> bool:
+    """Whether targets are so large that a float32 number beside them has no digit left for outputs of size 1."""
+    size = min(call.value, call.blank) / max(1, call.targets)  # of a mean it is smaller than it need be
+    return math.isfinite(size) and size > (DIGITS**2 if call.op in SQUARES else DIGITS)
+
+
 def _offset(call: ComparedFacts) -> float:
     """About how many of their deviations the targets lie from 0."""
     times = call.blank / call.constant
@@ -88,4 +99,22 @@ def _too_far(case: Case, call: ComparedFacts, until: int) -> Verdict:
             ("of the best constant", round(call.constant, 6)),
             ("steps until the loss was near that", until, f"<= {SHARE * case.last_step:.0f}"),
         ],
+    )
+
+
+def _beyond_digits(case: Case, call: ComparedFacts) -> Verdict:
+    return finding(
+        "law.loss.targets_are_centred",
+        "warning",
+        max(1, case.last_step),
+        symptom=f"{named(call)} of outputs of 0 is {call.blank:.3g}: beside such targets a change of an output by 1 is "
+        "lost in rounding",
+        cause="targets are in units that are far too small, or were multiplied again and again: a discount above 1, a "
+        "sum that never begins anew",
+        remedy="print the largest target of a batch; standardise targets",
+        sure=0.85,
+        stage="label",
+        since_step=1,
+        where=where_of(call),
+        evidence=[("loss of outputs of 0", call.blank), ("targets", call.targets)],
     )

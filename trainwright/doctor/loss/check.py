@@ -11,6 +11,7 @@ from trainwright.doctor.loss.counted import every_row_counts
 from trainwright.doctor.loss.divergence import divergence_is_of_the_sample
 from trainwright.doctor.loss.games import judges_see_the_same, players_are_at_odds, slopes_are_bounded
 from trainwright.doctor.loss.learned import knows_more_than_nothing
+from trainwright.doctor.loss.paired import pairs_are_learned
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
 from trainwright.doctor.loss.room import terms_leave_room
 from trainwright.doctor.loss.terms import every_term_matters
@@ -29,6 +30,7 @@ LAWS: tuple[Law, ...] = (
         named_by=("init.*", "data.*", "num.*", "loss.*", "model.attention_logit_growth"),
     ),
     Law("loss.knows_more_than_nothing", knows_more_than_nothing, effort="replay", named_by=_NOTHING_LEARNED),
+    Law("loss.pairs_are_learned", pairs_are_learned, effort="replay", named_by=_NOTHING_LEARNED),
     Law(
         "loss.targets_are_the_minimum",
         laws.targets_are_the_minimum,

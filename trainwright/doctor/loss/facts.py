@@ -135,6 +135,33 @@ class RoomFacts:
 
 
 @dataclass(frozen=True)
+class PairedInput:
+    """By what share of the loss it rises where the rows of one input are in another order, with its standard error.
+    ``related``: by what share it changes then with other weights. ``square``: an output of the call has a number for
+    each pair of rows.
+    """
+
+    rise: float
+    error: float
+    related: float
+    square: bool = False
+
+
+@dataclass(frozen=True)
+class PairsFacts:
+    """Of the inputs in ``steps`` steps that have a row for each sample, with the weights of the last. ``constant`` is
+    the loss with one row of each input in place of all, the least of several.
+    """
+
+    experiment: ClassVar[str] = "pairs"
+    steps: int
+    loss: float
+    constant: float
+    inputs: tuple[PairedInput, ...] = ()
+    num_optimizers: int = 1
+
+
+@dataclass(frozen=True)
 class TowardsPass:
     """The same of the loss of one backward pass, which trains all models whose outputs it is computed of."""
 

@@ -42,7 +42,7 @@ def knows_more_than_nothing(case: Case) -> Iterator[Verdict]:
         first = facts.calls[0]
         yield Holds(f"{named(first)} {first.value:.3g}, a constant prediction {first.constant:.3g}")
         return
-    if (young := _still_learns(case, facts.calls)) is not None:
+    if (young := still_learns(case, facts.calls)) is not None:
         yield NotApplicable(f"still learning: {young}")
         return
     last = bad[0]
@@ -67,13 +67,12 @@ def knows_more_than_nothing(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _still_learns(case: Case, calls: Sequence[Learned]) -> str | None:
+def still_learns(case: Case, calls: Sequence[Learned] = ()) -> str | None:
     """Why a model that knows nothing yet may be on its way; None where it has come to its end."""
     if still_falls(case):
         return f"the loss falls over the second half of {case.last_step} steps"
-    told, error = fmean(each.told for each in calls), math.hypot(*(each.told_error for each in calls)) / len(calls)
-    if 0.0 < SURELY * error < told:
-        return f"shuffled targets make the loss {told:.2%} larger, give or take {error:.2%}"
+    if calls and (told := _tells_a_little(calls)) is not None:
+        return told
     rare = [each for each in calls if case.last_step * each.targets < OF_A_CLASS * each.classes]
     if rare:
         return f"{case.last_step} steps of {rare[0].targets} targets, of {rare[0].classes} classes"
@@ -81,6 +80,15 @@ def _still_learns(case: Case, calls: Sequence[Learned]) -> str | None:
     if case.last_step < TIMES * arrived:
         return f"it took {arrived} of {case.last_step} steps to learn what needs no inputs"
     return None
+
+
+def _tells_a_little(calls: Sequence[Learned]) -> str | None:
+    told, error = fmean(each.told for each in calls), math.hypot(*(each.told_error for each in calls)) / len(calls)
+    return (
+        f"shuffled targets make the loss {told:.2%} larger, give or take {error:.2%}"
+        if 0.0 < SURELY * error < told
+        else None
+    )
 
 
 def _arrived(case: Case) -> int:

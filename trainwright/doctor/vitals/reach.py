@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, finding
@@ -32,6 +33,8 @@ DOWN, EARLY = 0.1, 0.4
 schedule is so low: a cosine is for a fifth, a parabola for a third."""
 RISES = 1.02
 """Times the rate at the begin of a way: with more at its end it is in its warm-up."""
+STAIRS, CLIFF = 4, 0.3
+"""Rises of a warm-up, and what is left of its highest rate at once where its top is a mistake."""
 KNOWS = 0.8
 """Of the loss at chance: with less the model was trained before."""
 ENDLESS = "the loss is a difference of outputs, which has no minimum: it falls as far as one goes"
@@ -112,7 +115,7 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     thrice, tenfold = (1.5, 2.0) if is_early else (2.0, 5.0)
     yield finding(
         "law.vitals.higher_rates_gain_little",
-        "info",
+        "warning" if is_early and is_left_at_its_top([each.lr for each in case.watched]) else "info",
         case.last_step,
         symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
         f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
@@ -129,6 +132,15 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
         ],
         trial=RemedyTrial("other_lr", {"factor": 3.0, "recorded": True}),
     )
+
+
+def is_left_at_its_top(rates: Sequence[float]) -> bool:
+    """Whether a warm-up rises step by step, and the rate falls from its top at once, for good: nobody warms up so."""
+    peak = max(rates)
+    top = rates.index(peak)
+    rises = sum(later > earlier for earlier, later in pairwise(rates[: top + 1]))
+    later = rates[top + 1 :]
+    return STAIRS <= rises == top and len(later) > top and max(later) <= CLIFF * peak
 
 
 def _is_no_trial(case: Case, facts: ReachFacts) -> bool:

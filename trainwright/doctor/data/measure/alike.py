@@ -15,6 +15,9 @@ from trainwright.recorder.plain_tensors import plain
 EARLY, LEAST, MOST = 8, 32, 4096
 """Passes at the beginning of training that are read; samples without which nothing is said; samples that are enough."""
 
+PART, FEWEST = 0.1, 3
+"""Of the features, and how many at least, that may be prepared in another way than the rest."""
+
 
 class InputMoments:
     """Sums over samples, and over their pixels and positions. Nothing is read from a GPU before ``moments``."""
@@ -129,7 +132,14 @@ def _compared(evaluated: InputMoments, parts: Sequence[InputMoments]) -> Iterato
             is_cut=is_cut,
             trained=_only(part.shapes),
             evaluated=_only(evaluated.shapes),
+            part_shift=_of_a_part(shifts),
         )
+
+
+def _of_a_part(shifts: Tensor) -> float:
+    """How far those features are away at least that are farther than the others."""
+    many = max(FEWEST, math.ceil(len(shifts) * PART))
+    return float(shifts.topk(many).values[-1]) if len(shifts) >= 2 * FEWEST else 0.0
 
 
 def _only(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:

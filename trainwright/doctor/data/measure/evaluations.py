@@ -6,15 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.doctor.data.facts import Computed, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
 from trainwright.doctor.data.measure.call_places import CallPlaces
+from trainwright.doctor.data.measure.chosen_rows import RowsChosen
 from trainwright.doctor.data.measure.distances import distance_figures, turned_figures
 from trainwright.doctor.data.measure.figure_parts import (
     EscapeLine,
@@ -58,7 +60,8 @@ class EvaluationsProbe(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._numbers, self._modules, self._code = watched.numbers, watched.modules, watched.code
-        self._kept, self._likenesses = KeptNumbers(), Likenesses()
+        self._kept, self._likenesses, self._chosen = KeptNumbers(), Likenesses(), RowsChosen()
+        self._given: list[Tensor] = []
         self._roots = watched.subject.roots
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
@@ -87,7 +90,7 @@ class EvaluationsProbe(Probe):
             if self._likenesses.wants_training:
                 self._likenesses.train(root, tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_of_an_evaluation() and self._is_wanted():
-            given = tensors_of((args, kwargs), 3)
+            self._given = given = tensors_of((args, kwargs), 3)
             self._rows = rows_in(given[0]) if given else 1
             self._is_open = True
             self._likenesses.evaluate(root, given)
@@ -161,6 +164,7 @@ class EvaluationsProbe(Probe):
         if self._is_begun:
             self._close()
         self._places.close()
+        self._chosen.train(step)
         self._in_step, self._steps = False, step.step
 
     def on_forked(self) -> None:
@@ -182,7 +186,7 @@ class EvaluationsProbe(Probe):
             single = _single(places, tape.rows)
             likenesses = self._likenesses.close()
             worst = max(tape.mass, key=lambda each: each[0], default=(-1.0, None))
-            self._facts = EvaluationFacts(
+            facts = EvaluationFacts(
                 after=self._steps,
                 calls=len(tape.rows),
                 rows=sum(tape.rows),
@@ -201,12 +205,16 @@ class EvaluationsProbe(Probe):
                 turned=self._run_again(turned_figures),
                 permuted=self._run_again(permuted_figures),
                 counted=tuple(_counted(places)),
+                chosen=self._chosen.evaluate(tape.program, self._given),
                 at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
                 single=None if single is None else single.value,
                 single_line=None if single is None else single.line,
                 undefined=_undefined(places, numbers, tape.program),
             )
+            is_repeated = self._before.items() >= numbers.items()
+            self._facts = facts if self._facts is None or not is_repeated else _with_numbers_of(self._facts, facts)
         tape.forget()
+        self._given = []
         self._is_open = self._is_begun = False
         self._before = numbers
 
@@ -220,6 +228,21 @@ class EvaluationsProbe(Probe):
     def values(self) -> Facts | None:
         self._close()
         return None if self._facts is None else dict(strict(vars(self._facts)))
+
+
+def _with_numbers_of(before: EvaluationFacts, facts: EvaluationFacts) -> EvaluationFacts:
+    """An evaluation after which all numbers of the loop are as they were: what is known of them stays known.
+
+    Such is a last one, of the best weights, where these are those of the evaluation before.
+    """
+    return replace(
+        facts,
+        computed=before.computed,
+        numbers=before.numbers,
+        figures=before.figures,
+        shares=before.shares,
+        counted=before.counted,
+    )
 
 
 def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from trainwright.doctor.loss.measure import bounds as _bounds  # noqa: F401
 from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401
 from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
 from trainwright.doctor.loss.measure import divergence as _divergence  # noqa: F401
+from trainwright.doctor.loss.measure import pairs as _pairs  # noqa: F401
 from trainwright.doctor.loss.measure import room as _room  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure import terms as _terms  # noqa: F401
