@@ -6,7 +6,6 @@ import math
 import operator
 import os
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from trainwright.recorder.calls import parts_of
 from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
-from trainwright.recorder.listener import call_each, methods_of
-from trainwright.recorder.noting import NotedStep, NotingRecorder
-from trainwright.recorder.numbers import Numbers, begin_reading, lateness
+from trainwright.recorder.noting import NotingRecorder
+from trainwright.recorder.numbers import Numbers, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.program_changes import ProgramChanges
@@ -37,12 +35,12 @@ from trainwright.report.findings import LookedAt, lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects
-from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.experiments import ExperimentRunner, OwnLaw
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
+from trainwright.watching.unread import ReadStep, UnreadSteps, is_bad
 
 MANY = 64
 """So many of the steps that wait before the recorder counts them would fill its budget: 16 are little beyond it."""
@@ -53,14 +51,6 @@ def _are_urgent(probes: Sequence[Probe]) -> bool:
     return any(map(_URGENT, probes))
 
 
-def _begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
-    return step.numbers if isinstance(step, NotedStep) and step.is_noted else begin_reading(step)
-
-
-def _are_finite(step: RecordedStep, read: Callable[[], Numbers]) -> bool:
-    return step.are_finite if isinstance(step, NotedStep) and step.is_noted else read().are_finite
-
-
 def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
     """Keeps the state before ``step``; says why it cannot: then the loop is watched without replays."""
     try:
@@ -68,11 +58,6 @@ def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
     except Exception as error:  # a kind of tensor that torch cannot copy so
         return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
     return None
-
-
-def _is_bad(step: RecordedStep, numbers: Numbers) -> bool:
-    values = step.values
-    return not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
 
 
 @dataclass(frozen=True)
@@ -112,9 +97,8 @@ class WatchSession:
         point_at: Callable[[str], str | None] = lambda code: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._options, self._roots, self._begin_s, self._trained_s = options, list(roots), 0.0, 0.0
+        self._options, self._roots, self._begin_s, self._trained_s, self.step = options, list(roots), 0.0, 0.0, 0
         self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
-        self.step = 0
         self._open = ExitStack()
         parameters = parameters_of(roots, optimizers)
         self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
@@ -122,7 +106,6 @@ class WatchSession:
             roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
         )
         self.recording.budget_bytes = options.budget_bytes
-        self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)  # of one that only warns
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
@@ -134,13 +117,12 @@ class WatchSession:
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
-        self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
+        self._unread = UnreadSteps(self._probes, veto, self._note_veto, finds_spikes=options.on_spike == "warn")
         self._late = lateness(self.recording.device)
         resting = [self.recording, *(each for each in self._probes if each.rests or each.closes_late)]
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
         self._group = [self.recording, self._closing, *self._probes]
-        self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
 
     def begin(self) -> None:
@@ -201,7 +183,7 @@ class WatchSession:
         step.blind = self._blind or step.blind
         self._closing.close(step)
         self.ring.add_later(step)
-        self._unread.append((step, _begin_reading(step)))
+        self._unread.add(step)
         if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step, self._closing.at_once):
             self._veto.begin()  # all else that is due between two steps is due after the last of so many
             if step.step % AT_ONCE == 1:  # it was heard whole
@@ -227,40 +209,17 @@ class WatchSession:
         is_small = step.num_bytes * MANY <= self._options.budget_bytes
         if not (in_time and is_small) or _are_urgent(hearing) or not step.values.keys() <= ORDINARY:
             return False
-        return _are_finite(*self._unread[-1])
+        return self._unread.is_newest_finite()
 
     def _judge_oldest(self, count: int) -> bool:
         """Judges so many of the steps that wait for it. Returns whether one is bad."""
-        read = [self._read(*self._unread.popleft()) for _ in range(count)]
-        if self._options.on_spike == "warn":
-            self._find_spikes(read)
+        read = self._unread.read(count)
         if len(read) > 1 and self._are_passed_over(read):
             self.findings_log.note(*read)
             return False
-        are_bad = [self._judge(*each) for each in read]
-        return any(are_bad)
+        return max([self._judge(*each) for each in read], default=False)
 
-    def _read(self, step: RecordedStep, read: Callable[[], Numbers]) -> tuple[RecordedStep, Numbers]:
-        numbers = read()
-        if self._veto.was_vetoed_on_device(step, numbers.norm):
-            self._note_veto(step)
-        call_each(self._methods_on_read, step, numbers)
-        return step, numbers
-
-    def _find_spikes(self, read: Sequence[tuple[RecordedStep, Numbers]]) -> None:
-        """Of the norms before clipping: the players of a GAN have norms of their own."""
-        norms: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-        for step, numbers in read:
-            norm = numbers.clips[-1] if numbers.clips else numbers.norm
-            if math.isfinite(norm) and not _is_bad(step, numbers):
-                norms[step.trained][step.step] = norm
-        for who, of_steps in norms.items():
-            found = self._detectors[who].detect_all(of_steps)
-            for step, _ in read if found else ():
-                if (spike := found.get(step.step)) is not None:
-                    step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
-
-    def _are_passed_over(self, read: Sequence[tuple[RecordedStep, Numbers]]) -> bool:
+    def _are_passed_over(self, read: Sequence[ReadStep]) -> bool:
         """Whether none of them has something to tell or is looked at, as it is nearly always: then they are judged."""
         if _are_urgent(self._probes) or not all(step.values.keys() <= ORDINARY for step, _ in read):
             return False
@@ -269,7 +228,7 @@ class WatchSession:
 
     def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
-        values, bad = step.values, _is_bad(step, numbers)
+        values, bad = step.values, is_bad(step, numbers)
         self.findings_log.note((step, numbers))
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
         odd, changed = "spike" in values, "changed" in values

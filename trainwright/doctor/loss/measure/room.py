@@ -29,11 +29,11 @@ these have not seen."""
 @experiment(RoomFacts.experiment, when="requested")
 def room(session: ReplaySession) -> Facts:
     """The first steps again, with all terms and with the comparison alone, and its loss on the batches after."""
+    term, other = _outweighed(session.recorded_step)
     begin = next((each for each in session.earlier if each.step <= BEGIN), None)
     steps = None if begin is None else way_from(session, begin, LEAST + BATCHES)
     if begin is None or steps is None or len(session.optimizers) > 1:
         raise NotReplayable("the begin of the run is not held any more, or there are several optimizers")
-    term, other = _outweighed(session.recorded_step)
     alone = [_with_one_term(each, term.name) for each in steps]
     before, after, without = (
         losses_after(session, begin, way, alone[-BATCHES:]) for way in ([], steps[:-BATCHES], alone[:-BATCHES])
