@@ -207,9 +207,8 @@ class WatchSession:
     def _may_wait(self, step: RecordedStep, hearing: Sequence[Probe]) -> bool:
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
         is_small = step.num_bytes * MANY <= self._options.budget_bytes
-        if not (in_time and is_small) or _are_urgent(hearing) or not step.values.keys() <= ORDINARY:
-            return False
-        return self._unread.is_newest_finite()
+        is_plain = in_time and is_small and not _are_urgent(hearing) and step.values.keys() <= ORDINARY
+        return is_plain and self._unread.is_newest_finite()
 
     def _judge_oldest(self, count: int) -> bool:
         """Judges so many of the steps that wait for it. Returns whether one is bad."""
