@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,16 +25,49 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Record, Watched, from_json, to_json
 from trainwright.state.snapshot import LiveObjects
+from trainwright.world.memory import unfreed_bytes
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
 MIB = 2**20
 
 
-def test_after_the_first_steps_readings_wait_for_their_share_of_the_time() -> None:
+def growth() -> Growth:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = Growth(WatchedObjects(subject=LiveObjects([model], [optimizer], list(model.parameters()))))
+    return Growth(WatchedObjects(subject=LiveObjects([model], [optimizer], list(model.parameters()))))
+
+
+def grown(step: Callable[[int], object]) -> set[str]:
+    """The laws that are broken by what each of 208 steps holds."""
+    probe = growth()
+    for number in range(1, 209):
+        step(number)
+        probe.on_closed(RecordedStep(number))
+    return broken_by([logged(Examined(time_s=0.0, step=208, experiment="growth", values=probe.values() or {}))])
+
+
+def test_what_is_kept_of_each_step_grows() -> None:
+    tensors, arrays, texts = [], [], []
+    assert grown(lambda n: tensors.append(torch.ones(2**17))) == {"memory_does_not_grow"}
+    assert grown(lambda n: arrays.append(np.ones(2**16))) == {"memory_does_not_grow"}
+    assert grown(lambda n: texts.append("x" * 2**19 + str(n))) == {"memory_does_not_grow"}
+
+
+def test_pages_of_a_file_and_freed_blocks_are_not_held(tmp_path: Path) -> None:
+    np.zeros(2**27, dtype=np.uint8).tofile(tmp_path / "tokens.bin")
+    tokens = np.memmap(tmp_path / "tokens.bin", dtype=np.uint8, mode="r")
+    rss = psutil.Process().memory_info().rss
+    assert grown(lambda n: tokens[(n - 1) * 2**19 : n * 2**19].sum()) == set()
+    assert psutil.Process().memory_info().rss > rss + 64 * MIB  # it has them in memory
+    blocks = [torch.empty(2**12) for _ in range(2**13)]
+    before, last = unfreed_bytes(), blocks.pop()
+    blocks.clear()
+    assert last.numel() and before - unfreed_bytes() > 120 * MIB
+
+
+def test_after_the_first_steps_readings_wait_for_their_share_of_the_time() -> None:
+    probe = growth()
     for step in range(1, 10_001):  # in a moment
         probe.on_closed(RecordedStep(step))
     held = [each["step"] for each in (probe.values() or {})["held"]]
@@ -87,6 +124,7 @@ def test_hooks_that_are_added_in_each_step(change: Change, module: str) -> None:
 
 @pytest.mark.parametrize("change", [features_kept, losses_kept])
 def test_tensors_that_are_kept_with_their_graph(change: Change) -> None:
+    gc.collect()  # what the test before has kept would be collected meanwhile
     assert "graphs_are_released" in broken(watched(change, steps=34), "resources")
 
 

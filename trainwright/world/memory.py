@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ _STATM, _STATUS, _CLEAR = Path("/proc/self/statm"), Path("/proc/self/status"), P
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 32 * 1024  # mallopt(3); to set it ends its growth with what is freed
 _M_MMAP_MAX, _MOST_BLOCKS = -4, 2**15  # half of what Linux maps for a process; further ones are of the heap
 _M_ARENA_MAX, _USUAL_BYTES = -8, 32 * 2**20  # where glibc's own threshold ends its growth
+_OF_MALLINFO = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
 _PEAK_OF_RSS = "5"  # proc(5): resets VmHWM
 
 
@@ -32,6 +37,42 @@ def held_bytes(device: torch.device) -> int:
             return int(file.read(128).split()[1]) * mmap.PAGESIZE
     except FileNotFoundError:  # not Linux
         return int(psutil.Process().memory_info().rss)
+
+
+class _Allocated(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, see mallinfo(3)."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _OF_MALLINFO)
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], _Allocated] | None:
+    """None where the C library has none, or another allocator has taken its place."""
+    try:
+        call = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    call.restype = _Allocated
+    seen: _Allocated = call()
+    return call if seen.uordblks + seen.hblkhd > _private_bytes() // 4 else None
+
+
+def _private_bytes() -> int:
+    """What of this process is in memory, and no page of a file."""
+    seen = psutil.Process().memory_info()
+    return int(seen.rss - getattr(seen, "shared", 0))
+
+
+def unfreed_bytes() -> int:
+    """What this process has allocated on the host and not freed.
+
+    Unlike what is in memory, without freed blocks that the C library keeps, and without the pages of mapped files.
+    Where the C library cannot tell, with freed blocks.
+    """
+    if (call := _mallinfo()) is None:
+        return _private_bytes()
+    seen = call()
+    return int(seen.uordblks + seen.hblkhd)
 
 
 def reserved_bytes(device: torch.device) -> int | None:

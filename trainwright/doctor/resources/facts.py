@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class HeldResources:
-    """What the process held after a step: bytes in memory, open files, threads; and the hooks of the model.
+    """What the process held after a step: bytes not freed, open files, threads; and the hooks of the model.
 
     ``device_bytes``: of live tensors on a GPU.
     """

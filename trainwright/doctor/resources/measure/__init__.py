@@ -6,7 +6,6 @@ import os
 import threading
 import time
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_modules
+from trainwright.world.memory import unfreed_bytes
 
 EVERY, KEPT = 16, 64
 """Steps between two readings at the least, which double when there are more than KEPT."""
@@ -39,7 +39,6 @@ class Growth(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules = dict(named_modules(watched.subject.roots))
         self._parameters = watched.subject.parameters
-        self._process = psutil.Process()
         self._held: list[HeldResources] = []
         self._every, self._next_s = EVERY, 0.0
 
@@ -65,7 +64,7 @@ class Growth(Probe):
         on_device = any(p.is_cuda for p in self._parameters[:1])
         return HeldResources(
             step=step,
-            memory_bytes=self._process.memory_info().rss,
+            memory_bytes=unfreed_bytes(),
             device_bytes=torch.cuda.memory_allocated() if on_device else 0,
             files=_num_files(),
             threads=threading.active_count(),
