@@ -61,7 +61,6 @@ def _become(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], fds: Se
         os.chdir(cwd)
         words = list(arguments[2:] if arguments[0] == "-W" else arguments)
         how, what, *rest = words
-        sys.path.insert(0, "")
         sys.argv = [what, *rest]
         if how == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)

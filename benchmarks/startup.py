@@ -41,17 +41,15 @@ data: {train: tiny:data}
 batch: {size: 64}
 """
 
-PLAIN = """
+PLAIN = f"""
 import time
-import torch
-import tiny
-
-model = tiny.model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x, y = next(iter(torch.utils.data.DataLoader(tiny.data(), batch_size=64, shuffle=True)))
-loss = torch.nn.functional.cross_entropy(model(x), y)
+{TINY}
+net = model()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+x, y = next(iter(torch.utils.data.DataLoader(data(), batch_size=64, shuffle=True)))
+loss = torch.nn.functional.cross_entropy(net(x), y)
 loss.backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 optimizer.step()
 print(time.time())
 """
