@@ -22,6 +22,7 @@ def of_scores(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y) + 20.0 * (logits * 1e-2).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "state"),
     [
