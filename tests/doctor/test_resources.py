@@ -48,10 +48,11 @@ def grown(step: Callable[[int], object]) -> set[str]:
 
 
 def test_what_is_kept_of_each_step_grows() -> None:
-    tensors, arrays, texts = [], [], []
+    tensors, arrays, texts, objects = [], [], [], []
     assert grown(lambda n: tensors.append(torch.ones(2**17))) == {"memory_does_not_grow"}
     assert grown(lambda n: arrays.append(np.ones(2**16))) == {"memory_does_not_grow"}
     assert grown(lambda n: texts.append("x" * 2**19 + str(n))) == {"memory_does_not_grow"}
+    assert grown(lambda n: objects.append([[n, k] for k in range(2**13)])) == {"memory_does_not_grow"}
 
 
 def test_pages_of_a_file_and_freed_blocks_are_not_held(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_pages_of_a_file_and_freed_blocks_are_not_held(tmp_path: Path) -> None:
     rss = psutil.Process().memory_info().rss
     assert grown(lambda n: tokens[(n - 1) * 2**19 : n * 2**19].sum()) == set()
     assert psutil.Process().memory_info().rss > rss + 64 * MIB  # it has them in memory
-    blocks = [torch.empty(2**12) for _ in range(2**13)]
+    blocks = [torch.ones(2**12) for _ in range(2**13)]
     before, last = unfreed_bytes(), blocks.pop()
     blocks.clear()
     assert last.numel() and before - unfreed_bytes() > 120 * MIB

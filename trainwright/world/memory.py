@@ -64,15 +64,13 @@ def _private_bytes() -> int:
 
 
 def unfreed_bytes() -> int:
-    """What this process has allocated on the host and not freed.
+    """What this process has allocated on the host and not freed, Python's objects included.
 
     Unlike what is in memory, without freed blocks that the C library keeps, and without the pages of mapped files.
     Where the C library cannot tell, with freed blocks.
     """
-    if (call := _mallinfo()) is None:
-        return _private_bytes()
-    seen = call()
-    return int(seen.uordblks + seen.hblkhd)
+    call = _mallinfo()
+    return _private_bytes() - (0 if call is None else int(call().fordblks))
 
 
 def reserved_bytes(device: torch.device) -> int | None:
