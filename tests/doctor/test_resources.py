@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "texts": lambda: "x" * 2**21,
     "objects": lambda: [bytes(400) for _ in range(2**12)],  # Python's own arenas have these, and malloc none
 }
-"""Of about 2 MiB each: the law asks for a tenth of what the process holds, and a worker that ran other tests holds much."""
+"""Of about 2 MiB each: the law asks for a tenth of what the process holds, and one that ran other tests holds much."""
 
 
 @each_row("kind", KINDS)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("two_ranks.py")
+from tests.forked import Forked
+
+MAIN = """
+import sys, warnings
+from tests.watching import two_ranks
+warnings.simplefilter("ignore")
+two_ranks.print_outcomes(sys.argv[1])
+"""
 SHARED = ("healthy", "nan", "no_zero_grad", "first_batches_alone", "inside", "sharded", "zero")
 """Programs whose forward or backward pass communicates."""
 
@@ -19,17 +23,7 @@ SHARED = ("healthy", "nan", "no_zero_grad", "first_batches_alone", "inside", "sh
 def outcomes(folder: Path, *programs: str, seeds: tuple[int, ...]) -> list[list[dict[str, Any]]]:
     """Of each rank what it printed: for each program and seed the outcome alone, and watched."""
     ask: dict[str, Any] = {"folder": str(folder), "meet": str(folder / "meet"), "programs": programs, "seeds": seeds}
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps({**ask, "rank": rank})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        for rank in (0, 1)
-    ]
+    ranks = [Forked(MAIN, json.dumps({**ask, "rank": rank})) for rank in (0, 1)]
     said = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
     return [json.loads(out) for out, _ in said]

@@ -141,5 +141,9 @@ def main(ask: dict[str, Any]) -> list[dict[str, Any]]:
     return outcomes
 
 
+def print_outcomes(asked: str) -> None:
+    print(json.dumps(main(json.loads(asked))))
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    print_outcomes(sys.argv[1])

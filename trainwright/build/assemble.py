@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.build.checkpointing import checkpointing_as_requested
+from trainwright.build.compiling import compile_in_place
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches
 from trainwright.build.first_samples import first_samples
 from trainwright.build.model import count_parameters, freeze, require_ready
@@ -160,7 +161,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         parts.loss.to(device)
     model.train()
     if recipe.model.compile:
-        model.compile()
+        compile_in_place(model)
     return replace(parts, model=model, notes=tuple(notes), prepared=True)
 
 

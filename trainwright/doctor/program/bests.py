@@ -149,13 +149,13 @@ class KeptBest:
                 made_of |= stored(each)
         if made_of & names_read(statement.value):
             return True
-        tests = [each for each in ast.walk(self.function.node) if isinstance(each, ast.If | ast.While)]
+        tests = [each for each in self.function.nodes if isinstance(each, ast.If | ast.While)]
         return any(made_of & names_read(each.test) for each in tests if statement in ast.walk(each))
 
     @property
     def _leaves(self) -> bool:
         """Whether a comparison with it may end a round before it is set."""
-        tests = [each for each in ast.walk(self.function.node) if isinstance(each, ast.If)]
+        tests = [each for each in self.function.nodes if isinstance(each, ast.If)]
         leaving = [each for each in tests if self.name in names_read(each.test)]
         return any(isinstance(n, ast.Continue | ast.Break | ast.Return) for each in leaving for n in ast.walk(each))
 

@@ -24,7 +24,7 @@ def evaluations(program: ProgramSyntax) -> list[ast.Call]:
     """The calls of functions without gradients that are given what the watch was given, or what was made of it before:
     a copy, or the average of its weights.
     """
-    found = [each for each in ast.walk(program.loop.node) if isinstance(each, ast.With) and program.is_watch(each)]
+    found = [each for each in program.loop.nodes if isinstance(each, ast.With) and program.is_watch(each)]
     own = [(each, program.by_name.get(name_of(each.func))) for block in found for each in calls(block)]
     known = program.given | {name for block in found for name in _made_before(block, program)}
     return [
@@ -66,7 +66,7 @@ def figures(program: ProgramSyntax, evaluated: Sequence[ast.Call]) -> list[str]:
 
 def periods(program: ProgramSyntax, evaluated: Sequence[ast.Call], numbers: Mapping[str, float]) -> Iterator[int]:
     """The whole numbers that something is divided by in the conditions around the calls, where they are known."""
-    for each in ast.walk(program.loop.node):
+    for each in program.loop.nodes:
         if isinstance(each, ast.If) and any(call is node for call in evaluated for node in ast.walk(each)):
             divisions = [n for n in ast.walk(each.test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
             for division in divisions:
@@ -81,7 +81,7 @@ def periods(program: ProgramSyntax, evaluated: Sequence[ast.Call], numbers: Mapp
 
 def worked_with(program: ProgramSyntax) -> list[str]:
     """The names of the loop that something is made of: by a division, or by a function of the program."""
-    nodes = list(ast.walk(program.loop.node))
+    nodes = program.loop.nodes
     divisions = [n for n in nodes if isinstance(n, ast.BinOp | ast.AugAssign) and isinstance(n.op, DIVISIONS)]
     own = [n for n in nodes if isinstance(n, ast.Call) and name_of(n.func) in program.by_name]
     given = [part for call in own for part in (*call.args, *(each.value for each in call.keywords))]

@@ -18,7 +18,7 @@ SHORT = 2
 def exchanged_arguments(program: ProgramSyntax) -> Iterator[ExchangedArguments]:
     """In the functions that the loop may reach, the calls of functions of the same file."""
     for function in program.functions:
-        calls = [each for each in ast.walk(function.node) if isinstance(each, ast.Call)]
+        calls = [each for each in function.nodes if isinstance(each, ast.Call)]
         given = [(each, *_given(program, each)) for each in calls]
         orders = {(name_of(call.func), tuple(labels)) for call, _, labels in given}
         for call, parameters, labels in given:

@@ -47,7 +47,7 @@ def _never_added_to(function: FunctionSyntax) -> Iterator[MisplacedSum]:
         added = {_added_to(each) for each in function.statements} & stored(begin)
         zero = {name for name, value in set_to(begin) if isinstance(value, ast.Constant)}
         for name in sorted(zero - added - function.in_nested):
-            is_divided = any(name in names_read(n.left) for n in ast.walk(function.node) if _is_division(n))
+            is_divided = any(name in names_read(n.left) for n in function.nodes if _is_division(n))
             if added and is_divided and function.assigned(name) == [begin]:
                 yield MisplacedSum(kind="never added to", name=name, line=begin.lineno)
 
@@ -57,16 +57,12 @@ def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
     loops = [each for each in function.statements if isinstance(each, LOOPS)]
     inside = [node for each in loops for node in ast.walk(each)]
     last = max((each.end_lineno or 0 for each in loops), default=0)
-    given = [part for n in ast.walk(function.node) if isinstance(n, ast.Call) for part in (*n.args, *n.keywords)]
+    given = [part for n in function.nodes if isinstance(n, ast.Call) for part in (*n.args, *n.keywords)]
     given = [each.value if isinstance(each, ast.keyword) else each for each in given]
     for begin in (each for each in function.statements if isinstance(each, ast.Assign) and each not in inside):
         names = [name for name, value in set_to(begin) if is_number_zero(value) or _is_zeros(value)]
         for name in (each for each in names if begin.lineno < last and function.assigned(each) == [begin]):
-            reads = [
-                n
-                for n in ast.walk(function.node)
-                if isinstance(n, ast.Name) and n.id == name and n.lineno != begin.lineno
-            ]
+            reads = [n for n in function.nodes if isinstance(n, ast.Name) and n.id == name and n.lineno != begin.lineno]
             is_number = all(not _is_zeros(value) for each, value in set_to(begin) if each == name)
             is_figure = is_number or not any(each in given for each in reads)
             if reads and is_figure and all(each.lineno > last for each in reads) and name not in function.in_nested:
@@ -118,11 +114,11 @@ def _multiplied(function: FunctionSyntax) -> Iterator[MisplacedSum]:
     """Two sums of one loop are multiplied by each other, or a sum by the number of its terms, and nothing is made of
     the product: those of a correlation are subtracted.
     """
-    inner = {id(part) for n in ast.walk(function.node) if isinstance(n, ast.BinOp) for part in (n.left, n.right)}
-    calls = [each for each in ast.walk(function.node) if isinstance(each, ast.Call) and last_name(each) not in GROWS]
+    inner = {id(part) for n in function.nodes if isinstance(n, ast.BinOp) for part in (n.left, n.right)}
+    calls = [each for each in function.nodes if isinstance(each, ast.Call) and last_name(each) not in GROWS]
     inner |= {id(part) for each in calls for part in each.args}
     sums = {name for each in function.statements if isinstance(each, ast.AugAssign) and (name := _added_to(each))}
-    for each in ast.walk(function.node):
+    for each in function.nodes:
         if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) and id(each) not in inner:
             left, right = ast.unparse(each.left), ast.unparse(each.right)
             is_count = left.startswith("sum(") and right == f"len({left.removeprefix('sum(')}"

@@ -6,6 +6,7 @@ Of each it is known which names are read, which are assigned where, and which co
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,11 @@ class FunctionSyntax:
     of_data: set[str] = field(default_factory=set)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Those of ``ast.walk``, which takes a microsecond for each."""
+        return list(ast.walk(self.node))
+
+    @cached_property
     def parameters(self) -> list[str]:
         return [] if isinstance(self.node, ast.Module) else [each.arg for each in self.node.args.args]
 
@@ -58,23 +64,21 @@ class FunctionSyntax:
     @cached_property
     def read(self) -> set[str]:
         """The names that it reads, also within functions of its own; to put into a container is not to read it."""
-        written = {id(each) for node in ast.walk(self.node) if (each := _written(node)) is not None}
-        names = [each for each in ast.walk(self.node) if isinstance(each, ast.Name) and id(each) not in written]
-        outer = {
-            name for node in ast.walk(self.node) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
-        }
+        written = {id(each) for node in self.nodes if (each := _written(node)) is not None}
+        names = [each for each in self.nodes if isinstance(each, ast.Name) and id(each) not in written]
+        outer = {name for node in self.nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
         return {each.id for each in names if not isinstance(each.ctx, ast.Store)} | outer
 
     @cached_property
     def in_nested(self) -> set[str]:
         """The names that functions and classes within it read."""
-        inner = [n for n in ast.walk(self.node) if isinstance(n, (*NESTED, ast.ClassDef)) and n is not self.node]
+        inner = [n for n in self.nodes if isinstance(n, (*NESTED, ast.ClassDef)) and n is not self.node]
         return {each.id for node in inner for each in ast.walk(node) if isinstance(each, ast.Name)}
 
     @cached_property
     def is_open(self) -> bool:
         """Whether it looks at its names in a way that the syntax does not show."""
-        return any(name_of(each.func) in OPEN for each in ast.walk(self.node) if isinstance(each, ast.Call))
+        return any(name_of(each.func) in OPEN for each in self.nodes if isinstance(each, ast.Call))
 
     def assigned(self, name: str) -> list[ast.stmt]:
         """The statements that set a name, as a whole or a part of it."""
@@ -88,7 +92,8 @@ class ProgramSyntax:
         """``first_line`` is that of the function that holds the loop; 0 where it stands in none."""
         self.tree = tree
         defined = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)}
-        found = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and _begins(each) == first_line]
+        nodes = list(ast.walk(tree))
+        found = [each for each in nodes if isinstance(each, ast.FunctionDef) and _begins(each) == first_line]
         self.loop = FunctionSyntax(found[0] if found else tree)
         self.functions, waiting, seen = [self.loop], list(self.loop.read), set[str]()
         while waiting:
@@ -101,7 +106,7 @@ class ProgramSyntax:
             new = [FunctionSyntax(each, is_class) for each in body if isinstance(each, ast.FunctionDef)]
             self.functions += new
             waiting += [each for function in new for each in function.read]
-        self.given = {name for node in ast.walk(self.loop.node) if isinstance(node, ast.With) for name in _given(node)}
+        self.given = {name for node in self.loop.nodes if isinstance(node, ast.With) for name in _given(node)}
         self.loop.of_data |= self.given
         self._follow_data()
 
@@ -118,14 +123,20 @@ class ProgramSyntax:
 
     def calls(self, name: str) -> list[tuple[FunctionSyntax, ast.Call]]:
         """The calls of a function by its name, each with the function that it stands in."""
-        every = [(f, n) for f in self.functions for n in ast.walk(f.node) if isinstance(n, ast.Call)]
+        every = [(f, n) for f in self.functions for n in f.nodes if isinstance(n, ast.Call)]
         return [(function, call) for function, call in every if name_of(call.func) == name]
 
     def is_only_called(self, name: str) -> bool:
         """Whether a function is called wherever it is named: none takes it as a value."""
-        named = [each for each in ast.walk(self.tree) if isinstance(each, ast.Name) and each.id == name]
-        called = [each for each in ast.walk(self.tree) if isinstance(each, ast.Call) and name_of(each.func) == name]
-        return len(named) == len(called)
+        named, called = self._times
+        return named[name] == called[name]
+
+    @cached_property
+    def _times(self) -> tuple[Counter[str], Counter[str]]:
+        """How often each name stands in the file, and is called."""
+        nodes = list(ast.walk(self.tree))
+        named = Counter(each.id for each in nodes if isinstance(each, ast.Name))
+        return named, Counter(name_of(each.func) for each in nodes if isinstance(each, ast.Call))
 
     def is_watch(self, node: ast.With) -> bool:
         """Whether it is the ``with`` that holds the loop."""
@@ -138,7 +149,7 @@ class ProgramSyntax:
         for statement in function.statements:
             if names_read(statement_value(statement)) & function.of_data or _makes_loader(statement):
                 function.of_data |= stored(statement)
-        for call in (each for each in ast.walk(function.node) if isinstance(each, ast.Call)):
+        for call in (each for each in function.nodes if isinstance(each, ast.Call)):
             other = self.by_name.get(name_of(call.func))
             if other is not None:
                 given = arguments(call, other)
@@ -151,8 +162,9 @@ class OtherFileSyntax(ProgramSyntax):
     def __init__(self, tree: ast.Module, first_lines: Container[int]) -> None:
         self.tree, self.given = tree, set()
         self.loop = FunctionSyntax(ast.Module([], []))
-        methods = {id(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
-        found = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and _begins(each) in first_lines]
+        nodes = list(ast.walk(tree))
+        methods = {id(each) for node in nodes if isinstance(node, ast.ClassDef) for each in node.body}
+        found = [each for each in nodes if isinstance(each, ast.FunctionDef) and _begins(each) in first_lines]
         self.functions = [FunctionSyntax(each, id(each) in methods) for each in found]
         for each in self.functions:
             each.of_data |= set(each.parameters)

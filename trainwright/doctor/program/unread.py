@@ -68,13 +68,13 @@ def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[Un
 def _only_counted(function: FunctionSyntax) -> Iterator[UnreadValue]:
     """Lists that grow by what comes of the data, and of which a function returns the length and nothing else."""
     grown = [each for each in function.statements if isinstance(each, ast.Expr) and stored(each) & function.of_data]
-    counts = [each for each in ast.walk(function.node) if isinstance(each, ast.Call) and name_of(each.func) == "len"]
+    counts = [each for each in function.nodes if isinstance(each, ast.Call) and name_of(each.func) == "len"]
     returned = {id(node) for each in function.statements if isinstance(each, ast.Return) for node in ast.walk(each)}
     for name in sorted({name for each in grown for name in stored(each)} - set(function.parameters)):
         put = {id(n) for each in grown for n in ast.walk(each) if isinstance(n, ast.Name)}
         counted = {id(call.args[0]): call for call in counts if call.args and name_of(call.args[0]) == name}
         reads = [
-            id(n) for n in ast.walk(function.node)
+            id(n) for n in function.nodes
             if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) and id(n) not in put
         ]  # fmt: skip
         if reads and all(each in counted and id(counted[each]) in returned for each in reads):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trainwright.doctor.program.bests import broken_bests
 from trainwright.doctor.program.evaluated import evaluations, figures, periods, worked_with
@@ -30,8 +31,6 @@ from trainwright.runlog.json_values import Facts, strict
 MOST_LINES = 4000
 """Of a longer file nothing is read: that takes about 10 us a line."""
 MOST_FILES = 8
-_File = tuple[str, ProgramSyntax]
-"""Its name, and those of its functions that are read."""
 Row = TypeVar("Row", UnreadValue, MisplacedSum, BrokenBest, ExchangedArguments)
 
 
@@ -59,33 +58,74 @@ class WrittenProbe(Probe):
         return None if self._facts is None else dict(strict(vars(self._facts)))
 
 
+class _Rows(NamedTuple):
+    """What the rules find in a file, and in how many functions."""
+
+    functions: int
+    unread: tuple[UnreadValue, ...]
+    misplaced: tuple[MisplacedSum, ...]
+    bests: tuple[BrokenBest, ...]
+    exchanged: tuple[ExchangedArguments, ...]
+
+    @classmethod
+    def of(cls, program: ProgramSyntax) -> _Rows:
+        return cls(
+            len(program.functions),
+            tuple(unread_values(program)),
+            tuple(misplaced_sums(program)),
+            tuple(broken_bests(program)),
+            tuple(exchanged_arguments(program)),
+        )
+
+
 def program_of(code: CodeType | None) -> ProgramSyntax | None:
     """The file of the function that holds the loop; None where it cannot be read."""
-    tree = None if code is None else _tree_of(code.co_filename)
-    if code is None or tree is None:
+    text = None if code is None else _text_of(code.co_filename)
+    if code is None or text is None:
         return None
-    return ProgramSyntax(tree, 0 if code.co_name == "<module>" else code.co_firstlineno)
+    return _program(text, 0 if code.co_name == "<module>" else code.co_firstlineno)
 
 
-def _tree_of(file: str) -> ast.Module | None:
+def _text_of(file: str) -> str | None:
     lines = linecache.getlines(file) if file.endswith(".py") else []
-    if not 0 < len(lines) <= MOST_LINES:
-        return None
+    return "".join(lines) if 0 < len(lines) <= MOST_LINES else None
+
+
+def _tree_of(text: str) -> ast.Module | None:
     try:
-        return ast.parse("".join(lines))
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return None
 
 
-def _further_functions(watched: WatchedObjects, code: CodeType, program: ProgramSyntax) -> Iterator[_File]:
+@lru_cache(maxsize=2)  # several probes read it
+def _program(text: str, first_line: int) -> ProgramSyntax | None:
+    tree = _tree_of(text)
+    return None if tree is None else ProgramSyntax(tree, first_line)
+
+
+@lru_cache(maxsize=64)  # of the files that a loop uses; their trees, some MiB each, are let go
+def _rows_of(text: str, first_lines: frozenset[int]) -> _Rows | None:
+    tree = _tree_of(text)
+    return None if tree is None else _Rows.of(OtherFileSyntax(tree, first_lines))
+
+
+@lru_cache(maxsize=2)
+def _rows_of_loop(program: ProgramSyntax) -> _Rows:
+    return _Rows.of(program)
+
+
+def _further_files(watched: WatchedObjects, code: CodeType, program: ProgramSyntax) -> Iterator[tuple[str, _Rows]]:
     """The functions that only the objects of the loop reach: of other files, and methods of the class that has it."""
     lines: dict[str, set[int]] = {code.co_filename: set()}
     for each in own_functions([watched.values(), watched.subject.roots]):
         lines.setdefault(each.co_filename, set()).add(each.co_firstlineno)
     lines[code.co_filename] -= program.first_lines
     for file in [each for each in lines if lines[each]][:MOST_FILES]:
-        if (tree := _tree_of(file)) is not None:
-            yield Path(file).name, OtherFileSyntax(tree, lines[file])
+        text = _text_of(file)
+        rows = None if text is None else _rows_of(text, frozenset(lines[file]))
+        if rows is not None:
+            yield Path(file).name, rows
 
 
 def _facts(watched: WatchedObjects) -> WrittenFacts | None:
@@ -93,14 +133,14 @@ def _facts(watched: WatchedObjects) -> WrittenFacts | None:
     if code is None or program is None:
         return None
     evaluated, numbers = evaluations(program), watched.numbers()
-    files: list[_File] = [("", program), *_further_functions(watched, code, program)]
+    files = [("", _rows_of_loop(program)), *_further_files(watched, code, program)]
     return WrittenFacts(
         file=Path(code.co_filename).name,
-        functions=sum(len(of.functions) for _, of in files),
-        unread=_found(unread_values, files),
-        misplaced=_found(misplaced_sums, files),
-        bests=_found(broken_bests, files),
-        exchanged=_found(exchanged_arguments, files),
+        functions=sum(rows.functions for _, rows in files),
+        unread=_placed((file, rows.unread) for file, rows in files),
+        misplaced=_placed((file, rows.misplaced) for file, rows in files),
+        bests=_placed((file, rows.bests) for file, rows in files),
+        exchanged=_placed((file, rows.exchanged) for file, rows in files),
         evaluated_by=tuple(each.lineno for each in evaluated),
         periods=tuple(periods(program, evaluated, numbers)),
         unset=_unset(figures(program, evaluated), watched),
@@ -108,8 +148,8 @@ def _facts(watched: WatchedObjects) -> WrittenFacts | None:
     )
 
 
-def _found(rule: Callable[[ProgramSyntax], Iterator[Row]], files: Sequence[_File]) -> tuple[Row, ...]:
-    return tuple(replace(each, file=file) for file, program in files for each in rule(program))
+def _placed(found: Iterable[tuple[str, Sequence[Row]]]) -> tuple[Row, ...]:
+    return tuple(replace(each, file=file) for file, rows in found for each in rows)
 
 
 def _unset(names: Sequence[str], watched: WatchedObjects) -> tuple[str, ...]:
