@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from tests import forked
 from trainwright.recorder.program import Call, Operation, constants_of
 from trainwright.replay.session import ReplaySession
 
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the files in /proc")
 def test_a_watch_of_500_batches_of_workers_keeps_few_files_open() -> None:
     """32 steps of 8 batches of 2 tensors would be 512."""
-    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=200)
+    done = forked.run(LOOP)
     assert done.stdout.split() == ["62", "True"], done.stderr
 
 
