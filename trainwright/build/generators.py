@@ -16,6 +16,8 @@ from trainwright.state.numpy_generator import TwisterState
 from trainwright.state.python_generator import PythonState, read_python, write_python
 from trainwright.state.rng import RngBag, borrow, end_borrowing, preserved_rng, reseed, seed_of
 
+_read_torch, _write_torch = torch.default_generator.get_state, torch.default_generator.set_state
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -34,6 +36,7 @@ class OwnGenerators:
     """
 
     def __init__(self, seed: int) -> None:
+        self._back = self._give_back  # made once: between two steps each call costs ten times what it does in a row
         with seeded(seed):
             self._enter(RngBag.capture())
 
@@ -43,24 +46,24 @@ class OwnGenerators:
         self._numpy.state = bag.numpy  # type: ignore[assignment]  # as RngBag has it
 
     def __enter__(self) -> None:
-        self._outside = read_python(), torch.default_generator.get_state(), mtrand.get_bit_generator()
+        self._outside = read_python(), _read_torch(), mtrand.get_bit_generator()
         try:
-            borrow(self._give_back)
+            borrow(self._back)
             write_python(self._python)
-            torch.default_generator.set_state(self._torch)
+            _write_torch(self._torch)
             mtrand.set_bit_generator(self._numpy)
         except BaseException:  # of the handler of a signal
-            end_borrowing(self._give_back)
+            end_borrowing(self._back)
             raise
 
     def __exit__(self, *error: object) -> None:
-        end_borrowing(self._give_back)
+        end_borrowing(self._back)
 
     def _give_back(self) -> None:
-        self._python, self._torch = read_python(), torch.default_generator.get_state()
+        self._python, self._torch = read_python(), _read_torch()
         python, of_torch, numpy = self._outside
         write_python(python)
-        torch.default_generator.set_state(of_torch)
+        _write_torch(of_torch)
         mtrand.set_bit_generator(numpy)
 
     def read(self) -> Callable[[], RngBag]:

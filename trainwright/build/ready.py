@@ -33,12 +33,17 @@ _OF_NUMPY = (
 )
 """Dtypes that NumPy has, too; of others the bytes are compared."""
 _END = object()
+_NAMES = {str}
 COMPARED = 512
 """Values of each tensor that a digest covers, spread evenly: some microseconds a tensor, whatever its size."""
 ALL_OF_FIRST, DIGESTED = 16, 16
 """Batches of an epoch that are all covered by its digest, and of which one is later: another order differs at once."""
 SPARSE = f"/{DIGESTED}"
 """Ends the digest of an epoch that does not cover all batches."""
+IDS_OF = 32
+"""Batches whose ids are made at once: between two steps a call costs ten times what it does in a row."""
+PLAIN = {int, float, str, bool, type(None)}
+"""Types of values that nobody changes, and a checkpoint keeps."""
 MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
 AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
 
@@ -158,6 +163,7 @@ class Pass:
             self._generators.restore(state.rng())
         self._around_next = nullcontext() if _draws_in_workers(made) else self._generators
         self._covers_all = covers_all
+        self._ids_begin = self._ids_end = 0
 
     def next(self) -> MicroBatch | None:
         """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
@@ -170,8 +176,11 @@ class Pass:
             return None
         data = _as_tensors(data)
         rows = count_rows(data) or 1
-        ids = np.arange(self.position, self.position + rows)
-        self.number, self.position = self.number + 1, self.position + rows
+        begin, self.number, self.position = self.position, self.number + 1, self.position + rows
+        if self.position > self._ids_end:
+            self._ids_begin, self._ids_end = begin, begin + rows * IDS_OF
+            self._ids = np.arange(begin, self._ids_end)
+        ids = self._ids[begin - self._ids_begin : self.position - self._ids_begin]
         if self._covers_all or self.number <= ALL_OF_FIRST:
             self.digest = _digest(self.digest, data)
         elif self.number % DIGESTED == 0:
@@ -200,8 +209,7 @@ class Pass:
         if self._keeper is None:
             return None
         try:
-            own = copy.deepcopy(self._keeper.read())
-            encode(own)
+            own = _copied(self._keeper.read())
         except Exception as error:  # the user's code, or a TypeError that names what is in the way
             self._keeper = None
             self._say(
@@ -209,6 +217,15 @@ class Pass:
             )
             return None
         return StreamState(own, self._generators.read(), self.number)
+
+
+def _copied(own: Tree) -> Tree:
+    """Raises TypeError for what a checkpoint cannot keep."""
+    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and _NAMES.issuperset(map(type, own)):
+        return own.copy()
+    own = copy.deepcopy(own)
+    encode(own)
+    return own
 
 
 def silent(line: str) -> None:
