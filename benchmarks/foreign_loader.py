@@ -2,10 +2,11 @@
 
     python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--quick] [--threads 1]
 
-Both loops of a round train the same MLP (64-512-512-10, batches of 64: a millisecond a step or two) with AdamW and
-clipping on the same kind of loader, one after the other; the next round begins with the other one. ``tw.fit`` has
-everything at its default: doctor, checkpoints, log. It saves four times in a run, however short that is: 400 steps take
-half a second, 2000 are as many as those of ``step_overhead``. The figures of a loader:
+Both loops of a round train the same MLP (64-512-512-10, batches of 64: a millisecond a step or two) on the same kind of
+loader, one after the other; the next round begins with the other one. Both have AdamW, clipping, warm-up and cosine
+decay, as the plain loop of ``step_overhead`` has. ``tw.fit`` has everything at its default: doctor, checkpoints, log. It
+saves four times in a run, however short that is: 400 steps take half a second, 2000 are as many as those of
+``step_overhead``. The figures of a loader:
 
 ``LOADER_wall``  mean time of a step after the first 64, as a ratio to the loop by hand
 ``LOADER_cpu``   the same in CPU time of the training thread, which other work on the machine disturbs less
@@ -25,11 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, ratios
-from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, Task, adamw
+from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, WARMUP, Task, adamw, factor
 from trainwright.build.data import Loading, StepBatches
 from trainwright.build.unwrap import unwrap
 
@@ -124,12 +126,14 @@ Way = Callable[[Task, Any, Clocks], None]
 def by_hand(task: Task, loader: Any, clocks: Clocks) -> None:
     model = task.make_model()
     optimizer = adamw(model, {"fused": True})
+    scheduler = LambdaLR(optimizer, factor(task.steps))
     passes = (loader() if callable(loader) else loader for _ in count())
     for x, y in islice((batch for each in passes for batch in each), task.steps):
         optimizer.zero_grad()
         task.loss(model(x), y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT)
         optimizer.step()
+        scheduler.step()
         clocks.observe(None, None)
 
 
@@ -140,6 +144,7 @@ def by_fit(task: Task, loader: Any, clocks: Clocks) -> None:
         task.loss,
         until=f"{task.steps}steps",
         lr=LR,
+        warmup=f"{min(WARMUP, task.steps // 2)}steps",
         precision="fp32",
         observers=[clocks],
         quiet=True,
