@@ -4,7 +4,7 @@
 
 Both loops of a round train the same MLP (64-512-512-10, batches of 64: a millisecond a step or two) on the same kind of
 loader, one after the other; the next round begins with the other one. Both have AdamW, clipping, warm-up and cosine
-decay, as the plain loop of ``step_overhead`` has. ``tw.fit`` has everything at its default: doctor, checkpoints, log. It
+decay, as the plain loop of ``step_overhead`` has. ``tw.fit`` has everything else at its default, doctor and log too. It
 saves four times in a run, however short that is: 400 steps take half a second, 2000 are as many as those of
 ``step_overhead``. The figures of a loader:
 
