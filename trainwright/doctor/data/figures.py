@@ -17,6 +17,7 @@ from trainwright.doctor.data.facts import (
     TrainingAveragesFacts,
     TurnedFigure,
 )
+from trainwright.doctor.data.share_names import is_named_share
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
@@ -52,7 +53,7 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         return
     known = [each for each in facts.numbers if _is_average(each.name)]
     wrong = [each for each in known if each.wrong and (not each.is_factor or _is_off_beside_training(each, case))]
-    swapped = [each for each in known if not each.wrong and not each.is_plain and _is_named_otherwise(each)]
+    swapped = [each for each in known if not each.wrong and not each.is_plain and _is_named_otherwise(each, facts)]
     negated = [each for each in known if not each.wrong and each.is_negated and _is_meant_positive(each, case)]
     right = [each.name for each in known if not each.wrong and not each.is_plain]
     others = {} if told is None else {name: facts.figures[name] for name in told.names if name in facts.figures}
@@ -83,9 +84,16 @@ def _is_beyond(name: str, facts: EvaluationFacts) -> bool:
     return not is_known and not is_sum and not 0.0 <= facts.shares[name] <= PERCENT
 
 
-def _is_named_otherwise(number: KeptNumber) -> bool:
-    """A loss that is a share of decisions, or an accuracy that is the mean of a loss function."""
+def _is_named_otherwise(number: KeptNumber, facts: EvaluationFacts) -> bool:
+    """A loss that is a share of decisions, or an accuracy that is the mean of a loss function.
+
+    So is any share by its name, where decisions are counted, that has the very value of what is named a loss.
+    """
     is_loss, is_share = ("loss" in number.name.lower(), "acc" in number.name.lower())
+    if is_named_share(number.name) and not number.decided and any(each.decided for each in facts.computed):
+        same = [each for each in facts.numbers if each.value == number.value and each.line == number.line]
+        if any("loss" in each.name.lower() for each in same):
+            return True
     return is_loss != is_share and ((is_loss and number.decided) or (is_share and number.of.startswith(LOSSES)))
 
 
