@@ -79,7 +79,7 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
 
 def _is_beyond(name: str, facts: EvaluationFacts) -> bool:
     """``acc`` alone may be what is accumulated. A number that is known as a sum is on its way to a figure."""
-    is_known = any(each.name == name and not each.wrong for each in facts.numbers)
+    is_known = any(each.name == name and not each.wrong and each.is_plain for each in facts.numbers)
     is_sum = not _is_average(name) or any(part in SUMS for part in re.split("[^a-z]+", name.lower()))
     return not is_known and not is_sum and not 0.0 <= facts.shares[name] <= PERCENT
 
