@@ -67,8 +67,8 @@ def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure,
 
 def _is_share(number: KeptNumber) -> bool:
     """Whether it is named as a share of its own kind (F1, IoU, recall), of which a plain sum may be on its way."""
-    is_told = not number.is_plain or number.is_sum
-    return is_told and is_named_share(number.name) and _is_straight(number)
+    is_told = number.is_sum or (not number.is_plain and _is_straight(number))
+    return is_told and is_named_share(number.name)
 
 
 def _counts_right(decided: DecidedFigure) -> bool | None:
