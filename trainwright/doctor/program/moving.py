@@ -22,7 +22,9 @@ SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, a
 def uneven_averages(function: FunctionSyntax) -> Iterator[MisplacedSum]:
     """Those that are set to shares of themselves and of another value which are not 1 together."""
     for each in function.statements:
-        if isinstance(each, ast.Assign) and AVERAGES.search(name := name_of(each.targets[0]).rpartition(".")[2].lower()):
+        if isinstance(each, ast.Assign) and AVERAGES.search(
+            name := name_of(each.targets[0]).rpartition(".")[2].lower()
+        ):
             for node in _branches(each.value):
                 if isinstance(node, ast.BinOp) and _is_uneven(name_of(each.targets[0]), node):
                     yield MisplacedSum(kind="shares", name=name, line=each.lineno)
@@ -43,7 +45,9 @@ def _is_uneven(name: str, sum_of: ast.BinOp) -> bool:
     if len(one) - len(own) != 1 or not own or any(name in map(name_of, ast.walk(each)) for each in (*own, *other)):
         return False
     names = {name_of(node) for each in own for node in ast.walk(each)} - {""}
-    if any(isinstance(node, ast.Div) for each in other if not isinstance(each, ast.Constant) for node in ast.walk(each)):
+    if any(
+        isinstance(node, ast.Div) for each in other if not isinstance(each, ast.Constant) for node in ast.walk(each)
+    ):
         return False  # the share of the new value may be in its divisor
     shares = [each for each in other if {name_of(node) for node in ast.walk(each)} - {""} <= names]
     if len(shares) == len(other):

@@ -41,7 +41,10 @@ _MISPLACED = {
     "never set": ("is 0 before the loop, is read behind it, and is set nowhere else", "set it in the loop"),
     "the same": ("gets the same as another sum of its dictionary", "add what belongs to its key"),
     "multiplied": ("is multiplied by another sum of its loop, or by the number of its terms", "divide by the count"),
-    "shares": ("is a moving average whose two shares are not 1 together", "the share of the new value is 1 - the other"),
+    "shares": (
+        "is a moving average whose two shares are not 1 together",
+        "the share of the new value is 1 - the other",
+    ),
     "twice": ("gets the same twice in a row", "leave one of the two lines out"),
 }
 _BESTS = {

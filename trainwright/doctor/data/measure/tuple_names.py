@@ -44,7 +44,11 @@ def _named(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Places, and what this node calls them."""
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values)
-        yield from ((_place(v), k.value) for k, v in pairs if isinstance(k, ast.Constant) and isinstance(k.value, str) and _place(v))
+        yield from (
+            (_place(v), k.value)
+            for k, v in pairs
+            if isinstance(k, ast.Constant) and isinstance(k.value, str) and _place(v)
+        )
     elif isinstance(node, ast.keyword) and node.arg and _place(node.value):
         yield _place(node.value), node.arg
     elif isinstance(node, ast.JoinedStr):
