@@ -182,8 +182,8 @@ def _unmade(facts: EvaluationFacts, number: KeptNumber) -> Finding:
         "law.data.figures_are_averages",
         "warning",
         max(1, facts.after),
-        symptom=f"{number.name} is {number.value:.4g}, the mean of {number.of} itself; what has this name is made of it: "
-        f"{made:.4g}",
+        symptom=f"{number.name} is {number.value:.4g}, the mean of {number.of} itself; what has this name is made of "
+        f"it: {made:.4g}",
         cause="the exponential, or the root, is left out, or the loss is taken in its place",
         remedy="perplexity = math.exp(mean loss), rmse = math.sqrt(mean squared error)",
         sure=0.85,

@@ -56,13 +56,18 @@ def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure,
     kept = {(each.of, each.over): each for each in facts.numbers if each.decided and not each.wrong and each.whole}
     judged = [(kept[each.of, each.over], each) for each in facts.decided if (each.of, each.over) in kept]
     return [
-        (number, each, best)
+        (number, each, _averaged(each.perfect, each, number))
         for number, each in judged
         if not each.asks
         and ("acc" in number.name.lower() or each.compared or _counts_right(each) is not None or _is_share(number))
         and (each.perfect != each.told or each.wrong != each.told)
-        and math.isfinite(best := _divided("perfect", each, None, number))
     ]
+
+
+def _averaged(value: float, decided: DecidedFigure, number: KeptNumber) -> float:
+    """A sum over the rows, or over the numbers that left torch where these were shares already."""
+    as_shares, as_sums = (abs(decided.told / by - number.right) for by in (decided.times, number.whole))
+    return value / (decided.times if decided.is_mean or as_shares < as_sums else number.whole)
 
 
 def _is_share(number: KeptNumber) -> bool:
@@ -95,7 +100,7 @@ def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
         return abs(best - counts_right) <= ROUNDED
     if _is_share(number):
         return _is_best_share(number, decided)
-    worst = _divided("wrong", decided, None, number)
+    worst = _averaged(decided.wrong, decided, number)
     return any(abs(best - each) <= ROUNDED and abs(worst - 1.0 + each) <= ROUNDED for each in (0.0, 1.0))
 
 
@@ -104,17 +109,17 @@ def _is_best_share(number: KeptNumber, decided: DecidedFigure) -> bool:
 
     A mean over classes counts one without samples as 0, and a constant in a divisor makes it a little less.
     """
-    if decided.told == 0.0:
-        return True
-    best = number.value * decided.perfect / decided.told
+    told, best = decided.told, decided.perfect
+    if not number.is_sum:
+        told, best = _averaged(told, decided, number), _averaged(best, decided, number)
     parts = max(1, number.elements if decided.is_mean else 1)
     present = best * parts / (1.0 if best <= 1.0 + SMOOTH else 100.0)
     is_whole = abs(present - round(present)) <= SMOOTH * parts
-    return is_whole and 0.0 < present <= parts * (1.0 + SMOOTH) and number.value <= best * (1.0 + SMOOTH)
+    return is_whole and 0.0 < present <= parts * (1.0 + SMOOTH) and told <= best * (1.0 + SMOOTH)
 
 
 def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure, best: float) -> Finding:
-    worst = _divided("wrong", decided, None, number)
+    worst = _averaged(decided.wrong, decided, number)
     return finding(
         "law.data.perfect_predictions_are_right",
         "warning",
