@@ -96,9 +96,10 @@ def _knows_no_target(decided: DecidedFigure) -> bool:
 def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
     """Where no name says so it is not known whether it counts what is right or what is wrong."""
     counts_right = True if "acc" in number.name.lower() else _counts_right(decided)
-    if counts_right is not None:
+    is_of_classes = decided.is_mean and number.elements < number.whole  # as a balanced accuracy
+    if counts_right is not None and not (counts_right and is_of_classes):
         return abs(best - counts_right) <= ROUNDED
-    if _is_share(number):
+    if is_of_classes or _is_share(number):
         return _is_best_share(number, decided)
     worst = _averaged(decided.wrong, decided, number)
     return any(abs(best - each) <= ROUNDED and abs(worst - 1.0 + each) <= ROUNDED for each in (0.0, 1.0))
