@@ -108,8 +108,10 @@ def _is_named_otherwise(number: KeptNumber, facts: EvaluationFacts) -> bool:
 
 def _is_unmade(number: KeptNumber) -> bool:
     """Whether it is the mean of a loss, and has the name of what is made of it: its exponential, or its root."""
+    name = number.name.lower()
     is_itself = not number.is_plain and math.isclose(number.value, number.right, rel_tol=ROUNDED)
-    return is_itself and any(of in number.of and name.search(number.name.lower()) for of, name in MADE_OF_A_LOSS)
+    is_meant = is_itself and "loss" not in name and re.search("log_?p", name) is None
+    return is_meant and any(number.of.startswith(of) and made.search(name) for of, made in MADE_OF_A_LOSS)
 
 
 def _is_meant_positive(number: KeptNumber, case: Case) -> bool:
