@@ -131,7 +131,7 @@ class EscapeTape(PausableMode):
         elif name in ARRAYS:
             self.arrays += self._origin(args[0]) is not None
         elif name == "__setitem__":  # counts[c] += ...: what is written into is made of it
-            of = self._origins((args[0], args[-1]))
+            of = self._origins((args[0], args[-1])) if self._origins((args[-1],)) else []
             if of and isinstance(args[0], Tensor):
                 calls = frozenset().union(*(each.calls for each in of))
                 self._remember(args[0], MadeOf("setitem", decided=all(each.decided for each in of), calls=calls))
