@@ -13,8 +13,9 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.doctor.program.evaluated import evaluations
+from trainwright.doctor.program.moving import uneven_averages
 from trainwright.doctor.program.sums import misplaced_sums
-from trainwright.doctor.program.syntax import OtherFileSyntax, ProgramSyntax
+from trainwright.doctor.program.syntax import FunctionSyntax, OtherFileSyntax, ProgramSyntax
 from trainwright.doctor.program.unread import unread_values
 from trainwright.recorder.own_functions import own_functions
 from trainwright.watching.watch import Watch
@@ -182,6 +183,43 @@ def test_what_may_be_left_over_is_not(before: str, after: str) -> None:
 def test_sums_in_the_wrong_place_are_found(before: str, after: str, kind: str, name: str) -> None:
     assert LOOP.count(before) == 1
     assert (kind, name) in [(each.kind, each.name) for each in misplaced_sums(syntax(LOOP.replace(before, after)))]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("avg = loss if avg is None else 0.98 * avg + 0.2 * loss", True),
+        ("avg = loss if avg is None else 0.98 * avg + loss", True),
+        ("self.ema = self.decay * self.ema + self.decay * loss", True),
+        ("smoothed = 0.9 * smoothed - 0.1 * loss", True),
+        ("avg = loss if avg is None else beta * avg + (1 - beta) * loss", False),
+        ("self.ema = 0.9 * self.ema + 0.1 * (loss + penalty)", False),
+        ("avg = n / (n + 1) * avg + loss / (n + 1)", False),
+        ("avg = (avg * n + loss) / (n + 1)", False),
+        ("avg = avg + 0.1 * (loss - avg)", False),
+        ("velocity = 0.9 * velocity + gradient", False),
+    ],
+)
+def test_the_shares_of_a_moving_average_are_one(line: str, is_found: bool) -> None:
+    function = ast.parse(f"def f():\n    {line}").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert bool(list(uneven_averages(FunctionSyntax(function)))) == is_found
+
+
+@pytest.mark.parametrize(
+    ("told", "is_found"),
+    [
+        ('{"loss": loss, "accuracy": loss}', True),
+        ("dict(loss=loss, accuracy=loss)", True),
+        ('{"loss": loss, "accuracy": accuracy}', False),
+        ('{"accuracy": loss}', False),
+        ('{"loss": loss, "accuracy": 0.0}', False),
+    ],
+)
+def test_a_part_under_whose_name_another_is_told(told: str, is_found: bool) -> None:
+    source = f"def f(model, data):\n    loss, accuracy = evaluate(model, data)\n    return {told}"
+    found = list(unread_values(ProgramSyntax(ast.parse(source), 1)))
+    assert [each.name for each in found if each.kind == "told"] == ["accuracy"] * is_found
 
 
 def test_a_count_beside_a_list_that_is_never_added_to() -> None:

@@ -130,6 +130,11 @@ class EscapeTape(PausableMode):
                 self.escapes.append(Escape(line_of(frame), origin, float(result), len(self.rows), self.passes, code))
         elif name in ARRAYS:
             self.arrays += self._origin(args[0]) is not None
+        elif name == "__setitem__":  # counts[c] += ...: what is written into is made of it
+            of = self._origins((args[0], args[-1])) if self._origins((args[-1],)) else []
+            if of and isinstance(args[0], Tensor):
+                calls = frozenset().union(*(each.calls for each in of))
+                self._remember(args[0], MadeOf("setitem", decided=all(each.decided for each in of), calls=calls))
         elif isinstance(result, Tensor | tuple) and (of := self._origins((args, kwargs))):
             at_once = any(each.at_once for each in of) or self._is_taken_at_once(name, args, result, of)
             for each in tensors_of(result, 2):

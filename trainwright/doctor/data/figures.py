@@ -17,6 +17,7 @@ from trainwright.doctor.data.facts import (
     TrainingAveragesFacts,
     TurnedFigure,
 )
+from trainwright.doctor.data.share_names import is_named_share
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
@@ -41,6 +42,12 @@ NOISE = 2.0
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
 SUMS, PERCENT = ("acc", "num", "count", "counts", "n"), 100.001
 """Parts of names of what is counted, and the largest share."""
+MADE_OF_A_LOSS = (
+    ("cross_entropy", re.compile(r"perplexity|(?<![a-z])ppl(?![a-z])")),
+    ("nll_loss", re.compile(r"perplexity|(?<![a-z])ppl(?![a-z])")),
+    ("mse_loss", re.compile(r"(?<![a-z])rmse(?![a-z])")),
+)
+"""Functions, and the names of what is made of their mean."""
 NO_AVERAGES = (*OF_OTHERS, "scale", "weight", "coef", "total", "sum", "run", "batch", "step", "cur", "item")
 """What a part of a name begins with: of another evaluation, of several, of one batch, or no average at all."""
 
@@ -52,7 +59,8 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         return
     known = [each for each in facts.numbers if _is_average(each.name)]
     wrong = [each for each in known if each.wrong and (not each.is_factor or _is_off_beside_training(each, case))]
-    swapped = [each for each in known if not each.wrong and not each.is_plain and _is_named_otherwise(each)]
+    swapped = [each for each in known if not each.wrong and not each.is_plain and _is_named_otherwise(each, facts)]
+    unmade = [each for each in known if not each.wrong and _is_unmade(each)]
     negated = [each for each in known if not each.wrong and each.is_negated and _is_meant_positive(each, case)]
     right = [each.name for each in known if not each.wrong and not each.is_plain]
     others = {} if told is None else {name: facts.figures[name] for name in told.names if name in facts.figures}
@@ -62,6 +70,8 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         yield _wrong(facts, max(wrong, key=_deviation))
     elif swapped:
         yield _swapped(facts, swapped[0])
+    elif unmade:
+        yield _unmade(facts, unmade[0])
     elif negated:
         yield _negated(facts, negated[0])
     elif off:
@@ -78,15 +88,30 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
 
 def _is_beyond(name: str, facts: EvaluationFacts) -> bool:
     """``acc`` alone may be what is accumulated. A number that is known as a sum is on its way to a figure."""
-    is_known = any(each.name == name and not each.wrong for each in facts.numbers)
+    is_known = any(each.name == name and not each.wrong and each.is_plain for each in facts.numbers)
     is_sum = not _is_average(name) or any(part in SUMS for part in re.split("[^a-z]+", name.lower()))
     return not is_known and not is_sum and not 0.0 <= facts.shares[name] <= PERCENT
 
 
-def _is_named_otherwise(number: KeptNumber) -> bool:
-    """A loss that is a share of decisions, or an accuracy that is the mean of a loss function."""
+def _is_named_otherwise(number: KeptNumber, facts: EvaluationFacts) -> bool:
+    """A loss that is a share of decisions, or an accuracy that is the mean of a loss function.
+
+    So is any share by its name, where decisions are counted, that has the very value of what is named a loss.
+    """
     is_loss, is_share = ("loss" in number.name.lower(), "acc" in number.name.lower())
+    if is_named_share(number.name) and not number.decided and any(each.decided for each in facts.computed):
+        same = [each for each in facts.numbers if each.value == number.value and each.line == number.line]
+        if any("loss" in each.name.lower() for each in same):
+            return True
     return is_loss != is_share and ((is_loss and number.decided) or (is_share and number.of.startswith(LOSSES)))
+
+
+def _is_unmade(number: KeptNumber) -> bool:
+    """Whether it is the mean of a loss, and has the name of what is made of it: its exponential, or its root."""
+    name = number.name.lower()
+    is_itself = not number.is_plain and math.isclose(number.value, number.right, rel_tol=ROUNDED)
+    is_meant = is_itself and "loss" not in name and re.search("log_?p", name) is None
+    return is_meant and any(number.of.startswith(of) and made.search(name) for of, made in MADE_OF_A_LOSS)
 
 
 def _is_meant_positive(number: KeptNumber, case: Case) -> bool:
@@ -150,6 +175,23 @@ def _swapped(facts: EvaluationFacts, number: KeptNumber) -> Finding:
         stage="loop",
         where=Where(source=number.line),
         evidence=[(number.name, number.value, "a share" if "acc" in number.name.lower() else "a loss")],
+    )
+
+
+def _unmade(facts: EvaluationFacts, number: KeptNumber) -> Finding:
+    made = math.exp(number.right) if number.right < 100 and "mse_loss" not in number.of else math.sqrt(number.right)
+    return finding(
+        "law.data.figures_are_averages",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{number.name} is {number.value:.4g}, the mean of {number.of} itself; what has this name is made of "
+        f"it: {made:.4g}",
+        cause="the exponential, or the root, is left out, or the loss is taken in its place",
+        remedy="perplexity = math.exp(mean loss), rmse = math.sqrt(mean squared error)",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=number.line),
+        evidence=[(number.name, number.value, made)],
     )
 
 

@@ -16,6 +16,8 @@ from trainwright.runlog.records import Where
 
 TWICE = 2
 """Evaluations: what is made of small whole numbers may be equal to something else in one of them."""
+SMOOTH = 1e-3
+"""Of a share whose divisor has a constant, as eps, in it."""
 RIGHT, WRONG = ("right", "correct", "hit", "acc", "match"), ("wrong", "incorrect", "err", "miss", "mistake")
 """What a part of the name begins with that counts what is right, and what is wrong."""
 
@@ -54,12 +56,24 @@ def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure,
     kept = {(each.of, each.over): each for each in facts.numbers if each.decided and not each.wrong and each.whole}
     judged = [(kept[each.of, each.over], each) for each in facts.decided if (each.of, each.over) in kept]
     return [
-        (number, each, each.perfect / (each.times if each.is_mean else number.whole))
+        (number, each, _averaged(each.perfect, each, number))
         for number, each in judged
         if not each.asks
-        and ("acc" in number.name.lower() or each.compared or _counts_right(each) is not None)
+        and ("acc" in number.name.lower() or each.compared or _counts_right(each) is not None or _is_share(number))
         and (each.perfect != each.told or each.wrong != each.told)
     ]
+
+
+def _averaged(value: float, decided: DecidedFigure, number: KeptNumber) -> float:
+    """A sum over the rows, or over the numbers that left torch where these were shares already."""
+    as_shares, as_sums = (abs(decided.told / by - number.right) for by in (decided.times, number.whole))
+    return value / (decided.times if decided.is_mean or as_shares < as_sums else number.whole)
+
+
+def _is_share(number: KeptNumber) -> bool:
+    """Whether it is named as a share of its own kind (F1, IoU, recall), of which a plain sum may be on its way."""
+    is_told = number.is_sum or (not number.is_plain and _is_straight(number))
+    return is_told and is_named_share(number.name)
 
 
 def _counts_right(decided: DecidedFigure) -> bool | None:
@@ -82,14 +96,31 @@ def _knows_no_target(decided: DecidedFigure) -> bool:
 def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
     """Where no name says so it is not known whether it counts what is right or what is wrong."""
     counts_right = True if "acc" in number.name.lower() else _counts_right(decided)
-    if counts_right is not None:
+    is_of_classes = decided.is_mean and number.elements < number.whole  # as a balanced accuracy
+    if counts_right is not None and not (counts_right and is_of_classes):
         return abs(best - counts_right) <= ROUNDED
-    worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
+    if is_of_classes or _is_share(number):
+        return _is_best_share(number, decided)
+    worst = _averaged(decided.wrong, decided, number)
     return any(abs(best - each) <= ROUNDED and abs(worst - 1.0 + each) <= ROUNDED for each in (0.0, 1.0))
 
 
+def _is_best_share(number: KeptNumber, decided: DecidedFigure) -> bool:
+    """Whether perfect predictions have the largest share there is, in each class that is there.
+
+    A mean over classes counts one without samples as 0, and a constant in a divisor makes it a little less.
+    """
+    told, best = decided.told, decided.perfect
+    if not number.is_sum:
+        told, best = _averaged(told, decided, number), _averaged(best, decided, number)
+    parts = max(1, number.elements if decided.is_mean else 1)
+    present = best * parts / (1.0 if best <= 1.0 + SMOOTH else 100.0)
+    is_whole = abs(present - round(present)) <= SMOOTH * parts
+    return is_whole and 0.0 < present <= parts * (1.0 + SMOOTH) and told <= best * (1.0 + SMOOTH)
+
+
 def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure, best: float) -> Finding:
-    worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
+    worst = _averaged(decided.wrong, decided, number)
     return finding(
         "law.data.perfect_predictions_are_right",
         "warning",

@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from trainwright.doctor.loops import LOOPS, last_name
 from trainwright.doctor.program.facts import MisplacedSum
+from trainwright.doctor.program.moving import uneven_averages
 from trainwright.doctor.program.syntax import (
     GROWS,
     FunctionSyntax,
@@ -37,6 +38,7 @@ def misplaced_sums(program: ProgramSyntax) -> Iterator[MisplacedSum]:
         yield from _never_added_to(function)
         yield from _never_set(function)
         yield from _multiplied(function)
+        yield from uneven_averages(function)
         for loop in (each for each in function.statements if isinstance(each, ast.For)):
             yield from _begun_in_each_round(function, loop)
 

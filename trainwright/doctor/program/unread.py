@@ -40,6 +40,7 @@ def unread_values(program: ProgramSyntax) -> Iterator[UnreadValue]:
         if not function.is_open:
             yield from _never_read(program, function)
             yield from _only_counted(function)
+            yield from _told_as_another(function)
             yield from _replaced(program, function)
             yield from _unused_parts(program, function)
             yield from _unread_arguments(program, function)
@@ -79,6 +80,29 @@ def _only_counted(function: FunctionSyntax) -> Iterator[UnreadValue]:
         ]  # fmt: skip
         if reads and all(each in counted and id(counted[each]) in returned for each in reads):
             yield _unread("counted", name, next(each for each in grown if name in stored(each)))
+
+
+def _told_as_another(function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """Parts of what a call returns that nothing reads, while another one of them is told under their name as well as
+    under its own: ``{"loss": loss, "accuracy": loss}``.
+    """
+    tables = [dict(_told(node)) for node in ast.walk(function.node) if isinstance(node, ast.Dict | ast.Call)]
+    for statement in function.statements:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        names = [name_of(each) for of in targets if isinstance(of, ast.Tuple) for each in of.elts]
+        for name in (each for each in names if each.isidentifier() and each not in function.read):
+            others = {table[name] for table in tables if name in table}
+            if any(table.get(other) == other for table in tables for other in others & set(names)):
+                yield _unread("told", name, statement)
+
+
+def _told(node: ast.Dict | ast.Call) -> Iterator[tuple[str, str]]:
+    """Names, and the variables that are given under them."""
+    if isinstance(node, ast.Call):
+        yield from ((each.arg, name_of(each.value)) for each in node.keywords if each.arg)
+    else:
+        pairs = [(key.value, value) for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)]
+        yield from ((key, name_of(value)) for key, value in pairs if isinstance(key, str))
 
 
 def _sums_of(function: FunctionSyntax) -> set[str]:

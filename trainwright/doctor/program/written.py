@@ -27,6 +27,7 @@ _UNREAD = {
     "list": ("grows, and nothing reads it", "it is left over, or the line that used it is gone"),
     "counted": ("grows, and a function returns its length and nothing of what is in it", "its sum was meant"),
     "value": ("is computed, and nothing reads it", "the line that used it is gone, or uses another name"),
+    "told": ("is returned, and nothing reads it; another value is told under its name", "two names are exchanged"),
     "replaced": ("is computed, and replaced before anything reads it", "the second value was to be made of the first"),
     "part": ("is a part of the batch that nothing reads, as another loop over such batches does", "a part is left out"),
     "argument": ("is given to a function that does not read it", "the function uses another name or a fixed value"),
@@ -40,6 +41,10 @@ _MISPLACED = {
     "never set": ("is 0 before the loop, is read behind it, and is set nowhere else", "set it in the loop"),
     "the same": ("gets the same as another sum of its dictionary", "add what belongs to its key"),
     "multiplied": ("is multiplied by another sum of its loop, or by the number of its terms", "divide by the count"),
+    "shares": (
+        "is a moving average whose two shares are not 1 together",
+        "the share of the new value is 1 - the other",
+    ),
     "twice": ("gets the same twice in a row", "leave one of the two lines out"),
 }
 _BESTS = {

@@ -29,6 +29,7 @@ from trainwright.doctor.data.measure.figure_parts import (
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.loop_figures import figures_among
 from trainwright.doctor.data.measure.permuted import permuted_figures
+from trainwright.doctor.data.measure.tuple_names import NumbersByName
 from trainwright.doctor.data.share_names import is_named_share
 from trainwright.recorder.callers import Line, line_within
 from trainwright.recorder.copies import is_a_copy
@@ -59,7 +60,7 @@ class EvaluationsProbe(Probe):
     rests = frozenset({"on_forward", "on_output"})
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._numbers, self._modules, self._code = watched.numbers, watched.modules, watched.code
+        self._numbers, self._modules, self._code = NumbersByName(watched), watched.modules, watched.code
         self._kept, self._likenesses, self._chosen = KeptNumbers(), Likenesses(), RowsChosen()
         self._given: list[Tensor] = []
         self._roots = watched.subject.roots
@@ -73,6 +74,7 @@ class EvaluationsProbe(Probe):
         self._places = CallPlaces()
         self._line: Line = None
         self._before: Mapping[str, float] = {}
+        self._shares: set[str] = set()
         self._facts: EvaluationFacts | None = None
 
     def begin(self, site: WatchSite) -> None:
@@ -195,7 +197,7 @@ class EvaluationsProbe(Probe):
                 computed=tuple(_computed(places, tape.rows)),
                 numbers=tuple(self._kept.read(numbers, self._before, all_readings(places, tape.rows), away)),
                 figures={name: value for name, value in figures.items() if self._before.get(name) != value},
-                shares=_shares(numbers, self._before) if any(place.decided for place in places) else {},
+                shares=self._shares_among(numbers) if any(place.decided for place in places) else {},
                 mass=worst[0],
                 mass_line=worst[1],
                 likeness=next(iter(likenesses), None),
@@ -217,6 +219,15 @@ class EvaluationsProbe(Probe):
         self._given = []
         self._is_open = self._is_begun = False
         self._before = numbers
+
+    def _shares_among(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Those that have the name of a share, and that this evaluation or one before has changed.
+
+        A number of decisions may be what it was before by chance.
+        """
+        shares = {name: value for name, value in numbers.items() if type(value) is float and is_named_share(name)}
+        self._shares |= {name for name, value in shares.items() if self._before.get(name) != value}
+        return {name: value for name, value in shares.items() if name in self._shares and math.isfinite(value)}
 
     def _run_again(self, figures: Callable[[FigureProgram, Sequence[Escape]], Iterator[Again]]) -> tuple[Again, ...]:
         try:
@@ -243,12 +254,6 @@ def _with_numbers_of(before: EvaluationFacts, facts: EvaluationFacts) -> Evaluat
         shares=before.shares,
         counted=before.counted,
     )
-
-
-def _shares(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """New ones that have the name of a share."""
-    new = {name: value for name, value in numbers.items() if type(value) is float and before.get(name) != value}
-    return {name: value for name, value in new.items() if is_named_share(name) and math.isfinite(value)}
 
 
 def _counted(places: EscapeLines) -> Iterator[float]:

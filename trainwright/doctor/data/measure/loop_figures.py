@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from trainwright.doctor.data.facts import LoopFiguresFacts
+from trainwright.doctor.data.measure.tuple_names import NumbersByName
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -25,7 +26,7 @@ class LoopFigures(Probe):
     closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._numbers = watched.numbers
+        self._numbers = NumbersByName(watched)
         self._evaluated, self._quiet = False, QUIET
         self._known: dict[str, float] = {}
         self._moving: set[str] = set()
