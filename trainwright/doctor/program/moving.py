@@ -77,7 +77,8 @@ def _value(factors: list[ast.expr], names: Mapping[str, float]) -> float | None:
 
 def _number(value: ast.expr, names: Mapping[str, float]) -> float | None:
     if isinstance(value, ast.Constant):
-        return float(value.value) if type(value.value) in (int, float) else None
+        number = value.value
+        return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
     if isinstance(value, ast.BinOp) and type(value.op) in SIGNS:
         sides = _number(value.left, names), _number(value.right, names)
         if sides[0] is None or sides[1] is None or (isinstance(value.op, ast.Div) and not sides[1]):
