@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -167,6 +167,19 @@ class TestSchedule:
         rates = [[1 + step, 0.5 + 0.5 * math.cos(math.pi * step / 16)] for step in steps]
         record = scheduled(stepped(EACH_STEP, **{"class": "LambdaLR"}), lrs=rates)
         assert codes(schedules.cosine_climbs, record, finished=True) == expected
+
+    @pytest.mark.parametrize(
+        ("steps", "rate", "expected"),
+        [
+            (50, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * t / 40)), ["sched.cosine_climbs"]),
+            (80, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * t / 40)), []),
+            (50, lambda t: 0.1 + 0.9 * abs(t / 40 - 1), []),
+        ],
+        ids=["past its end", "a whole wave", "straight lines"],
+    )
+    def test_rates_that_the_loop_sets(self, steps: int, rate: Callable[[int], float], expected: list[str]) -> None:
+        lrs = [*([1 + t, 0.1 * (1 + t)] for t in range(9)), *([10 + t, rate(t)] for t in range(steps))]
+        assert codes(schedules.cosine_climbs, scheduled(lrs=lrs, peak=1.0), finished=True) == expected
 
     def test_a_warm_up_from_zero_is_stepped(self) -> None:
         idle = stepped([[0, 1, 0]] * 2, **{"class": "LambdaLR", "base_lrs": [1e-3]})

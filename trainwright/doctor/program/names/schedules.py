@@ -12,6 +12,8 @@ from trainwright.runlog.json_values import Facts
 
 LOW = 1e-3
 """Share of the highest learning rate below which next to nothing is learned."""
+FLOOR, HALF_A_WAVE = 0.25, 0.5
+"""Of the highest rate: what a cosine may have for its floor, and what one that was made to rise again comes to."""
 
 
 def counted_in_the_wrong_unit(case: Case) -> Iterator[Finding | ExperimentRequest]:
@@ -185,8 +187,9 @@ def _whole(scheduler: Facts) -> list[list[int]]:
 def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A cosine schedule that is stepped past its end climbs back to its peak.
 
-    Declared restarts (warm restarts, one-cycle, cyclic) are known by their class. One written as a lambda counts only
-    while it climbs as it fell: slowly out of a flat minimum.
+    Declared restarts (warm restarts, one-cycle, cyclic) are known by their class. One written as a lambda, or set by
+    the loop itself, counts only while it climbs as it fell: slowly out of a flat minimum. The loop's own counts only
+    where it ends below half of its peak: a whole wave may be meant.
     """
     facts = case.facts("schedule")
     lrs = facts.get("lrs", [])
@@ -195,7 +198,8 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     parts = [part for scheduler in facts["schedulers"] for part in scheduler["parts"]]
     past = [p for p in parts if p["class"] == "CosineAnnealingLR" and p["last_epoch"] > p.get("T_max", math.inf)]
     is_of_lambdas = bool(parts) and all(part["class"] == "LambdaLR" for part in parts)
-    by_hand = not past and is_of_lambdas and case.finished and _mirrored(lrs) and not _comes_again(lrs)
+    is_set = not parts and lrs[-1][1] < HALF_A_WAVE * facts["peak"]
+    by_hand = not past and (is_of_lambdas or is_set) and case.finished and _mirrored(lrs) and not _comes_again(lrs)
     if past or by_hand:
         length = past[0]["T_max"] if past else None
         yield finding(
@@ -224,13 +228,14 @@ def _comes_again(lrs: list[list[float]]) -> bool:
 def _mirrored(lrs: list[list[float]]) -> bool:
     """Whether the last values rise out of their minimum as they fell into it: slowly at first, then faster."""
     values = [lr for _, lr in lrs]
-    low = min(range(len(values)), key=values.__getitem__)
+    low = min(range(values.index(max(values)), len(values)), key=values.__getitem__)  # a warm-up lies before it
     up, down = values[low + 1 : low + 7], values[max(0, low - 6) : low][::-1]
-    if len(up) < 6 or len(down) < 6 or values[low] > 0.05 * max(values):
+    floor = values[low]
+    if len(up) < 6 or len(down) < 6 or floor > FLOOR * max(values):
         return False
-    rises = [b - a for a, b in zip([values[low], *up], up)]
+    rises = [b - a for a, b in zip([floor, *up], up)]
     speeds_up = all(b > a > 0 for a, b in pairwise(rises))
-    return speeds_up and all(math.isclose(a, b, rel_tol=0.5) for a, b in zip(up[1:], down[1:]))
+    return speeds_up and all(math.isclose(a - floor, b - floor, rel_tol=0.5) for a, b in zip(up[1:], down[1:]))
 
 
 def never_stepped(case: Case) -> Iterator[Finding | ExperimentRequest]:
