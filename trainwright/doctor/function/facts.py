@@ -121,3 +121,41 @@ class WithoutFactorFacts:
     before_without: float
     after_without: float
     surely: bool
+
+
+@dataclass(frozen=True)
+class WithoutCutFacts:
+    """The same of data that the function ``op`` rounds or cuts off in a ``module``, with the data whole. ``op`` is
+    None where nothing is cut.
+    """
+
+    experiment: ClassVar[str] = "without_cuts"
+    since: int
+    until: int
+    module: str | None = None
+    op: str | None = None
+    line: str | None = None
+    before: float = 0.0
+    after: float = 0.0
+    before_without: float = 0.0
+    after_without: float = 0.0
+    surely: bool = False
+
+
+@dataclass(frozen=True)
+class WithoutPolesFacts:
+    """The same of a divisor that weights make and that has both signs: ``nearest`` to 0 of its elements, relative to
+    their root mean square. Without: each is away from 0 by that. ``line`` is None where there is no such divisor.
+    """
+
+    experiment: ClassVar[str] = "without_poles"
+    since: int
+    until: int
+    module: str | None = None
+    line: str | None = None
+    nearest: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+    before_without: float = 0.0
+    after_without: float = 0.0
+    surely: bool = False
