@@ -35,6 +35,7 @@ def in_two_parts(x: Tensor) -> Tensor:
     return torch.cat([x.relu(), (-x).relu()], dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "width", "state"),
     [
@@ -61,9 +62,9 @@ def test_what_is_cut_off_is_judged_by_what_is_learned_without(
 FACTS = WithoutCutFacts(1, 32, "", "relu", "net.py:3", 3.0, 2.0, 2.9, 1.0, surely=True)
 
 
-def case_of(*facts: WithoutCutFacts, step: int = 32) -> Case:
+def case_of(*facts: WithoutCutFacts) -> Case:
     values = [strict(vars(each)) for each in facts]
-    return Case([Examined(time_s=0.0, step=step, experiment=WithoutCutFacts.experiment, values=v) for v in values])
+    return Case([Examined(time_s=0.0, step=32, experiment=WithoutCutFacts.experiment, values=v) for v in values])
 
 
 @each_row(
@@ -74,13 +75,9 @@ def case_of(*facts: WithoutCutFacts, step: int = 32) -> Case:
         (case_of(FACTS), [Finding]),
         (case_of(replace(FACTS, surely=False)), [Holds]),
         (case_of(replace(FACTS, after_without=1.95)), [Holds]),
+        (Case([Examined(time_s=0.0, step=32, experiment="vitals", values={})]), [ExperimentRequest]),
     ],
     ids=lambda value: "",
 )
 def test_the_fall_of_the_loss_decides(case: Case, kinds: list[type]) -> None:
     assert [type(each) for each in data_come_whole(case)] == kinds
-
-
-def test_it_is_asked_for_once_there_are_steps_enough() -> None:
-    later = Case([Examined(time_s=0.0, step=32, experiment="vitals", values={})])
-    assert [type(each) for each in data_come_whole(later)] == [ExperimentRequest]
