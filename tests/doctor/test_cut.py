@@ -13,8 +13,8 @@ from tests.doctor.law_loops import WIDTH, as_it_is, found, net, states, watched
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding
-from trainwright.doctor.function.factors import data_come_whole
 from trainwright.doctor.function.facts import WithoutCutFacts
+from trainwright.doctor.function.first_steps import data_come_whole
 from trainwright.doctor.law import Holds, NotApplicable
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined

@@ -14,8 +14,8 @@ from tests.doctor.law_loops import CLASSES, WIDTH, as_it_is, found, states, watc
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding
-from trainwright.doctor.function.factors import divisors_stay_off_0
 from trainwright.doctor.function.facts import WithoutPolesFacts
+from trainwright.doctor.function.first_steps import divisors_stay_off_0
 from trainwright.doctor.law import Holds, NotApplicable
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined

@@ -73,19 +73,15 @@ class FirstSteps:
             raise NotReplayable("the begin of the run is not held any more")
         self._session, self._begin = session, begin
         self._way, self._unseen = steps[:-BATCHES], steps[-BATCHES:]
-        self._first, self._after = self._losses([]), self._losses(self._way)
+        self._first, self._after = self._losses(begin, AS_IT_WAS, AS_IT_WAS)
 
-    def _losses(
-        self,
-        way: Sequence[RecordedStep],
-        change: Intervention = AS_IT_WAS,
-        measured: Intervention = AS_IT_WAS,
-    ) -> list[float]:
-        return losses_after(self._session, self._begin, way, self._unseen, change, measured)
+    def _losses(self, begin: Snapshot, change: Intervention, measured: Intervention) -> list[list[float]]:
+        """Before these steps and after them."""
+        return [losses_after(self._session, begin, way, self._unseen, change, measured) for way in ([], self._way)]
 
-    def compared(self, change: Intervention, measured: Intervention) -> Compared:
-        """What they come to with a change; the losses of that are ``measured`` so."""
-        start, end = (self._losses(way, change, measured) for way in ([], self._way))
+    def compared(self, change: Intervention, measured: Intervention, begin: Snapshot | None = None) -> Compared:
+        """What they come to with a change, from another ``begin``; the losses of that are ``measured`` so."""
+        start, end = self._losses(begin or self._begin, change, measured)
         gains = [a - b for a, b in zip(self._after, end)]
         return Compared(
             self._begin.step, self._session.step,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words
-from trainwright.doctor.function.facts import FactorsFacts, WithoutCutFacts, WithoutFactorFacts, WithoutPolesFacts
+from trainwright.doctor.function.facts import FactorsFacts, Tried, WithoutFactorFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
 
@@ -32,7 +32,7 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
         elif case.last_step >= ENOUGH or case.finished:
             yield ExperimentRequest(WithoutFactorFacts.experiment)
         return
-    if not _does_harm(facts):
+    if not does_harm(facts):
         yield Holds(f"loss {facts.after:.4g} with the factor {facts.factor:g}, {facts.after_without:.4g} without it")
         return
     yield finding(
@@ -54,77 +54,8 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
     )
 
 
-def data_come_whole(case: Case) -> Iterator[Verdict]:
-    """Where data are rounded or cut off, the first steps do not learn far more with the data whole."""
-    facts = case.newest(WithoutCutFacts)
-    if facts is None:
-        if (why := case.blind(WithoutCutFacts)) is not None:
-            yield NotApplicable(why)
-        elif case.last_step >= ENOUGH or case.finished:
-            yield ExperimentRequest(WithoutCutFacts.experiment)
-        return
-    if facts.op is None:
-        yield NotApplicable("the model rounds no data, and cuts nothing off of them")
-        return
-    if not _does_harm(facts):
-        yield Holds(f"loss {facts.after:.4g} with {facts.op}() on data, {facts.after_without:.4g} without it")
-        return
-    yield finding(
-        "law.function.data_come_whole",
-        "warning",
-        case.last_step,
-        symptom=f"{facts.op}() in {in_words(facts.module)} cuts off or rounds what the model is given; steps "
-        f"{facts.since} to {facts.until} bring the loss to {facts.after:.4g}, and to {facts.after_without:.4g} without",
-        cause="an activation stands in front of the first layer, or numbers go through an integer type",
-        remedy=f"leave {facts.op}() out, or put it behind the layer",
-        sure=0.8,
-        stage="forward",
-        where=Where(module=facts.module, source=facts.line),
-        since_step=1,
-        evidence=[
-            ("loss before and after these steps", [round(facts.before, 6), round(facts.after, 6)]),
-            ("the same with the data whole", [round(facts.before_without, 6), round(facts.after_without, 6)]),
-        ],
-    )
-
-
-def divisors_stay_off_0(case: Case) -> Iterator[Verdict]:
-    """Where a divisor that weights make passes through 0, the first steps do not learn far more with it off 0."""
-    facts = case.newest(WithoutPolesFacts)
-    if facts is None:
-        if (why := case.blind(WithoutPolesFacts)) is not None:
-            yield NotApplicable(why)
-        elif case.last_step >= ENOUGH or case.finished:
-            yield ExperimentRequest(WithoutPolesFacts.experiment)
-        return
-    if facts.module is None:
-        yield NotApplicable("the model divides by nothing that passes through 0")
-        return
-    if not _does_harm(facts):
-        yield Holds(f"loss {facts.after:.4g} as it is, {facts.after_without:.4g} with the divisor off 0")
-        return
-    yield finding(
-        "law.function.divisors_stay_off_0",
-        "warning",
-        case.last_step,
-        symptom=f"a divisor in {in_words(facts.module)} has both signs, and comes as near to 0 as {facts.nearest:.2g} "
-        f"of its size; steps {facts.since} to {facts.until} bring the loss to {facts.after:.4g}, and to "
-        f"{facts.after_without:.4g} where it is kept away from 0",
-        cause="what weights make is divided by where it should be multiplied, or nothing keeps it above 0",
-        remedy="multiply, or divide by what is surely above 0: softplus(x) + eps, an absolute value, a norm",
-        sure=0.8,
-        stage="forward",
-        where=Where(module=facts.module, source=facts.line),
-        since_step=1,
-        evidence=[
-            ("loss before and after these steps", [round(facts.before, 6), round(facts.after, 6)]),
-            ("the same off 0", [round(facts.before_without, 6), round(facts.after_without, 6)]),
-        ],
-    )
-
-
-def _does_harm(facts: WithoutFactorFacts | WithoutCutFacts | WithoutPolesFacts) -> bool:
-    """Either the model learns much less with the factor, or it begins far above where it could, and stays there."""
+def does_harm(facts: Tried) -> bool:
+    """Either the model learns much less with what is left out, or it begins and stays far above where it could."""
     fell, fell_without = facts.before - facts.after, facts.before_without - facts.after_without
     learns = fell_without > max(MORE * fell, FELL * abs(facts.before_without))
     is_lost = math.isinf(facts.after) or facts.before > MORE * facts.before_without

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True)
@@ -159,3 +159,36 @@ class WithoutPolesFacts:
     before_without: float = 0.0
     after_without: float = 0.0
     surely: bool = False
+
+
+@dataclass(frozen=True)
+class WithoutOutliersFacts:
+    """The same of the tensor ``name``, whose largest weight is so many ``times`` the median of those other than 0.
+    Without: none is more than ten times that. None: there is no such tensor.
+    """
+
+    experiment: ClassVar[str] = "without_outliers"
+    since: int
+    until: int
+    name: str | None = None
+    times: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+    before_without: float = 0.0
+    after_without: float = 0.0
+    surely: bool = False
+
+
+class Tried(Protocol):
+    """What the first steps come to as they were, and without something."""
+
+    @property
+    def before(self) -> float: ...
+    @property
+    def after(self) -> float: ...
+    @property
+    def before_without(self) -> float: ...
+    @property
+    def after_without(self) -> float: ...
+    @property
+    def surely(self) -> bool: ...
