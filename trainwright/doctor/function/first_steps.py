@@ -9,6 +9,7 @@ from trainwright.doctor.finding import ExperimentRequest, finding, in_words
 from trainwright.doctor.function.factors import ENOUGH, does_harm
 from trainwright.doctor.function.facts import Tried, WithoutCutFacts, WithoutOutliersFacts, WithoutPolesFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.doctor.loss.trained import was_trained_before
 from trainwright.runlog.records import Where
 
 
@@ -72,6 +73,9 @@ def divisors_stay_off_0(case: Case) -> Iterator[Verdict]:
 def weights_begin_alike(case: Case) -> Iterator[Verdict]:
     """Where some weights of a tensor begin far beyond the others, the first steps do not learn far more without."""
     facts = case.newest(WithoutOutliersFacts)
+    if facts is None and was_trained_before(case):
+        yield NotApplicable("the model was trained before, and a few weights of it may stand out")
+        return
     if facts is None:
         yield from _due(case, WithoutOutliersFacts)
         return
