@@ -108,7 +108,8 @@ def _passes_its_base(case: Case, facts: Facts) -> bool:
     """Whether a schedule rises in a straight line from far below the optimizer's own rate, and far beyond it: a warm-up
     whose top is not held. A range of rates is tried up to the optimizer's own, or in equal factors.
     """
-    base, rates = facts.get("base", 0.0), [lr for _, lr in facts["lrs"]]
+    base: float = facts.get("base", 0.0)
+    rates: list[float] = [lr for _, lr in facts["lrs"]]
     if len(rates) < STRAIGHT or not case.watched[0].lr < BELOW * base < BEYOND * base < rates[-1]:
         return False
     rises = [later - earlier for earlier, later in pairwise(rates)]
