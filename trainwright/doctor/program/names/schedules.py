@@ -12,8 +12,9 @@ from trainwright.runlog.json_values import Facts
 
 LOW = 1e-3
 """Share of the highest learning rate below which next to nothing is learned."""
-FLOOR, HALF_A_WAVE = 0.25, 0.5
-"""Of the highest rate: what a cosine may have for its floor, and what one that was made to rise again comes to."""
+FLOOR, HIGH_FLOOR, HALF_A_WAVE = 0.05, 0.25, 0.5
+"""Of the highest rate: what a cosine may have for its floor, what it may have where it does not come back to half of the
+peak, and that half: a wave on purpose comes to it."""
 
 
 def counted_in_the_wrong_unit(case: Case) -> Iterator[Finding | ExperimentRequest]:
@@ -188,8 +189,8 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A cosine schedule that is stepped past its end climbs back to its peak.
 
     Declared restarts (warm restarts, one-cycle, cyclic) are known by their class. One written as a lambda, or set by
-    the loop itself, counts only while it climbs as it fell: slowly out of a flat minimum. The loop's own counts only
-    where it ends below half of its peak: a whole wave may be meant.
+    the loop itself, counts only while it climbs as it fell: slowly out of a flat minimum. The loop's own, or one with a
+    high floor, counts only where it ends below half of its peak: a whole wave may be meant.
     """
     facts = case.facts("schedule")
     lrs = facts.get("lrs", [])
@@ -198,8 +199,9 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     parts = [part for scheduler in facts["schedulers"] for part in scheduler["parts"]]
     past = [p for p in parts if p["class"] == "CosineAnnealingLR" and p["last_epoch"] > p.get("T_max", math.inf)]
     is_of_lambdas = bool(parts) and all(part["class"] == "LambdaLR" for part in parts)
-    is_set = not parts and lrs[-1][1] < HALF_A_WAVE * facts["peak"]
-    by_hand = not past and (is_of_lambdas or is_set) and case.finished and _mirrored(lrs) and not _comes_again(lrs)
+    is_low = lrs[-1][1] < HALF_A_WAVE * facts["peak"]
+    may_be = not past and case.finished and (is_of_lambdas or (is_low and not parts))
+    by_hand = may_be and _mirrored(lrs, HIGH_FLOOR if is_low else FLOOR) and not _comes_again(lrs)
     if past or by_hand:
         length = past[0]["T_max"] if past else None
         yield finding(
@@ -225,13 +227,16 @@ def _comes_again(lrs: list[list[float]]) -> bool:
     return len(peaks) > (lrs[0][0] <= 1 and values[0] < values[1])  # the first is the end of a warm-up
 
 
-def _mirrored(lrs: list[list[float]]) -> bool:
-    """Whether the last values rise out of their minimum as they fell into it: slowly at first, then faster."""
+def _mirrored(lrs: list[list[float]], highest: float) -> bool:
+    """Whether the last values rise out of their minimum as they fell into it: slowly at first, then faster.
+
+    The minimum may be as high as ``highest``, relative to the peak.
+    """
     values = [lr for _, lr in lrs]
     low = min(range(values.index(max(values)), len(values)), key=values.__getitem__)  # a warm-up lies before it
     up, down = values[low + 1 : low + 7], values[max(0, low - 6) : low][::-1]
     floor = values[low]
-    if len(up) < 6 or len(down) < 6 or floor > FLOOR * max(values):
+    if len(up) < 6 or len(down) < 6 or floor > highest * max(values):
         return False
     rises = [b - a for a, b in zip([floor, *up], up)]
     speeds_up = all(b > a > 0 for a, b in pairwise(rises))
