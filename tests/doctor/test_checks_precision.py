@@ -181,6 +181,13 @@ class TestSchedule:
         lrs = [*([1 + t, 0.1 * (1 + t)] for t in range(9)), *([10 + t, rate(t)] for t in range(steps))]
         assert codes(schedules.cosine_climbs, scheduled(lrs=lrs, peak=1.0), finished=True) == expected
 
+    def test_waves_that_began_long_ago(self) -> None:
+        rates = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 100)) for step in range(500, 930)]
+        steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=lr) for n, lr in enumerate(rates, 1)]
+        record = scheduled(steps=430, lrs=[[n + 1, rates[n]] for n in range(366, 430)], peak=1.0)
+        assert not list(schedules.cosine_climbs(Case([*steps, record], finished=True)))
+        assert list(schedules.cosine_climbs(Case([*steps[300:], record], finished=True)))
+
     def test_a_warm_up_from_zero_is_stepped(self) -> None:
         idle = stepped([[0, 1, 0]] * 2, **{"class": "LambdaLR", "base_lrs": [1e-3]})
         at_zero = scheduled(idle, steps=2, zero_steps=2, lrs=[[1, 0.0]], peak=0.0)

@@ -13,8 +13,8 @@ from trainwright.runlog.json_values import Facts
 LOW = 1e-3
 """Share of the highest learning rate below which next to nothing is learned."""
 FLOOR, HIGH_FLOOR, HALF_A_WAVE = 0.05, 0.25, 0.5
-"""Of the highest rate: what a cosine may have for its floor, what it may have where it does not come back to half of the
-peak, and that half: a wave on purpose comes to it."""
+"""Of the highest rate: what a cosine may have for its floor, what it may have where it does not come back to half of
+the peak, and that half: a wave on purpose comes to it."""
 
 
 def counted_in_the_wrong_unit(case: Case) -> Iterator[Finding | ExperimentRequest]:
@@ -201,7 +201,9 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     is_of_lambdas = bool(parts) and all(part["class"] == "LambdaLR" for part in parts)
     is_low = lrs[-1][1] < HALF_A_WAVE * facts["peak"]
     may_be = not past and case.finished and (is_of_lambdas or (is_low and not parts))
-    by_hand = may_be and _mirrored(lrs, HIGH_FLOOR if is_low else FLOOR) and not _comes_again(lrs)
+    by_hand = (
+        may_be and _mirrored(lrs, HIGH_FLOOR if is_low else FLOOR) and not _comes_again(_whole_course(case) or lrs)
+    )
     if past or by_hand:
         length = past[0]["T_max"] if past else None
         yield finding(
@@ -218,6 +220,12 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
             evidence=[("scheduler steps", past[0]["last_epoch"] if past else None, f"<= {length}")],
             trial=RemedyTrial("another_rate", {"lr": max(min(lr for _, lr in lrs), 0.01 * facts["peak"])}),
         )
+
+
+def _whole_course(case: Case) -> list[list[float]]:
+    """The changes of the rate over all steps that are known; of a schedule only the last are."""
+    rates = [[each.step, each.lr] for each in case.watched]
+    return [each for before, each in zip([[0, -1.0], *rates], rates) if each[1] != before[1]]
 
 
 def _comes_again(lrs: list[list[float]]) -> bool:
