@@ -202,7 +202,9 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     is_low = lrs[-1][1] < HALF_A_WAVE * facts["peak"]
     may_be = not past and case.finished and (is_of_lambdas or (is_low and not parts))
     by_hand = (
-        may_be and _mirrored(lrs, HIGH_FLOOR if is_low else FLOOR) and not _comes_again(_whole_course(case) or lrs)
+        may_be
+        and _mirrored(lrs, facts["peak"], HIGH_FLOOR if is_low else FLOOR)
+        and not _comes_again(_whole_course(case) or lrs)
     )
     if past or by_hand:
         length = past[0]["T_max"] if past else None
@@ -235,16 +237,17 @@ def _comes_again(lrs: list[list[float]]) -> bool:
     return len(peaks) > (lrs[0][0] <= 1 and values[0] < values[1])  # the first is the end of a warm-up
 
 
-def _mirrored(lrs: list[list[float]], highest: float) -> bool:
+def _mirrored(lrs: list[list[float]], peak: float, highest: float) -> bool:
     """Whether the last values rise out of their minimum as they fell into it: slowly at first, then faster.
 
     The minimum may be as high as ``highest``, relative to the peak.
     """
     values = [lr for _, lr in lrs]
-    low = min(range(values.index(max(values)), len(values)), key=values.__getitem__)  # a warm-up lies before it
+    top = values.index(peak) if peak in values else 0  # a warm-up lies before it
+    low = min(range(top, len(values)), key=values.__getitem__)
     up, down = values[low + 1 : low + 7], values[max(0, low - 6) : low][::-1]
     floor = values[low]
-    if len(up) < 6 or len(down) < 6 or floor > highest * max(values):
+    if len(up) < 6 or len(down) < 6 or floor > highest * peak:
         return False
     rises = [b - a for a, b in zip([floor, *up], up)]
     speeds_up = all(b > a > 0 for a, b in pairwise(rises))
