@@ -98,7 +98,7 @@ def weights_begin_alike(case: Case) -> Iterator[Verdict]:
         remedy="draw it from a normal or uniform distribution: nn.init.normal_(w, std=0.02), xavier_uniform_(w)",
         sure=0.85,
         stage="forward",
-        where=Where(module=facts.name.rpartition(".")[0]),
+        where=Where(module=facts.name.rpartition(".")[0] or facts.name),
         since_step=1,
         evidence=_losses(facts, "with these weights nearer to the others"),
     )
