@@ -16,6 +16,7 @@ from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.function.facts import WithoutOutliersFacts
 from trainwright.doctor.function.first_steps import weights_begin_alike
 from trainwright.doctor.law import Holds, NotApplicable
+from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined
 
@@ -86,3 +87,13 @@ def case_of(*facts: WithoutOutliersFacts) -> Case:
 )
 def test_the_fall_of_the_loss_decides(case: Case, kinds: list[type]) -> None:
     assert [type(each) for each in weights_begin_alike(case)] == kinds
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0.3, NotApplicable), (2.0, ExperimentRequest)], ids=["trained", "fresh"])
+def test_a_model_that_was_trained_before_is_left_alone(value: float, kind: type) -> None:
+    first = ComparisonsFacts((ComparedFacts("cross_entropy", None, value, 2.0, 2.0, 16),))
+    looks = [
+        Examined(time_s=0.0, step=1, experiment=ComparisonsFacts.experiment, values=strict(vars(first))),
+        Examined(time_s=0.0, step=32, experiment="vitals", values={}),
+    ]
+    assert [type(each) for each in weights_begin_alike(Case(looks))] == [kind]
