@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -167,6 +167,26 @@ class TestSchedule:
         rates = [[1 + step, 0.5 + 0.5 * math.cos(math.pi * step / 16)] for step in steps]
         record = scheduled(stepped(EACH_STEP, **{"class": "LambdaLR"}), lrs=rates)
         assert codes(schedules.cosine_climbs, record, finished=True) == expected
+
+    @pytest.mark.parametrize(
+        ("steps", "rate", "expected"),
+        [
+            (50, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * t / 40)), ["sched.cosine_climbs"]),
+            (80, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * t / 40)), []),
+            (50, lambda t: 0.1 + 0.9 * abs(t / 40 - 1), []),
+        ],
+        ids=["past its end", "a whole wave", "straight lines"],
+    )
+    def test_rates_that_the_loop_sets(self, steps: int, rate: Callable[[int], float], expected: list[str]) -> None:
+        lrs = [*([1 + t, 0.1 * (1 + t)] for t in range(9)), *([10 + t, rate(t)] for t in range(steps))]
+        assert codes(schedules.cosine_climbs, scheduled(lrs=lrs, peak=1.0), finished=True) == expected
+
+    def test_waves_that_began_long_ago(self) -> None:
+        rates = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 100)) for step in range(500, 930)]
+        steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=lr) for n, lr in enumerate(rates, 1)]
+        record = scheduled(steps=430, lrs=[[n + 1, rates[n]] for n in range(366, 430)], peak=1.0)
+        assert not list(schedules.cosine_climbs(Case([*steps, record], finished=True)))
+        assert list(schedules.cosine_climbs(Case([*steps[300:], record], finished=True)))
 
     def test_a_warm_up_from_zero_is_stepped(self) -> None:
         idle = stepped([[0, 1, 0]] * 2, **{"class": "LambdaLR", "base_lrs": [1e-3]})

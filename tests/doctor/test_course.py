@@ -46,3 +46,27 @@ def test_no_schedule_goes_above_its_base(make: Callable[[SGD], LRScheduler] | No
                 schedule.step()
     laws = diagnose(Case(watch.records, finished=True)).laws
     assert next(each.state for each in laws if each.name == "program.base_is_the_highest") == state
+
+
+@pytest.mark.parametrize(
+    ("factor", "severity"),
+    [
+        (lambda step: (step + 1) / 10, "warning"),
+        (lambda step: (step + 1) / 40, "info"),
+        (lambda step: 0.1 * 1.1**step, "info"),
+        (lambda step: 1.0 + step, "info"),
+    ],
+    ids=["past its top", "up to its own", "equal factors", "from its own"],
+)
+def test_a_warm_up_whose_top_is_missed(factor: Callable[[int], float], severity: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), 0.02)
+    schedule = LambdaLR(optimizer, factor)
+    with tw.watch(model, optimizer, scheduler=schedule, out=None, quiet=True, laws="cheap") as watch:
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    (course,) = (each for each in watch.findings() if each.code == "law.program.rate_has_its_course")
+    assert course.severity == severity

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.doctor.function import laws
 from trainwright.doctor.function.attention import attention_is_an_average, attention_tells_apart
 from trainwright.doctor.function.factors import factors_do_no_harm
+from trainwright.doctor.function.first_steps import data_come_whole, divisors_stay_off_0, weights_begin_alike
 from trainwright.doctor.law import Law
 
 LAWS: tuple[Law, ...] = (
@@ -49,5 +50,8 @@ LAWS: tuple[Law, ...] = (
         effort="replay",
         named_by=("num.*", "prec.*", "init.*", "loss.term_dominates", "opt.lr_too_*"),
     ),
+    Law("function.data_come_whole", data_come_whole, effort="replay", named_by=("num.*", "opt.lr_too_*")),
+    Law("function.divisors_stay_off_0", divisors_stay_off_0, effort="replay", named_by=("num.*", "opt.lr_too_*")),
+    Law("function.weights_begin_alike", weights_begin_alike, effort="replay", named_by=("num.*", "init.*")),
     Law("function.ties_hold", laws.ties_hold, named_by=("opt.stale_params",)),
 )

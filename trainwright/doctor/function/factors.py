@@ -1,4 +1,4 @@
-"""The law of constant factors: the model learns with them, and not far better without."""
+"""The laws of what the first steps learn better without: constant factors, what is cut off of data, poles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words
-from trainwright.doctor.function.facts import FactorsFacts, WithoutFactorFacts
+from trainwright.doctor.function.facts import FactorsFacts, Tried, WithoutFactorFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
 
@@ -32,7 +32,7 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
         elif case.last_step >= ENOUGH or case.finished:
             yield ExperimentRequest(WithoutFactorFacts.experiment)
         return
-    if not _does_harm(facts):
+    if not does_harm(facts):
         yield Holds(f"loss {facts.after:.4g} with the factor {facts.factor:g}, {facts.after_without:.4g} without it")
         return
     yield finding(
@@ -54,8 +54,8 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _does_harm(facts: WithoutFactorFacts) -> bool:
-    """Either the model learns much less with the factor, or it begins far above where it could, and stays there."""
+def does_harm(facts: Tried) -> bool:
+    """Either the model learns much less with what is left out, or it begins and stays far above where it could."""
     fell, fell_without = facts.before - facts.after, facts.before_without - facts.after_without
     learns = fell_without > max(MORE * fell, FELL * abs(facts.before_without))
     is_lost = math.isinf(facts.after) or facts.before > MORE * facts.before_without

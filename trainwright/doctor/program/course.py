@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import finding
@@ -19,6 +20,9 @@ FALLEN, FEW = 0.5, 8
 """Of the first losses: what is left of them where the rate was of use all the same; losses that are averaged."""
 ABOVE = 1.5
 """Times the rate that the optimizer was made with."""
+BELOW, BEYOND, STRAIGHT, EVEN = 0.5, 2.0, 16, 0.01
+"""Of the optimizer's own rate: where a warm-up begins, and where it is past its top; rates on a straight line, and how
+far its rises may differ, relative to the least."""
 TO_A_PEAK = ("OneCycleLR", "CyclicLR", "ExponentialLR", "MultiplicativeLR")
 """Schedules that are told where to rise to."""
 
@@ -77,7 +81,7 @@ def rate_has_its_course(case: Case) -> Iterator[Verdict]:
     elif facts["peak_step"] > LATE * steps and peak > RISE * half:
         yield finding(
             "law.program.rate_has_its_course",
-            "info" if _has_learned(case) else "warning",
+            "info" if _has_learned(case) and not _passes_its_base(case, facts) else "warning",
             steps,
             symptom=f"the learning rate rises until the end of the run: {half:.3g} half-way, {peak:.3g} in step "
             f"{facts['peak_step']} of {steps}",
@@ -98,6 +102,18 @@ def _has_learned(case: Case) -> bool:
     losses = [each.loss for each in case.watched]
     parts = [sum(losses[at : at + FEW]) / FEW for at in range(0, len(losses) - FEW + 1, FEW)]
     return bool(parts) and min(parts) < FALLEN * parts[0]
+
+
+def _passes_its_base(case: Case, facts: Facts) -> bool:
+    """Whether a schedule rises in a straight line from far below the optimizer's own rate, and far beyond it: a warm-up
+    whose top is not held. A range of rates is tried up to the optimizer's own, or in equal factors.
+    """
+    base: float = facts.get("base", 0.0)
+    rates: list[float] = [lr for _, lr in facts["lrs"]]
+    if len(rates) < STRAIGHT or not case.watched[0].lr < BELOW * base < BEYOND * base < rates[-1]:
+        return False
+    rises = [later - earlier for earlier, later in pairwise(rates)]
+    return max(rises) <= (1 + EVEN) * min(rises)
 
 
 def base_is_the_highest(case: Case) -> Iterator[Verdict]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
-from trainwright.doctor.loss.facts import ComparisonsFacts
+from trainwright.doctor.loss.trained import was_trained_before
 from trainwright.doctor.vitals.facts import HigherRatesFacts, ReachFacts, VitalsFacts
 
 FIRST, SECOND, APART = 40, 48, 8
@@ -35,8 +34,6 @@ RISES = 1.02
 """Times the rate at the begin of a way: with more at its end it is in its warm-up."""
 STAIRS, CLIFF = 4, 0.3
 """Rises of a warm-up, and what is left of its highest rate at once where its top is a mistake."""
-KNOWS = 0.8
-"""Of the loss at chance: with less the model was trained before."""
 ENDLESS = "the loss is a difference of outputs, which has no minimum: it falls as far as one goes"
 
 
@@ -220,9 +217,4 @@ def _why_not(case: Case, *, goes_on: bool = False) -> str | None:
     vitals = case.newest(VitalsFacts)
     if vitals is not None and vitals.frozen_still:
         return "a part is frozen: what was trained before is trained on with care"
-    first = next((facts for step, facts in case.every(ComparisonsFacts) if step == 1), None)
-    if goes_on or first is None:
-        return None
-    if any(math.isfinite(each.value) and each.value < KNOWS * each.blank for each in first.calls):
-        return "the model was trained before"
-    return None
+    return "the model was trained before" if not goes_on and was_trained_before(case) else None

@@ -11,11 +11,11 @@ from trainwright.doctor.function.facts import FactorsFacts, OddFactor, WithoutFa
 from trainwright.recorder.callers import caller
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
-from trainwright.replay.again import losses_after, mean_of, surely, way_from
+from trainwright.replay.again import FirstSteps
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import function_name
 from trainwright.replay.modules import ModuleStack
-from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -25,9 +25,6 @@ FAR = 7.9
 """Times, or parts of, 1: eight heads, eight bits or an eighth of a residual are the least that may be meant as much."""
 EXACT = 1e-3
 MOST = 4
-BEGIN, LEAST, BATCHES = 4, 12, 8
-"""The latest step that is the begin of a run; the fewest steps that are made again; the last recorded batches, which
-these have not seen."""
 
 
 @dataclass(frozen=True)
@@ -112,29 +109,15 @@ def factors(session: ReplaySession) -> Facts:
 @experiment(WithoutFactorFacts.experiment, when="requested")
 def without_factors(session: ReplaySession) -> Facts:
     """The first steps again, as they were and with each odd factor left out, and the losses of the batches after."""
-    begin = next((each for each in session.earlier if each.step <= BEGIN), None)
-    steps = None if begin is None else way_from(session, begin, LEAST + BATCHES)
-    if begin is None or steps is None:
-        raise NotReplayable("the begin of the run is not held any more")
-    way, unseen = steps[:-BATCHES], steps[-BATCHES:]
-    chosen = _odd_of(session)
+    first, chosen = FirstSteps(session), _odd_of(session)
     if not chosen:
         raise NotReplayable("no factor is left")
-    as_it_was = Intervention()
-    first = losses_after(session, begin, [], unseen)
-    after = losses_after(session, begin, way, unseen)
     best: WithoutFactorFacts | None = None
     for each in chosen:
         change = _without(session, each)
-        measured = as_it_was if each.module is None or _is_a_loss(session) else change
-        start = losses_after(session, begin, [], unseen, as_it_was, measured)
-        end = losses_after(session, begin, way, unseen, change, measured)
-        facts = WithoutFactorFacts(
-            begin.step, session.step, each.module, each.factor, each.line,
-            before=mean_of(first), after=mean_of(after),
-            before_without=mean_of(start), after_without=mean_of(end),
-            surely=surely([a - b for a, b in zip(after, end)]),
-        )  # fmt: skip
+        is_outside = each.module is None or _is_a_loss(session)
+        compared = first.compared(change, AS_IT_WAS if is_outside else change)
+        facts = WithoutFactorFacts(module=each.module, factor=each.factor, line=each.line, **vars(compared))
         best = facts if best is None or facts.after_without < best.after_without else best
     assert best is not None
     return dict(strict(vars(best)))

@@ -12,6 +12,9 @@ from trainwright.runlog.json_values import Facts
 
 LOW = 1e-3
 """Share of the highest learning rate below which next to nothing is learned."""
+FLOOR, HIGH_FLOOR, HALF_A_WAVE = 0.05, 0.25, 0.5
+"""Of the highest rate: what a cosine may have for its floor, what it may have where it does not come back to half of
+the peak, and that half: a wave on purpose comes to it."""
 
 
 def counted_in_the_wrong_unit(case: Case) -> Iterator[Finding | ExperimentRequest]:
@@ -185,8 +188,9 @@ def _whole(scheduler: Facts) -> list[list[int]]:
 def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A cosine schedule that is stepped past its end climbs back to its peak.
 
-    Declared restarts (warm restarts, one-cycle, cyclic) are known by their class. One written as a lambda counts only
-    while it climbs as it fell: slowly out of a flat minimum.
+    Declared restarts (warm restarts, one-cycle, cyclic) are known by their class. One written as a lambda, or set by
+    the loop itself, counts only while it climbs as it fell: slowly out of a flat minimum. The loop's own, or one with a
+    high floor, counts only where it ends below half of its peak: a whole wave may be meant.
     """
     facts = case.facts("schedule")
     lrs = facts.get("lrs", [])
@@ -195,7 +199,13 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     parts = [part for scheduler in facts["schedulers"] for part in scheduler["parts"]]
     past = [p for p in parts if p["class"] == "CosineAnnealingLR" and p["last_epoch"] > p.get("T_max", math.inf)]
     is_of_lambdas = bool(parts) and all(part["class"] == "LambdaLR" for part in parts)
-    by_hand = not past and is_of_lambdas and case.finished and _mirrored(lrs) and not _comes_again(lrs)
+    is_low = lrs[-1][1] < HALF_A_WAVE * facts["peak"]
+    may_be = not past and case.finished and (is_of_lambdas or (is_low and not parts))
+    by_hand = (
+        may_be
+        and _mirrored(lrs, facts["peak"], HIGH_FLOOR if is_low else FLOOR)
+        and not _comes_again(_whole_course(case) or lrs)
+    )
     if past or by_hand:
         length = past[0]["T_max"] if past else None
         yield finding(
@@ -214,6 +224,12 @@ def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
         )
 
 
+def _whole_course(case: Case) -> list[list[float]]:
+    """The changes of the rate over all steps that are known; of a schedule only the last are."""
+    rates = [[each.step, each.lr] for each in case.watched]
+    return [each for before, each in zip([[0, -1.0], *rates], rates) if each[1] != before[1]]
+
+
 def _comes_again(lrs: list[list[float]]) -> bool:
     """Whether the rate falls out of a peak more than once: a cycle of cosines on purpose."""
     values = [lr for _, lr in lrs]
@@ -221,16 +237,21 @@ def _comes_again(lrs: list[list[float]]) -> bool:
     return len(peaks) > (lrs[0][0] <= 1 and values[0] < values[1])  # the first is the end of a warm-up
 
 
-def _mirrored(lrs: list[list[float]]) -> bool:
-    """Whether the last values rise out of their minimum as they fell into it: slowly at first, then faster."""
+def _mirrored(lrs: list[list[float]], peak: float, highest: float) -> bool:
+    """Whether the last values rise out of their minimum as they fell into it: slowly at first, then faster.
+
+    The minimum may be as high as ``highest``, relative to the peak.
+    """
     values = [lr for _, lr in lrs]
-    low = min(range(len(values)), key=values.__getitem__)
+    top = values.index(peak) if peak in values else 0  # a warm-up lies before it
+    low = min(range(top, len(values)), key=values.__getitem__)
     up, down = values[low + 1 : low + 7], values[max(0, low - 6) : low][::-1]
-    if len(up) < 6 or len(down) < 6 or values[low] > 0.05 * max(values):
+    floor = values[low]
+    if len(up) < 6 or len(down) < 6 or floor > highest * peak:
         return False
-    rises = [b - a for a, b in zip([values[low], *up], up)]
+    rises = [b - a for a, b in zip([floor, *up], up)]
     speeds_up = all(b > a > 0 for a, b in pairwise(rises))
-    return speeds_up and all(math.isclose(a, b, rel_tol=0.5) for a, b in zip(up[1:], down[1:]))
+    return speeds_up and all(math.isclose(a - floor, b - floor, rel_tol=0.5) for a, b in zip(up[1:], down[1:]))
 
 
 def never_stepped(case: Case) -> Iterator[Finding | ExperimentRequest]:
