@@ -48,7 +48,7 @@ def losses_after(
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedLosses:
     """Losses of the batches that followed the first steps, before these and after them: as they were, and changed.
 
     ``surely``: after the changed ones they are lower, by two standard errors, or in each batch (some may be far off).
@@ -79,11 +79,11 @@ class FirstSteps:
         """Before these steps and after them."""
         return [losses_after(self._session, begin, way, self._unseen, change, measured) for way in ([], self._way)]
 
-    def compared(self, change: Intervention, measured: Intervention, begin: Snapshot | None = None) -> Compared:
+    def compared(self, change: Intervention, measured: Intervention, begin: Snapshot | None = None) -> ComparedLosses:
         """What they come to with a change, from another ``begin``; the losses of that are ``measured`` so."""
         start, end = self._losses(begin or self._begin, change, measured)
         gains = [a - b for a, b in zip(self._after, end)]
-        return Compared(
+        return ComparedLosses(
             self._begin.step, self._session.step,
             before=mean_of(self._first), after=mean_of(self._after),
             before_without=mean_of(start), after_without=mean_of(end),

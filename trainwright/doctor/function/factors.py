@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words
-from trainwright.doctor.function.facts import FactorsFacts, Tried, WithoutFactorFacts
+from trainwright.doctor.function.facts import FactorsFacts, WithAndWithout, WithoutFactorFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
 
@@ -54,7 +54,7 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
     )
 
 
-def does_harm(facts: Tried) -> bool:
+def does_harm(facts: WithAndWithout) -> bool:
     """Either the model learns much less with what is left out, or it begins and stays far above where it could."""
     fell, fell_without = facts.before - facts.after, facts.before_without - facts.after_without
     learns = fell_without > max(MORE * fell, FELL * abs(facts.before_without))

@@ -179,7 +179,7 @@ class WithoutOutliersFacts:
     surely: bool = False
 
 
-class Tried(Protocol):
+class WithAndWithout(Protocol):
     """What the first steps come to as they were, and without something."""
 
     @property

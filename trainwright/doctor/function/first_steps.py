@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.case import Case, FactsOfFamily
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words
 from trainwright.doctor.function.factors import ENOUGH, does_harm
-from trainwright.doctor.function.facts import Tried, WithoutCutFacts, WithoutOutliersFacts, WithoutPolesFacts
+from trainwright.doctor.function.facts import WithAndWithout, WithoutCutFacts, WithoutOutliersFacts, WithoutPolesFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.trained import was_trained_before
 from trainwright.runlog.records import Where
@@ -112,7 +112,7 @@ def _due(case: Case, kind: type[FactsOfFamily]) -> Iterator[Verdict]:
         yield ExperimentRequest(kind.experiment)
 
 
-def _losses(facts: Tried, how: str) -> list[tuple[str, list[float]]]:
+def _losses(facts: WithAndWithout, how: str) -> list[tuple[str, list[float]]]:
     return [
         ("loss before and after these steps", [round(facts.before, 6), round(facts.after, 6)]),
         (f"the same {how}", [round(facts.before_without, 6), round(facts.after_without, 6)]),
