@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -67,9 +67,9 @@ class FirstSteps:
     """The first steps of a run, to be made again with changes. Raises NotReplayable where they are no longer held."""
 
     def __init__(self, session: ReplaySession) -> None:
-        begin = next((each for each in session.earlier if each.step <= BEGIN), None)
-        steps = None if begin is None else way_from(session, begin, LEAST + BATCHES)
-        if begin is None or steps is None:
+        begin = begin_of(session)
+        steps = way_from(session, begin, LEAST + BATCHES)
+        if steps is None:
             raise NotReplayable("the begin of the run is not held any more")
         self._session, self._begin = session, begin
         self._way, self._unseen = steps[:-BATCHES], steps[-BATCHES:]
@@ -89,6 +89,19 @@ class FirstSteps:
             before_without=mean_of(start), after_without=mean_of(end),
             surely=surely(gains) or all(gain > 0.0 for gain in gains),
         )  # fmt: skip
+
+    def best(self, tried: Iterable[tuple[Intervention, Intervention]]) -> tuple[int, ComparedLosses]:
+        """Which change, each with how the losses are measured, leaves the lowest losses, and what it comes to."""
+        compared = [self.compared(change, measured) for change, measured in tried]
+        return min(enumerate(compared), key=lambda each: each[1].after_without)
+
+
+def begin_of(session: ReplaySession) -> Snapshot:
+    """The state before the first steps. Raises NotReplayable where it is no longer held."""
+    begin = next((each for each in session.earlier if each.step <= BEGIN), None)
+    if begin is None:
+        raise NotReplayable("the begin of the run is not held any more")
+    return begin
 
 
 def surely(rows: Sequence[float]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.case import Case
+from trainwright.doctor.case import Case, FactsOfFamily
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words
 from trainwright.doctor.function.facts import FactorsFacts, WithAndWithout, WithoutFactorFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
@@ -27,10 +27,7 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
         return
     facts = case.newest(WithoutFactorFacts)
     if facts is None:
-        if (why := case.blind(WithoutFactorFacts)) is not None:
-            yield NotApplicable(why)
-        elif case.last_step >= ENOUGH or case.finished:
-            yield ExperimentRequest(WithoutFactorFacts.experiment)
+        yield from due(case, WithoutFactorFacts)
         return
     if not does_harm(facts):
         yield Holds(f"loss {facts.after:.4g} with the factor {facts.factor:g}, {facts.after_without:.4g} without it")
@@ -47,10 +44,7 @@ def factors_do_no_harm(case: Case) -> Iterator[Verdict]:
         stage="forward",
         where=Where(module=facts.module, source=facts.line),
         since_step=1,
-        evidence=[
-            ("loss before and after these steps", [round(facts.before, 6), round(facts.after, 6)]),
-            ("the same without it", [round(facts.before_without, 6), round(facts.after_without, 6)]),
-        ],
+        evidence=losses_of(facts, "without it"),
     )
 
 
@@ -62,3 +56,18 @@ def does_harm(facts: WithAndWithout) -> bool:
     is_lower = facts.after - facts.after_without > LOWER * abs(facts.after_without)
     is_sure = facts.surely or (math.isinf(facts.after) and math.isfinite(facts.after_without))
     return is_sure and is_lower and (learns or (is_lost and fell_without > 0.0))
+
+
+def due(case: Case, kind: type[FactsOfFamily]) -> Iterator[Verdict]:
+    """What there is to say where nothing was measured so far."""
+    if (why := case.blind(kind)) is not None:
+        yield NotApplicable(why)
+    elif case.last_step >= ENOUGH or case.finished:
+        yield ExperimentRequest(kind.experiment)
+
+
+def losses_of(facts: WithAndWithout, how: str) -> list[tuple[str, list[float]]]:
+    return [
+        ("loss before and after these steps", [round(facts.before, 6), round(facts.after, 6)]),
+        (f"the same {how}", [round(facts.before_without, 6), round(facts.after_without, 6)]),
+    ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.case import Case, FactsOfFamily
-from trainwright.doctor.finding import ExperimentRequest, finding, in_words
-from trainwright.doctor.function.factors import ENOUGH, does_harm
-from trainwright.doctor.function.facts import WithAndWithout, WithoutCutFacts, WithoutOutliersFacts, WithoutPolesFacts
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import finding, in_words
+from trainwright.doctor.function.factors import does_harm, due, losses_of
+from trainwright.doctor.function.facts import WithoutCutFacts, WithoutOutliersFacts, WithoutPolesFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.trained import was_trained_before
 from trainwright.runlog.records import Where
@@ -17,7 +17,7 @@ def data_come_whole(case: Case) -> Iterator[Verdict]:
     """Where data are rounded or cut off, the first steps do not learn far more with the data whole."""
     facts = case.newest(WithoutCutFacts)
     if facts is None:
-        yield from _due(case, WithoutCutFacts)
+        yield from due(case, WithoutCutFacts)
         return
     if facts.op is None:
         yield NotApplicable("the model rounds no data, and cuts nothing off of them")
@@ -37,7 +37,7 @@ def data_come_whole(case: Case) -> Iterator[Verdict]:
         stage="forward",
         where=Where(module=facts.module, source=facts.line),
         since_step=1,
-        evidence=_losses(facts, "with the data whole"),
+        evidence=losses_of(facts, "with the data whole"),
     )
 
 
@@ -45,7 +45,7 @@ def divisors_stay_off_0(case: Case) -> Iterator[Verdict]:
     """Where a divisor that weights make passes through 0, the first steps do not learn far more with it off 0."""
     facts = case.newest(WithoutPolesFacts)
     if facts is None:
-        yield from _due(case, WithoutPolesFacts)
+        yield from due(case, WithoutPolesFacts)
         return
     if facts.module is None:
         yield NotApplicable("the model divides by nothing that passes through 0")
@@ -66,7 +66,7 @@ def divisors_stay_off_0(case: Case) -> Iterator[Verdict]:
         stage="forward",
         where=Where(module=facts.module, source=facts.line),
         since_step=1,
-        evidence=_losses(facts, "off 0"),
+        evidence=losses_of(facts, "off 0"),
     )
 
 
@@ -77,7 +77,7 @@ def weights_begin_alike(case: Case) -> Iterator[Verdict]:
         yield NotApplicable("the model was trained before, and a few weights of it may stand out")
         return
     if facts is None:
-        yield from _due(case, WithoutOutliersFacts)
+        yield from due(case, WithoutOutliersFacts)
         return
     if facts.name is None:
         yield NotApplicable("no weights begin far beyond the others of their tensor")
@@ -100,20 +100,5 @@ def weights_begin_alike(case: Case) -> Iterator[Verdict]:
         stage="forward",
         where=Where(module=facts.name.rpartition(".")[0] or facts.name),
         since_step=1,
-        evidence=_losses(facts, "with these weights nearer to the others"),
+        evidence=losses_of(facts, "with these weights nearer to the others"),
     )
-
-
-def _due(case: Case, kind: type[FactsOfFamily]) -> Iterator[Verdict]:
-    """What there is to say where nothing was measured so far."""
-    if (why := case.blind(kind)) is not None:
-        yield NotApplicable(why)
-    elif case.last_step >= ENOUGH or case.finished:
-        yield ExperimentRequest(kind.experiment)
-
-
-def _losses(facts: WithAndWithout, how: str) -> list[tuple[str, list[float]]]:
-    return [
-        ("loss before and after these steps", [round(facts.before, 6), round(facts.after, 6)]),
-        (f"the same {how}", [round(facts.before_without, 6), round(facts.after_without, 6)]),
-    ]

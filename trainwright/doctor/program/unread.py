@@ -86,7 +86,7 @@ def _told_as_another(function: FunctionSyntax) -> Iterator[UnreadValue]:
     """Parts of what a call returns that nothing reads, while another one of them is told under their name as well as
     under its own: ``{"loss": loss, "accuracy": loss}``.
     """
-    tables = [dict(_told(node)) for node in ast.walk(function.node) if isinstance(node, ast.Dict | ast.Call)]
+    tables = [dict(_told(node)) for node in function.nodes if isinstance(node, ast.Dict | ast.Call)]
     for statement in function.statements:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         names = [name_of(each) for of in targets if isinstance(of, ast.Tuple) for each in of.elts]

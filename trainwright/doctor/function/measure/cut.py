@@ -96,14 +96,10 @@ def without_cuts(session: ReplaySession) -> Facts:
     cuts = list(_cuts_of(session))[:MOST]
     if not cuts:
         return dict(strict(vars(WithoutCutFacts(session.step, session.step))))
-    first = FirstSteps(session)
-    best: WithoutCutFacts | None = None
-    for cut in cuts:
-        change = _whole(session, cut)
-        compared = first.compared(change, change)
-        facts = WithoutCutFacts(module=cut.module, op=cut.name, line=cut.line, **vars(compared))
-        best = facts if best is None or facts.after_without < best.after_without else best
-    return dict(strict(vars(best)))
+    changes = [_whole(session, each) for each in cuts]
+    number, compared = FirstSteps(session).best(zip(changes, changes))
+    cut = cuts[number]
+    return dict(strict(vars(WithoutCutFacts(module=cut.module, op=cut.name, line=cut.line, **vars(compared)))))
 
 
 def _cuts_of(session: ReplaySession) -> Iterator[_Cut]:

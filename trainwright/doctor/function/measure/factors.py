@@ -112,15 +112,13 @@ def without_factors(session: ReplaySession) -> Facts:
     first, chosen = FirstSteps(session), _odd_of(session)
     if not chosen:
         raise NotReplayable("no factor is left")
-    best: WithoutFactorFacts | None = None
-    for each in chosen:
-        change = _without(session, each)
-        is_outside = each.module is None or _is_a_loss(session)
-        compared = first.compared(change, AS_IT_WAS if is_outside else change)
-        facts = WithoutFactorFacts(module=each.module, factor=each.factor, line=each.line, **vars(compared))
-        best = facts if best is None or facts.after_without < best.after_without else best
-    assert best is not None
-    return dict(strict(vars(best)))
+    is_a_loss = _is_a_loss(session)
+    changes = [_without(session, each) for each in chosen]
+    outside = [each.module is None or is_a_loss for each in chosen]
+    number, compared = first.best((change, AS_IT_WAS if out else change) for change, out in zip(changes, outside))
+    each = chosen[number]
+    facts = WithoutFactorFacts(module=each.module, factor=each.factor, line=each.line, **vars(compared))
+    return dict(strict(vars(facts)))
 
 
 def _is_a_loss(session: ReplaySession) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from trainwright.doctor.function.facts import WithoutOutliersFacts
-from trainwright.replay.again import BEGIN, FirstSteps
+from trainwright.replay.again import FirstSteps, begin_of
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import AS_IT_WAS, NotReplayable
+from trainwright.replay.replayer import AS_IT_WAS
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -38,9 +38,7 @@ def _times(weights: Tensor) -> tuple[float, float]:
 @experiment(WithoutOutliersFacts.experiment, when="requested")
 def without_outliers(session: ReplaySession) -> Facts:
     """The first steps again, as they were and from smaller outliers, and the losses of the batches after."""
-    begin = next((each for each in session.earlier if each.step <= BEGIN), None)
-    if begin is None:
-        raise NotReplayable("the begin of the run is not held any more")
+    begin = begin_of(session)
     far: dict[str, float] = {}
     weights = list(begin.parameters)
     for number, (name, each) in enumerate(zip(session.replayer.names, weights)):

@@ -76,14 +76,12 @@ def without_poles(session: ReplaySession) -> Facts:
     poles = list(_poles_of(session))[:MOST]
     if not poles:
         return dict(strict(vars(WithoutPolesFacts(session.step, session.step))))
-    first = FirstSteps(session)
-    best: WithoutPolesFacts | None = None
-    for pole in poles:
-        change = _away(session, pole)
-        compared = first.compared(change, change)
-        facts = WithoutPolesFacts(module=pole.module, line=pole.line, nearest=pole.nearest, **vars(compared))
-        best = facts if best is None or facts.after_without < best.after_without else best
-    return dict(strict(vars(best)))
+    changes = [_away(session, each) for each in poles]
+    number, compared = FirstSteps(session).best(zip(changes, changes))
+    pole = poles[number]
+    return dict(
+        strict(vars(WithoutPolesFacts(module=pole.module, line=pole.line, nearest=pole.nearest, **vars(compared))))
+    )
 
 
 def _poles_of(session: ReplaySession) -> Iterator[_Pole]:
