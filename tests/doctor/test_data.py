@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -256,6 +256,34 @@ def test_a_loader_that_was_given_and_is_not_read() -> None:
 def test_the_first_batch_of_a_loader_again_and_again() -> None:
     watch = from_loader(DataLoader(rows(), BATCH), 12, 1)
     assert "of 128" in found(watch, "law.data.batches_vary").symptom
+
+
+def trained_on(*loops: Sequence[int]) -> set[str]:
+    """What is broken where each loop trains on the parts with these numbers, in their order."""
+    torch.manual_seed(0)
+    parts, model = torch.randn(4 * BATCH, WIDTH).split(BATCH), net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), x[:, :CLASSES].argmax(1)).backward()
+        optimizer.step()
+
+    first, *rest = loops
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for number in first:
+            step(parts[number])
+        for number in rest[0] if rest else ():
+            step(parts[number])
+    return broken(watch, "data")
+
+
+def test_a_loop_that_stays_at_one_batch_after_all_were_read() -> None:
+    """Not so a loop of its own on one batch, or one that takes as many steps on every batch."""
+    every, one = [0, 1, 2, 3] * 4, [0] * 20
+    assert "batches_vary" in trained_on(every + one)
+    assert "batches_vary" not in trained_on(every, one)
+    assert "batches_vary" not in trained_on(sorted(every * 3))
 
 
 def test_one_sample_without_a_batch_has_no_rows() -> None:

@@ -18,6 +18,7 @@ from trainwright.doctor.resources.names.held import graph_grows, model_copies
 from trainwright.doctor.vitals.check import scales_hold
 from trainwright.doctor.vitals.facts import Drift, VitalsFacts
 from trainwright.doctor.vitals.names.spikes import gradient_spike
+from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 
@@ -36,6 +37,27 @@ def test_a_spike_of_a_rate_that_the_loop_raises(growth: float, severity: str) ->
     ]
     steps[40].values["spike"] = [20.0, statistics.median([1.0]), 8.0, "warn"]
     assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
+
+
+@pytest.mark.parametrize(("rate", "severity"), [(1e-2, "info"), (0.31, "warning"), (1e2, "warning")])
+def test_a_spike_of_a_rate_that_jumps_beyond_all_before(rate: float, severity: str) -> None:
+    """Up to a rate that was used before, it is a restart."""
+    rates = [1e-2] * 8 + [1e-4] * 32 + [rate] * 8
+    steps = [
+        Watched(time_s=0.0, step=n, loss=1.0 if n <= 41 else 9.0, grad_norm=1.0, lr=each)
+        for n, each in enumerate(rates, 1)
+    ]
+    steps[41].values["spike"] = [20.0, 1.0, 8.0, "warn"]
+    assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
+
+
+@pytest.mark.parametrize(
+    ("before", "at_0", "is_told"), [(1.0, 15, False), (1.0, 16, True), (0.4, 16, False), (0.4, 40, True)]
+)
+def test_updates_at_a_rate_of_0_that_no_decay_has_come_to(before: float, at_0: int, is_told: bool) -> None:
+    facts = VitalsFacts(steps=200, updates=200 - at_0, at_0_since=201 - at_0, rate_before_0=before, highest_rate=1.0)
+    case = seen(VitalsFacts.experiment, dict(vars(facts)))
+    assert bool(severities(rates_are_positive(case))) == is_told
 
 
 @pytest.mark.parametrize(("last", "severity"), [(0.9, "info"), (9.0, "warning")])

@@ -35,7 +35,7 @@ def batches_vary(case: Case) -> Iterator[Verdict]:
     if facts is None or facts.steps < SAME:
         return
     same, micro = facts.same >= SAME - 1, facts.repeated_micro_steps >= SAME // 2 and facts.repeated_micro >= MICRO
-    if same and facts.batch < facts.distinct >= facts.whole:
+    if same and facts.batch < facts.distinct >= facts.whole and not _has_got_stuck(facts):
         yield Holds(f"{facts.same + 1} steps in a row have the same {facts.batch} rows; all {facts.whole} were read")
     elif same and facts.whole > facts.batch:
         yield _same_batch(facts)
@@ -45,6 +45,14 @@ def batches_vary(case: Case) -> Iterator[Verdict]:
         yield Holds(f"every step has the same {facts.batch} rows, and no larger set is known")
     else:
         yield Holds(f"{facts.distinct} rows in {facts.steps} steps")
+
+
+def _has_got_stuck(facts: RowsFacts) -> bool:
+    """Whether a loop that went on from batch to batch stays at one.
+
+    A stage on one batch is a loop of its own; where a loop takes several steps on each batch, it has done so before.
+    """
+    return facts.is_within and facts.same >= 2 * max(SAME, facts.same_before)
 
 
 def _same_batch(facts: RowsFacts) -> Finding:

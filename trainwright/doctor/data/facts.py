@@ -38,9 +38,11 @@ class RowsFacts:
     """The rows of the inputs of training, recognised by their content.
 
     Of ``rows`` that were read in ``steps``, ``distinct`` differ; ``new_lately`` is the share of new ones in the last
-    steps. In ``same`` steps in a row, up to step ``same_to``, all were those of the step before, in its order; a step
-    has ``batch``. The set that they come from holds ``whole`` rows, as far as is known (0: not). ``repeated_micro``:
-    the most micro-batches of a step that were all the same, in ``repeated_micro_steps`` steps.
+    steps. In ``same`` steps in a row, up to step ``same_to``, all were those of the step before, in its order; in any
+    other run ``same_before`` at most. ``is_within``: the place of the program that made these steps has trained on
+    other rows as well. A step has ``batch`` rows. The set that they come from holds ``whole`` rows, as far as is known
+    (0: not). ``repeated_micro``: the most micro-batches of a step that were all the same, in ``repeated_micro_steps``
+    steps.
 
     ``compared`` pairs of steps that follow each other share ``shared_next`` rows, pairs that are further apart
     ``shared_far``, on the mean; ``partly`` of the pairs share some rows, and not all. ``is_continuous``: two samples
@@ -57,6 +59,8 @@ class RowsFacts:
     batch: int = 0
     same: int = 0
     same_to: int = 0
+    same_before: int = 0
+    is_within: bool = False
     whole: int = 0
     repeated_micro: int = 0
     repeated_micro_steps: int = 0

@@ -11,7 +11,14 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew, is_whole
-from trainwright.doctor.update.facts import FirstSums, ShrunkFacts, UpdateFacts, WritesFacts, common_factor
+from trainwright.doctor.update.facts import (
+    FirstSums,
+    RestoredFacts,
+    ShrunkFacts,
+    UpdateFacts,
+    WritesFacts,
+    common_factor,
+)
 from trainwright.doctor.update.names.rates import last_quarter
 from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Where
@@ -30,6 +37,10 @@ USUAL = 3
 """So many times as far as the loss usually moves from a step to the next is no chance."""
 FEW = 4
 """Losses at the begin, and at the end, that tell whether it has risen."""
+LOOKS_TURNED, GAINED = 8, 0.05
+"""At most so many looks are made again with the gradients of the backward passes; by this share, on the mean, the last
+losses must be lower then.
+"""
 PINNED = 5
 """Looks at which a weight that is written to has the same values: a clamp that one reaches now and then is fewer."""
 
@@ -215,6 +226,8 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     step, facts = other[-1]
     names = [each.name for each in facts.regraded]
     first = facts.regraded[0]
+    turned = [step for step, facts in other if facts.is_all_turned]
+    yield from [ExperimentRequest(RestoredFacts.experiment, step) for step in turned[:LOOKS_TURNED]]
     how, severity = _changed(case, facts)
     yield finding(
         "law.update.gradients_are_those_made",
@@ -230,6 +243,7 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
         evidence=[
             ("steps with other gradients", f"{len(other)} of {len(looks)} that were compared", 0),
             (f"norm of the gradient of {names[0]}", first.live_norm, first.replayed_norm),
+            ("loss of some steps, and of the same steps with the gradients that are made", _if_restored(case)),
         ],
     )
 
@@ -238,6 +252,19 @@ def _rises(case: Case) -> bool:
     """Whether the loss is higher at last than at first, noise included."""
     losses = [each.loss for each in case.watched if math.isfinite(each.loss)]
     return len(losses) >= 2 * FEW and min(losses[-FEW:]) > max(losses[:FEW])
+
+
+def _if_restored(case: Case) -> list[float] | None:
+    """The mean loss of a few steps, and of the same steps with the gradients of the backward passes, where that is
+    lower in each and by far."""
+    live = {each.step: each.loss for each in case.watched}
+    for step, facts in case.every(RestoredFacts):
+        restored = dict(zip(range(step, 0, -1), reversed(facts.losses)))
+        pairs = [(live[each], restored[each]) for each in sorted(restored.keys() & live.keys())[-FEW:]]
+        was, without = (statistics.fmean(each) for each in zip(*pairs)) if pairs else (0.0, 0.0)
+        if len(pairs) == FEW and all(a > b for a, b in pairs) and was - without > GAINED * abs(without):
+            return [was, without]
+    return None
 
 
 def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
@@ -252,8 +279,8 @@ def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
         return "there where none was made", "info"
     if max(known) - min(known) > 1e-3 * max(known):
         return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
-    turned = all(each.live_sum * each.replayed_sum < 0 for each in tensors)
-    harms = turned and _wants_to_fall(case) and _rises(case)
+    turned = all(each.is_turned for each in tensors)
+    harms = turned and _wants_to_fall(case) and (_rises(case) or _if_restored(case) is not None)
     return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if harms else "info"
 
 

@@ -24,6 +24,11 @@ class Differing:
             return None
         return self.live_norm / self.replayed_norm
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether both sums have a sign, and it is another."""
+        return self.live_sum * self.replayed_sum < 0.0
+
 
 @dataclass(frozen=True)
 class FirstSums:
@@ -80,6 +85,11 @@ class UpdateFacts:
     is_grafted: bool = False
     begin: dict[str, FirstSums] = field(default_factory=dict)
 
+    @property
+    def is_all_turned(self) -> bool:
+        """Whether the sign of the gradient of every tensor is another: no player of a game alone goes up."""
+        return len(self.regraded) == self.tensors and all(each.is_turned for each in self.regraded)
+
 
 @dataclass(frozen=True)
 class WritesFacts:
@@ -107,6 +117,15 @@ class ShrunkFacts:
     share: float
     shrunk: tuple[float, ...]
     without: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RestoredFacts:
+    """The losses of the last recorded steps, made again from a state before them with the gradients as the backward
+    passes make them. The last one is that of the step that was looked at."""
+
+    experiment: ClassVar[str] = "gradients_restored"
+    losses: tuple[float, ...]
 
 
 NEAR = 1e-4

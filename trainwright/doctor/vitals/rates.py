@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
@@ -11,8 +12,12 @@ from trainwright.doctor.vitals.facts import VitalsFacts
 
 NEVER, SINCE = 16, 8
 """Updates at a rate of 0 that are no warm-up from 0, and no hand-over from one schedule to the next."""
-WASTED = 0.2
-"""Of all updates: so many at a rate of 0 at the end are no tail in which running statistics settle."""
+WASTED, CUT = 0.2, 16
+"""Share of all updates: so many at a rate of 0 at the end are no tail in which running statistics settle. Nor are so
+many updates after a rate that no decay had brought down.
+"""
+HIGH = 0.5
+"""Of the highest rate: no decay has brought it down."""
 DECAYED = 0.01
 """Of the highest rate: from less than this a decay comes to 0."""
 
@@ -27,11 +32,17 @@ def rates_are_positive(case: Case) -> Iterator[Verdict]:
         yield _below_0(facts)
     elif num_at_0 >= NEVER and facts.at_0_since == 1:
         yield _at_0(facts, f"the learning rate was 0 in all of {num_at_0} updates")
-    elif num_at_0 >= max(SINCE, WASTED * facts.steps) and facts.rate_before_0 > DECAYED * facts.highest_rate:
+    elif num_at_0 >= _too_many(facts) and facts.rate_before_0 > DECAYED * facts.highest_rate:
         fell = f"the learning rate fell from {facts.rate_before_0:.3g} to 0 in step {facts.at_0_since}"
         yield _at_0(facts, f"{fell}, and {num_at_0} updates changed nothing")
     else:
         yield Holds(f"{facts.steps} steps")
+
+
+def _too_many(facts: VitalsFacts) -> float:
+    """Updates at a rate of 0 at the end that are no tail."""
+    is_cut = facts.rate_before_0 >= HIGH * facts.highest_rate
+    return min(max(SINCE, WASTED * facts.steps), CUT if is_cut else math.inf)
 
 
 def _below_0(facts: VitalsFacts) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from trainwright.doctor.data.facts import SAME, EvaluatedRows, RowsFacts
 from trainwright.doctor.data.measure.changed import ChangedRows
 from trainwright.doctor.data.measure.digests import is_continuous, row_digests
 from trainwright.doctor.data.measure.phases import Phases
+from trainwright.doctor.data.measure.repeats import Repeats, place_of_call
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import Backward, Call, RecordedStep, constants_of, tensors_of
@@ -47,14 +48,15 @@ class InputRows(Probe):
         self._rows = 0
         self._new: deque[float] = deque(maxlen=8)
         self._last: deque[frozenset[int]] = deque(maxlen=WINDOW)
-        self._rows_before: list[int] = []
-        self._batch = self._same = self._whole = self._longest = self._longest_to = 0
+        self._repeats = Repeats()
+        self._place: Hashable = None
+        self._batch = self._whole = 0
         self._micro = self._micro_steps = 0
         self._next: list[float] = []
         self._far: list[float] = []
         self._partly = 0
         self._is_continuous: bool | None = None
-        self._waiting: list[tuple[int, list[list[Tensor]], bool]] = []  # whether all passes are of the same models
+        self._waiting: list[tuple[int, Hashable, list[list[Tensor]], bool]] = []  # are all passes of the same models?
         self._one_of = 0
         self._loaders: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._source = 0
@@ -75,6 +77,8 @@ class InputRows(Probe):
         if torch.is_grad_enabled():
             self._whole = max(self._whole, self._source)
             self._phases.train()
+            if self._place is None and _is_read(self._steps + 1):
+                self._place = place_of_call()
         else:
             if not self._gap_calls and self._num_evaluations < 2 * EVALUATIONS:
                 self._phases.evaluate()
@@ -87,18 +91,19 @@ class InputRows(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
         self._end_gap()
-        if (step.step > EVERY_STEP and step.step % PERIOD >= WINDOW) or not step.calls:
+        place, self._place = self._place, None
+        if not _is_read(step.step) or not step.calls:
             return
         passes = [*_by_backward(step)]
         groups = [[each for call in calls for each in _digests_of(call)] for calls in passes]
         if any(groups):
             self._note_source(step.calls[0])
             of_one = all({c.root for c in calls} == {c.root for c in passes[0]} for calls in passes)
-            self._waiting.append((step.step, groups, of_one))
+            self._waiting.append((step.step, place, groups, of_one))
         is_end = step.step % OFTEN == 0 if step.step <= EVERY_STEP else step.step % PERIOD == WINDOW - 1
-        if is_end and self._longest < SAME - 1 and not any(each.is_cuda for group in groups for each in group):
+        if is_end and self._repeats.longest < SAME - 1 and not any(each.is_cuda for group in groups for each in group):
             self._take_waiting()
-            self.urgent = self._longest >= SAME - 1 and self._whole > self._batch
+            self.urgent = self._repeats.longest >= SAME - 1 and self._whole > self._batch
 
     def _note_source(self, call: Call) -> None:
         """The rows of a tensor of which the input is a part."""
@@ -111,9 +116,11 @@ class InputRows(Probe):
                 self._whole = max(self._whole, len(base))
 
     def _take_waiting(self) -> None:
-        for step, groups, of_one in self._waiting:
+        for step, place, groups, of_one in self._waiting:
             rows = [[row for digests in group for row in self._read(digests)] for group in groups]
-            self._add(step, [row for group in rows for row in group])
+            every = [row for group in rows for row in group]
+            self._repeats.add(step, every, place)
+            self._add(every)
             if of_one:
                 self._note_micro([sorted(group) for group in rows])
         self._waiting = []
@@ -124,7 +131,7 @@ class InputRows(Probe):
         read: list[int] = (digests if self._one_of == 1 else digests[digests % self._one_of == 0]).tolist()
         return read
 
-    def _add(self, step: int, rows: list[int]) -> None:
+    def _add(self, rows: list[int]) -> None:
         now = frozenset(rows)
         fresh = now - self._seen
         self._rows += len(rows)
@@ -132,11 +139,6 @@ class InputRows(Probe):
         if len(self._seen) < MOST_ROWS:
             self._seen |= fresh
         before = self._last[-1] if self._last else frozenset()
-        is_one_start = len(now) == 1 < len(rows)  # of walks, say: what follows from it is computed
-        self._same = self._same + 1 if rows == self._rows_before and not is_one_start else 0
-        self._rows_before = rows
-        if self._same > self._longest:
-            self._longest, self._longest_to = self._same, step
         self._batch = len(rows)
         if len(self._last) == WINDOW:
             self._compare(now, before)
@@ -197,8 +199,10 @@ class InputRows(Probe):
             distinct=len(self._seen),
             new_lately=sum(self._new) / len(self._new),
             batch=self._batch,
-            same=self._longest,
-            same_to=self._longest_to,
+            same=self._repeats.longest,
+            same_to=self._repeats.longest_to,
+            same_before=self._repeats.second,
+            is_within=self._repeats.is_within,
             whole=self._whole,
             repeated_micro=self._micro,
             repeated_micro_steps=self._micro_steps,
@@ -214,6 +218,10 @@ class InputRows(Probe):
             are_changed=self._changed.are_of_same_samples(),
         )
         return dict(strict(vars(facts)))
+
+
+def _is_read(step: int) -> bool:
+    return step <= EVERY_STEP or step % PERIOD < WINDOW
 
 
 def _by_backward(step: RecordedStep) -> Iterator[list[Call]]:

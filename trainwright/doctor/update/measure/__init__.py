@@ -6,6 +6,7 @@ from trainwright.doctor.update.measure import again as _again  # noqa: F401  reg
 from trainwright.doctor.update.measure import calls as _calls  # noqa: F401  registers what it measures
 from trainwright.doctor.update.measure import rates as _rates  # noqa: F401  registers what it measures
 from trainwright.doctor.update.measure import replayed as _replayed  # noqa: F401  registers its experiment
+from trainwright.doctor.update.measure import restored as _restored  # noqa: F401  registers its experiment
 from trainwright.doctor.update.measure import shrunk as _shrunk  # noqa: F401  registers its experiment
 from trainwright.doctor.update.measure.between import WritesProbe
 from trainwright.recorder.probes import Probe, WatchedObjects

@@ -13,7 +13,7 @@ from trainwright.runlog.records import Watched
 LATELY, FEW = 32, 8
 """Steps before a spike that tell the usual rate, and those of them whose updates have led to it."""
 RAISED = 3.0
-"""Times the usual rate: more is no schedule that has settled."""
+"""Times the usual rate: more is no schedule that has settled. Times the rate of the step before: more is no ramp."""
 
 
 def gradient_spike(case: Case) -> Iterator[Finding]:
@@ -21,7 +21,8 @@ def gradient_spike(case: Case) -> Iterator[Finding]:
 
     Where training has converged, the usual norm is small; a batch that is hard is then many times as large and does no
     harm. So a norm below that of the first steps is no finding. A spike that was clipped, that the loss has come back
-    from, or that comes while the loop itself raises the rate (a range test), has the severity info.
+    from, or that comes while the loop itself raises the rate step by step (a range test) or back to what it was (a
+    restart), has the severity info.
     """
     spikes = [record for record in case.watched if _is_large(record)]
     if not spikes:
@@ -29,7 +30,8 @@ def gradient_spike(case: Case) -> Iterator[Finding]:
     record = spikes[0]
     norm, usual, _, action = record.values["spike"]
     raised = _is_raised(case, record.step)
-    harmless = action == "warn" and (raised or _is_clipped(record, norm) or _went_on_well(case, record.step))
+    ramp = raised and not _is_beyond(case, record.step)
+    harmless = action == "warn" and (ramp or _is_clipped(record, norm) or _went_on_well(case, record.step))
     yield finding(
         "grad.spike",
         "info" if harmless else "warning",
@@ -71,6 +73,13 @@ def _is_raised(case: Case, step: int) -> bool:
     """Whether the rate of the last updates is far above the usual one of the steps before."""
     rates = [each.lr for each in case.watched if step - LATELY <= each.step <= step]
     return len(rates) > 2 and max(rates[-FEW:]) > RAISED * statistics.median(rates)
+
+
+def _is_beyond(case: Case, step: int) -> bool:
+    """Whether the rate has lately gone up, in one step, to far above any that there was before."""
+    rates = [each.lr for each in case.watched if each.step <= step]
+    begin = max(1, len(rates) - FEW)
+    return any(rates[i] > RAISED * max(rates[:i]) > 0.0 for i in range(begin, len(rates)))
 
 
 def _is_clipped(record: Watched, norm: float) -> bool:
