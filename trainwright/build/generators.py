@@ -37,13 +37,14 @@ class OwnGenerators:
 
     def __init__(self, seed: int) -> None:
         self._back = self._give_back  # made once: between two steps each call costs ten times what it does in a row
-        with seeded(seed):
-            self._enter(RngBag.capture())
+        self._numpy = np.random.MT19937()  # takes 150 us, to seed it 3
+        self.seed(seed)
 
-    def _enter(self, bag: RngBag) -> None:
-        self._python, self._torch = PythonState.of(bag.python), bag.torch_cpu
-        self._numpy = np.random.MT19937()
-        self._numpy.state = bag.numpy  # type: ignore[assignment]  # as RngBag has it
+    def seed(self, seed: int) -> None:
+        """Begins anew, as ``seed_all`` seeds the global ones."""
+        self._python = PythonState.of(random.Random(seed).getstate())
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        np.random.RandomState(self._numpy).seed(seed % 2**32)
 
     def __enter__(self) -> None:
         self._outside = read_python(), _read_torch(), mtrand.get_bit_generator()
@@ -73,7 +74,8 @@ class OwnGenerators:
 
     def restore(self, bag: RngBag) -> None:
         """Goes on from states that ``read`` gave."""
-        self._enter(bag)
+        self._python, self._torch = PythonState.of(bag.python), bag.torch_cpu
+        self._numpy.state = bag.numpy  # type: ignore[assignment]  # as RngBag has it
 
 
 class EpochGenerators:
@@ -98,7 +100,8 @@ def prepare_epoch(source: object, seed: int, epoch: int) -> None:
         if callable(tell := getattr(part, "set_epoch", None)):
             tell(epoch)
         for name, value in (vars(part) if hasattr(part, "__dict__") else {}).items():
-            _seed(value, seed_of(f"{seed}:{epoch}:{number}:{name}"))
+            if isinstance(value, _SEEDED):
+                _seed(value, seed_of(f"{seed}:{epoch}:{number}:{name}"))
 
 
 def _parts(source: object) -> list[object]:
@@ -117,9 +120,13 @@ def _parts(source: object) -> list[object]:
     return found
 
 
+_SEEDED = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+
+
 @singledispatch
 def _seed(generator: object, seed: int) -> None:
-    """Seeds a generator; leaves anything else alone."""
+    """Seeds a generator of one of these classes."""
+    raise TypeError(f"{type(generator).__name__} is not seeded")
 
 
 @_seed.register

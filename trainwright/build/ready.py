@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_convert
 
+from trainwright.build.batch_digest import digest_with
 from trainwright.build.collation import Batch
 from trainwright.build.generators import OwnGenerators, prepare_epoch
 from trainwright.build.workers import sigchld_as_it_was
@@ -27,15 +26,7 @@ from trainwright.state.rng import seed_of
 Say: TypeAlias = Callable[[str], None]
 PROGRESS_S = 10.0
 """How often it is said how far a replay has come."""
-_OF_NUMPY = (
-    *(torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.uint8, torch.bool),
-)
-"""Dtypes that NumPy has, too; of others the bytes are compared."""
 _END = object()
-_NAMES = {str}
-COMPARED = 512
-"""Values of each tensor that a digest covers, spread evenly: some microseconds a tensor, whatever its size."""
 ALL_OF_FIRST, DIGESTED = 16, 16
 """Batches of an epoch that are all covered by its digest, and of which one is later: another order differs at once."""
 SPARSE = f"/{DIGESTED}"
@@ -131,7 +122,8 @@ def iter_is_itself(source: object) -> bool:
 class Pass:
     """One epoch of the user's iterator, and what is known of how far it has come.
 
-    The ids of a batch are positions in the pass, one for each row; one in all where rows cannot be counted.
+    The ids of a batch are positions in the pass, one for each row; one in all where rows cannot be counted. The
+    ``generators`` are those of the pass before, which is over.
     """
 
     def __init__(
@@ -143,10 +135,12 @@ class Pass:
         state: StreamState | None = None,
         *,
         covers_all: bool = False,
+        generators: OwnGenerators | None = None,
     ) -> None:
         self._say = say
         self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
-        self._generators = OwnGenerators(seed_of(f"{seed}:{epoch}:batches"))
+        self._generators = generators or OwnGenerators(0)
+        self._generators.seed(seed_of(f"{seed}:{epoch}:batches"))
         try:
             with self._generators, sigchld_as_it_was():
                 made = source.begin(seed, epoch)
@@ -182,9 +176,9 @@ class Pass:
             self._ids = np.arange(begin, self._ids_end)
         ids = self._ids[begin - self._ids_begin : self.position - self._ids_begin]
         if self._covers_all or self.number <= ALL_OF_FIRST:
-            self.digest = _digest(self.digest, data)
+            self.digest = digest_with(self.digest, data)
         elif self.number % DIGESTED == 0:
-            self.digest = _digest(self.digest, data) + SPARSE
+            self.digest = digest_with(self.digest, data) + SPARSE
         elif self.number == ALL_OF_FIRST + 1:
             self.digest += SPARSE
         return MicroBatch(data, ids)
@@ -221,7 +215,7 @@ class Pass:
 
 def _copied(own: Tree) -> Tree:
     """Raises TypeError for what a checkpoint cannot keep."""
-    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and _NAMES.issuperset(map(type, own)):
+    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and all(type(each) is str for each in own):
         return own.copy()
     own = copy.deepcopy(own)
     encode(own)
@@ -272,7 +266,7 @@ class ReadyStream:
         covers_all: bool = False,
     ) -> None:
         self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
-        self._covers_all = covers_all
+        self._covers_all, self._generators = covers_all, OwnGenerators(seed)
         self.resumed = ""
         self._said: set[str] = set()
 
@@ -308,7 +302,8 @@ class ReadyStream:
         start = self.start
         is_resumed = epoch == start.epoch and start.position > 0
         covers_all = self._covers_all or (is_resumed and not start.digest.endswith(SPARSE))
-        return Pass(self.source, self.seed, epoch, self._say_once, state, covers_all=covers_all)
+        own = self._generators
+        return Pass(self.source, self.seed, epoch, self._say_once, state, covers_all=covers_all, generators=own)
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -353,45 +348,3 @@ def _as_tensors(data: Batch) -> Batch:
             return data
         return type(data)([each if isinstance(each, Tensor) else _as_tensors(each) for each in data])
     return {key: _as_tensors(value) for key, value in data.items()} if type(data) is dict else data
-
-
-def _digest(before: str, data: Batch) -> str:
-    parts = [before.encode()]
-    _add(parts, data, 0)
-    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
-
-
-def _add(parts: list[bytes], data: object, depth: int) -> None:
-    """Adds what of a batch is compared. A tensor on a GPU gives its shape alone: its values would cost a sync."""
-    if isinstance(data, Tensor):
-        parts.append(_kind_of(data.dtype, data.shape))
-        if data.is_cpu and data.layout == torch.strided and data.numel():
-            parts.append(_some_values(data))
-    elif isinstance(data, tuple | list):
-        parts.append(str(len(data)).encode())
-        for each in data[:COMPARED]:
-            _add(parts, each, depth)
-    elif isinstance(data, Mapping):
-        for key, value in data.items():
-            parts.append(repr(key).encode())
-            _add(parts, value, depth)
-    elif isinstance(data, str | bytes | bool | int | float | None):
-        parts.append(repr(data).encode())
-    elif depth < 4 and hasattr(data, "__dict__"):  # a batch of graphs, or any class of the user's
-        _add(parts, vars(data), depth + 1)
-
-
-@lru_cache(maxsize=256)
-def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    return f"{dtype}{tuple(shape)}".encode()
-
-
-def _some_values(tensor: Tensor) -> bytes:
-    """Bytes of some values, without a copy of the others however they lie in memory."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    if plain.dtype not in _OF_NUMPY:
-        plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
-    flat = plain.numpy().ravel(order="K")
-    return flat[:: -(-len(flat) // COMPARED)].tobytes()

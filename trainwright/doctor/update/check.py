@@ -10,15 +10,9 @@ from itertools import pairwise
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+from trainwright.doctor.update.directions import descends, gradients_are_those_made, unseen
 from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew, is_whole
-from trainwright.doctor.update.facts import (
-    FirstSums,
-    RestoredFacts,
-    ShrunkFacts,
-    UpdateFacts,
-    WritesFacts,
-    common_factor,
-)
+from trainwright.doctor.update.facts import FirstSums, ShrunkFacts, UpdateFacts, WritesFacts, common_factor, module_of
 from trainwright.doctor.update.names.rates import last_quarter
 from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Where
@@ -27,42 +21,20 @@ LOOKS_SHRUNK = 3
 """At most so many looks are made again without what shrinks the weights."""
 SHRUNK_SINCE = 12
 """Steps without which too few can be made again."""
-Looks = Sequence[tuple[int, UpdateFacts]]
-RISES = 0.01
-"""A cosine above it is no rounding: between gradient and update those of real loops are below -0.1, or above 0.1."""
 NEAR_ITS_TOP = 0.5
 """Of the highest rate so far. Where a schedule has brought the rate down, an update may well be lost in rounding."""
 
 USUAL = 3
 """So many times as far as the loss usually moves from a step to the next is no chance."""
-FEW = 4
-"""Losses at the begin, and at the end, that tell whether it has risen."""
-LOOKS_TURNED, GAINED = 8, 0.05
-"""At most so many looks are made again with the gradients of the backward passes; by this share, on the mean, the last
-losses must be lower then.
-"""
 PINNED = 5
 """Looks at which a weight that is written to has the same values: a clamp that one reaches now and then is fewer."""
 
 
-def _looks(case: Case) -> Looks:
-    return case.every(UpdateFacts)
-
-
-def _unseen(case: Case) -> Iterator[Verdict]:
-    if (why := case.blind(UpdateFacts)) is not None:
-        yield NotApplicable(why)
-
-
-def _where(names: Sequence[str]) -> Where:
-    """The module that all of these parameters are in, where they are in one."""
-    modules = {name.rpartition(".")[0] for name in names}
-    return Where(module=modules.pop() if len(modules) == 1 else None)
-
-
 def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     """Between the end of an update and the begin of the next nothing writes to the weights that it trains."""
-    looks = [(step, facts) for step, facts in _looks(case) if step > 1]  # before the first anything may be loaded
+    looks = [
+        (step, facts) for step, facts in case.every(UpdateFacts) if step > 1
+    ]  # before the first anything may be loaded
     heard = case.newest(WritesFacts)
     restarts = set(heard.restarts if heard else ())
     seen = {step: facts for step, facts in looks if facts.written and step not in restarts}
@@ -75,7 +47,7 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         whole = f"all weights at {compared} steps, " if compared else ""
         yield Holds(f"{whole}a sample of them at {heard.compared}") if heard else NotApplicable("no live loop")
         return
-    begin = next((facts.begin for _, facts in _looks(case)), {})
+    begin = next((facts.begin for _, facts in case.every(UpdateFacts)), {})
     if pinned := _pinned([facts for _, facts in looks if facts.is_compared], begin):
         yield _undone(case, pinned)
         return
@@ -109,7 +81,7 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         sure=0.9 if harms else 0.7,
         stage="update",
         since_step=steps[0],
-        where=_where(names),
+        where=module_of(names),
         evidence=[
             ("steps that began with other weights", f"{len(steps)} of {compared} that were compared", 0),
             ("loss of the batch with the written weights, and without", list(losses) if losses else None),
@@ -163,7 +135,7 @@ def _undone(case: Case, names: Sequence[str]) -> Finding:
         sure=0.85,
         stage="update",
         since_step=2,
-        where=_where(names),
+        where=module_of(names),
         evidence=[("weights that are put back", listed(names), "none")],
     )
 
@@ -210,86 +182,12 @@ def _spread(case: Case) -> float:
     return USUAL * statistics.median(moves) if moves else math.inf
 
 
-def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
-    """The update uses the gradients that the recorded backward passes and the calls after them make."""
-    looks = [
-        (step, f) for step, f in _looks(case)
-        if f.is_compared and f.has_same_loss and not f.written and not f.is_grafted
-    ]  # fmt: skip
-    if not looks:
-        yield from _unseen(case)
-        return
-    other = [(step, facts) for step, facts in looks if facts.regraded]
-    if not other:
-        yield Holds(f"{looks[-1][1].tensors} tensors at {len(looks)} steps")
-        return
-    step, facts = other[-1]
-    names = [each.name for each in facts.regraded]
-    first = facts.regraded[0]
-    turned = [step for step, facts in other if facts.is_all_turned]
-    yield from [ExperimentRequest(RestoredFacts.experiment, step) for step in turned[:LOOKS_TURNED]]
-    how, severity = _changed(case, facts)
-    yield finding(
-        "law.update.gradients_are_those_made",
-        severity,
-        step,
-        symptom=f"{len(names)} gradients at the update are not those of the backward passes: they are {how}",
-        cause="the loop changes them by hand" if facts.edited else "something that is no recorded call changes them",
-        remedy="look at what comes between backward() and step(): .grad is written to, replaced or added to",
-        sure=0.9,
-        stage="backward",
-        since_step=other[0][0],
-        where=_where(names),
-        evidence=[
-            ("steps with other gradients", f"{len(other)} of {len(looks)} that were compared", 0),
-            (f"norm of the gradient of {names[0]}", first.live_norm, first.replayed_norm),
-            ("loss of some steps, and of the same steps with the gradients that are made", _if_restored(case)),
-        ],
-    )
-
-
-def _rises(case: Case) -> bool:
-    """Whether the loss is higher at last than at first, noise included."""
-    losses = [each.loss for each in case.watched if math.isfinite(each.loss)]
-    return len(losses) >= 2 * FEW and min(losses[-FEW:]) > max(losses[:FEW])
-
-
-def _if_restored(case: Case) -> list[float] | None:
-    """The mean loss of a few steps, and of the same steps with the gradients of the backward passes, where that is
-    lower in each and by far."""
-    live = {each.step: each.loss for each in case.watched}
-    for step, facts in case.every(RestoredFacts):
-        restored = dict(zip(range(step, 0, -1), reversed(facts.losses)))
-        pairs = [(live[each], restored[each]) for each in sorted(restored.keys() & live.keys())[-FEW:]]
-        was, without = (statistics.fmean(each) for each in zip(*pairs)) if pairs else (0.0, 0.0)
-        if len(pairs) == FEW and all(a > b for a, b in pairs) and was - without > GAINED * abs(without):
-            return [was, without]
-    return None
-
-
-def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
-    """In what way gradients were changed, in words. To rewrite them is a technique; of a sign that is turned while the
-    loss rises nobody says so.
-    """
-    tensors = facts.regraded
-    known = [ratio for each in tensors if (ratio := each.ratio) is not None]
-    if not known or max(known) == 0.0:
-        if not any(each.live_norm > 0 for each in tensors):
-            return "gone", "info"
-        return "there where none was made", "info"
-    if max(known) - min(known) > 1e-3 * max(known):
-        return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
-    turned = all(each.is_turned for each in tensors)
-    harms = turned and _wants_to_fall(case) and (_rises(case) or _if_restored(case) is not None)
-    return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if harms else "info"
-
-
 def follows_its_rule(case: Case) -> Iterator[Verdict]:
     """What an update adds to the weights is what the class of the optimizer adds in float64."""
-    rules = [(step, facts, rule) for step, facts in _looks(case) for rule in facts.rules]
+    rules = [(step, facts, rule) for step, facts in case.every(UpdateFacts) for rule in facts.rules]
     if not rules:
-        names = sorted({name for _, facts in _looks(case) for name in facts.optimizers})
-        yield from [NotApplicable(f"the rule of {listed(names)} is not known")] if names else _unseen(case)
+        names = sorted({name for _, facts in case.every(UpdateFacts) for name in facts.optimizers})
+        yield from [NotApplicable(f"the rule of {listed(names)} is not known")] if names else unseen(case)
         return
     off = [(step, rule) for step, _, rule in rules if rule.off]
     if not off:
@@ -310,7 +208,7 @@ def follows_its_rule(case: Case) -> Iterator[Verdict]:
         sure=0.85,
         stage="update",
         since_step=off[0][0],
-        where=_where([worst]),
+        where=module_of([worst]),
         evidence=[("distance from the update in float64", rule.off[worst], f"rounding of {rule.dtype}")],
     )
 
@@ -319,9 +217,11 @@ def is_kept(case: Case) -> Iterator[Verdict]:
     """The weights take on the update: it is not lost in their rounding."""
     rates = {each.step: each.lr for each in case.watched}
     top = max(rates.values(), default=0.0)
-    rules = [(step, r) for step, f in _looks(case) for r in f.rules if rates.get(step, top) >= NEAR_ITS_TOP * top]
+    rules = [
+        (step, r) for step, f in case.every(UpdateFacts) for r in f.rules if rates.get(step, top) >= NEAR_ITS_TOP * top
+    ]
     if not rules:
-        yield from _unseen(case)
+        yield from unseen(case)
         return
     lost = [(step, rule) for step, rule in rules if rule.kept < 0.5]
     if len(lost) < min(3, len(rules)) or not lost:
@@ -338,44 +238,9 @@ def is_kept(case: Case) -> Iterator[Verdict]:
         sure=0.9,
         stage="update",
         since_step=lost[0][0],
-        where=Where(module=_where(rule.lost_in).module, dtype=rule.dtype),
+        where=Where(module=module_of(rule.lost_in).module, dtype=rule.dtype),
         evidence=[("share of the update along itself that the weights took on", rule.kept, 1.0)],
     )
-
-
-def descends(case: Case) -> Iterator[Verdict]:
-    """To first order the loss of the batch falls along the update."""
-    looks = [(step, f) for step, f in _looks(case) if f.slopes and all(map(math.isfinite, f.slopes))]
-    if not looks:
-        yield from _unseen(case)
-        return
-    rising = [(step, facts) for step, facts in looks if min(facts.slopes) > RISES]
-    if looks[-1][1].maximises and not _wants_to_fall(case):
-        yield NotApplicable("the optimizer is told to maximise")
-        return
-    if len(looks) < 3 or len(rising) < len(looks):
-        yield Holds(f"cosine to the gradient {max(looks[-1][1].slopes):.2f} at {len(looks)} steps")
-        return
-    step, facts = rising[-1]
-    yield finding(
-        "law.update.descends",
-        "critical" if _wants_to_fall(case) else "info",
-        step,
-        symptom=f"every update goes along the gradient, uphill: cosine {min(facts.slopes):.2f}",
-        cause="a sign is turned between the loss and the weights: by maximize=True, a negated gradient, or the rule",
-        remedy="look at maximize, at hooks and at what is done with .grad",
-        sure=0.95,
-        stage="update",
-        since_step=rising[0][0],
-        evidence=[("cosine between the gradient and the update", min(facts.slopes), "below 0")],
-        explains=("opt.lr_too_high", "opt.lr_too_low", "sched.no_warmup"),
-    )
-
-
-def _wants_to_fall(case: Case) -> bool:
-    """Whether the argument of backward is a loss that is bounded below and not above."""
-    given = [each for exam in case.outcomes("loss") for each in exam.values.get("given", ())]
-    return {each["wants"] for each in given if each.get("wants")} == {1}
 
 
 def once_for_each(case: Case) -> Iterator[Verdict]:
@@ -407,7 +272,7 @@ def _not_once(step: int, twice: int, missing: Sequence[str], severity: Severity)
         remedy="give every parameter to one optimizer, and call its step() once for each backward pass",
         sure=0.9,
         stage="update",
-        where=_where(missing),
+        where=module_of(missing),
         evidence=[("updates with the same gradients", twice, 0), ("parameters without an update", len(missing), 0)],
     )
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from trainwright.runlog.records import Where
+
 
 @dataclass(frozen=True)
 class Differing:
@@ -132,6 +134,12 @@ NEAR = 1e-4
 """Relative: two ratios of norms in float32, which are one."""
 BY_HAND = 2e-3
 """Of its size that a weight loses in a step: what a decay of 0.2 takes off it at a rate of 0.01, which is strong."""
+
+
+def module_of(names: Sequence[str]) -> Where:
+    """The module that all of these parameters are in, where they are in one."""
+    modules = {name.rpartition(".")[0] for name in names}
+    return Where(module=modules.pop() if len(modules) == 1 else None)
 
 
 def common_factor(tensors: Sequence[Differing]) -> float | None:
