@@ -89,6 +89,22 @@ def test_preserved_rng_even_when_it_raises() -> None:
     assert draw() == expected
 
 
+@pytest.mark.parametrize("spare", [0, 1], ids=["no spare normal", "a spare normal"])
+@pytest.mark.parametrize("inside", [0, 1, 2, 3], ids=lambda number: f"{number} inside")
+def test_what_is_drawn_inside_of_preserved_rng_leaves_no_trace(spare: int, inside: int) -> None:
+    """One normal of NumPy after another: the second of a pair is kept, and does not move the words."""
+    seed_all(3)
+    for _ in range(spare):
+        np.random.randn()
+    before = RngBag.capture()
+    with preserved_rng():
+        for _ in range(inside):
+            np.random.randn(), random.gauss(0.0, 1.0), torch.rand(3)
+    drawn = draw()
+    before.restore()
+    assert draw() == drawn
+
+
 def test_a_bag_of_a_machine_with_more_gpus_still_restores() -> None:
     bag = RngBag.capture()
     absent = torch.zeros(16, dtype=torch.uint8)

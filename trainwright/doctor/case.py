@@ -27,6 +27,7 @@ class Case:
 
     def __init__(self, records: Sequence[Record], *, finished: bool = False) -> None:
         self.records, self.finished = records, finished
+        self._read: dict[tuple[int, type], object] = {}
 
     @cached_property
     def watched(self) -> list[Watched]:
@@ -53,11 +54,18 @@ class Case:
         """The newest outcome of an experiment, or the newest facts of a kind; None if there are none."""
         if isinstance(experiment, str):
             return self.outcomes(experiment)[-1] if self.outcomes(experiment) else None
-        return next((construct(experiment, each.values) for each in reversed(self._seen(experiment))), None)
+        return next((self._facts_of(each, experiment) for each in reversed(self._seen(experiment))), None)
 
     def every(self, kind: type[F]) -> list[tuple[int, F]]:
         """All facts of a kind with the step that each is about, oldest first."""
-        return [(each.step, construct(kind, each.values)) for each in self._seen(kind)]
+        return [(each.step, self._facts_of(each, kind)) for each in self._seen(kind)]
+
+    def _facts_of(self, outcome: Examined, kind: type[F]) -> F:
+        """Several laws ask for the same facts: they are read once."""
+        known = self._read.get((id(outcome), kind))
+        if not isinstance(known, kind):
+            known = self._read[id(outcome), kind] = construct(kind, outcome.values)
+        return known
 
     def since_change(self, kind: type[F]) -> list[tuple[int, F]]:
         """All facts of a kind since the program of the loop changed last; all of them where there are none since."""
