@@ -1,12 +1,11 @@
 """What a loader of one's own costs in ``tw.fit``, against a loop written by hand over the same loader.
 
-    python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--quick] [--threads 1]
+    python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--only PATTERN] [--quick] [--threads 1]
 
 Both loops of a round train the same MLP (64-512-512-10, batches of 64: a millisecond a step or two) on the same kind of
 loader, one after the other; the next round begins with the other one. Both have AdamW, clipping, warm-up and cosine
-decay, as the plain loop of ``step_overhead`` has. ``tw.fit`` has everything else at its default, doctor and log too. It
-saves four times in a run, however short that is: 400 steps take half a second, 2000 are as many as those of
-``step_overhead``. The figures of a loader:
+decay, as the plain loop of ``step_overhead`` has. ``tw.fit`` has everything else at its default, doctor and log too.
+400 steps take half a second, 2000 are as many as those of ``step_overhead``. The figures of a loader:
 
 ``LOADER_wall``  mean time of a step after the first 64, as a ratio to the loop by hand
 ``LOADER_cpu``   the same in CPU time of the training thread, which other work on the machine disturbs less
@@ -16,6 +15,7 @@ saves four times in a run, however short that is: 400 steps take half a second, 
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import statistics
 import tempfile
@@ -53,13 +53,13 @@ class Wide(Task):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Ready batches that a worker makes."""
+    """Ready batches that a worker makes. A pass has as many as take longer than to start the workers."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return islice(self.task.batches(), 64)
+        return islice(self.task.batches(), 512)
 
 
 class Stateful:
@@ -99,6 +99,7 @@ LOADERS: dict[str, Loader] = {
     "ready_batches": lambda task: DataLoader(list(islice(task.batches(), 64)), batch_size=None),
     "iterable": lambda task: lambda: islice(task.batches(), 64),
     "stateful": Stateful,
+    "one_worker": lambda task: DataLoader(Stream(task), batch_size=None, num_workers=1),
     "two_workers": lambda task: DataLoader(Stream(task), batch_size=None, num_workers=2),
 }
 
@@ -172,13 +173,15 @@ def extra_us(task: Task, make: Loader, number: int) -> float:
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=(5, 1), steps=(400, 8))
+    options = arguments(__doc__, rounds=(5, 1), steps=(400, 8), only=("*", "*"))
     torch.set_num_threads(options.threads)
     about("foreign_loader")
     task = Wide("wide", 64, options.steps)
     with tempfile.TemporaryDirectory(prefix="foreign-") as folder:
         os.chdir(folder)
         for name, make in LOADERS.items():
+            if not fnmatch.fnmatch(name, options.only):
+                continue
             seen: dict[Way, list[tuple[float, float, float]]] = {by_hand: [], by_fit: []}
             for number in range(options.rounds):
                 for run in (by_hand, by_fit)[:: 1 if number % 2 else -1]:

@@ -35,6 +35,7 @@ IDS_OF = 32
 """Batches whose ids are made at once: between two steps a call costs ten times what it does in a row."""
 PLAIN = {int, float, str, bool, type(None)}
 """Types of values that nobody changes, and a checkpoint keeps."""
+_NAMES = {str}
 MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
 AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
 
@@ -215,7 +216,7 @@ class Pass:
 
 def _copied(own: Tree) -> Tree:
     """Raises TypeError for what a checkpoint cannot keep."""
-    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and all(type(each) is str for each in own):
+    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and _NAMES.issuperset(map(type, own)):
         return own.copy()
     own = copy.deepcopy(own)
     encode(own)

@@ -28,7 +28,7 @@ from trainwright.world.threads import single_threaded, small_stacks
 P = ParamSpec("P")
 R = TypeVar("R")
 MOST_OF_FREE_MEMORY = 0.8
-SHARES_APART_S = 1.0
+SHARES_APART_S = 5.0
 """Seconds that lie at least between two saves which a share of the run asks for: shorter ones are not worth a save."""
 
 

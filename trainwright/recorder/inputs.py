@@ -157,7 +157,8 @@ class InputRing(Ring):
             if inputs.tensors and is_of_worker(inputs.tensors[0]):  # then all are: one worker made them
                 copies = PrivateCopies()
                 for tensor in filter(is_of_worker, inputs.tensors):
-                    tensor.data = copies.of(tensor)
+                    is_simple = tensor.is_contiguous() and not tensor.storage_offset()
+                    tensor.data = tensor.clone() if is_simple else copies.of(tensor)
             self._inputs[inputs.step], self._makes[inputs.step] = inputs, make
         self.add(*steps)
 
