@@ -78,6 +78,7 @@ def test_each_part_of_the_bed_has_every_host() -> None:
     assert not set(mutant_bed.bed(kept_out=False)) & set(mutant_bed.bed(kept_out=True))
 
 
+@pytest.mark.slow
 def test_the_wide_bed_has_further_sites_of_open_pairs_alone() -> None:
     wide = mutant_bed.judged(wide=True)
     assert wide and not set(wide) & set(mutant_bed.judged())
@@ -85,6 +86,7 @@ def test_the_wide_bed_has_further_sites_of_open_pairs_alone() -> None:
     assert not any(mutant_bed.is_stale(host, wide=True) for host in HOSTS)
 
 
+@pytest.mark.slow
 def test_the_further_verdicts_are_on_mutants_of_the_further_hosts() -> None:
     further = [by_name(name) for name in mutant_bed.judged(further=True)]
     assert {each.host for each in further} == set(FURTHER)
@@ -133,6 +135,7 @@ def test_the_programs_are_in_number_and_those_kept_out_are_others() -> None:
     assert not set(unseen) & set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["table:sign_through", "rebuild:spectral", "regress:sharpness_aware", "rebuild:moved_codes", "table:private"]

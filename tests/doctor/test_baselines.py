@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ def normalised(each: Tensor) -> Tensor:
     return (each - each.mean()) / (each.std() + 1e-6)
 
 
+@pytest.mark.slow
 @each_row(
     ("weigh", "sign", "value_loss"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ def half(log_var: Tensor) -> Tensor:
     return (log_var / 2).exp()
 
 
+@pytest.mark.slow
 @each_row(
     ("deviation", "divergence", "kind"),
     [

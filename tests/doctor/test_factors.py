@@ -37,6 +37,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(h) + self.second(torch.tanh(h)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "state"),
     [

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
+
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
 DATA = torch.randn(16, 2, generator=torch.Generator().manual_seed(1)) + 2
 JUDGES = {law.name.removeprefix("loss."): law.judge for law in LAWS if law.name.startswith("loss.")}

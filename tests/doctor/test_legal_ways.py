@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ def test_pairs_of_rows_with_columns_are_made_on_purpose() -> None:
     assert "loss.broadcast_target" not in {each.code for each in diagnose(case).findings}
 
 
+@pytest.mark.slow
 def test_a_bias_cancels_out_of_a_difference() -> None:
     torch.manual_seed(0)
     critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))

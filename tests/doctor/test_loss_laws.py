@@ -183,6 +183,7 @@ def test_a_loss_that_is_computed_wrongly_is_found(law: str, loss: Loss) -> None:
     assert broken(ended(case_of(loss)), law)
 
 
+@pytest.mark.slow
 @each_row("steps", [8, 16, 24])
 def test_a_loss_that_comes_down_at_once_may_start_far_above_chance(steps: int) -> None:
     """Scores of a scale that is meant: cosines times 30."""
@@ -216,6 +217,7 @@ def test_a_thing_that_is_compared_with_itself_is_found_once_it_stays_so() -> Non
     assert "same values" in found.found.symptom
 
 
+@pytest.mark.slow
 @each_row(
     ("loss", "name"),
     [
@@ -234,6 +236,7 @@ def test_a_term_that_is_not_learned_is_found(loss: Loss, name: str | None) -> No
     assert [each.found.where.op for each in found] == ([] if name is None else [name])
 
 
+@pytest.mark.slow
 @each_row(
     ("loss", "steps", "name"),
     [
@@ -279,6 +282,7 @@ def test_terms_are_mixed_where_one_is_a_sum_and_one_a_mean(terms: tuple[float, .
     assert len(broken(case, "batch_is_cut_anywhere")) == count
 
 
+@pytest.mark.slow
 @each_row(("reduced", "op"), [(F.mse_loss, "mse_loss"), (F.cross_entropy, "cross_entropy")])
 def test_what_a_mask_leaves_out_is_not_asked_for(reduced: Callable[..., Tensor], op: str) -> None:
     torch.manual_seed(0)

@@ -58,6 +58,7 @@ def test_every_outcome_that_a_check_reads_is_made() -> None:
     assert read - made() == set()
 
 
+@pytest.mark.slow
 def test_every_experiment_that_a_check_asks_for_exists_and_is_made_only_on_request() -> None:
     requested = named("ExperimentRequest")
     assert {name for name in requested if experiments.EXPERIMENTS[name].when != "requested"} == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.law import NotApplicable
 from trainwright.runlog.records import Examined
+
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
 
 def surrogate(out: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def test_where_memory_is_short_or_all_is_searched_older_objects_do_not_rest() ->
     assert is_freed(dead) and gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_what_somebody_else_froze_stays_frozen() -> None:
     resting, _, is_new_freed = frozen_by_step(frozen_before=True)
     assert all(resting) and is_new_freed and gc.get_freeze_count() > 0

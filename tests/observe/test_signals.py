@@ -310,6 +310,7 @@ def interrupted(dataset: object, loading: Loading, line: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "loading"),
     [

@@ -285,6 +285,7 @@ def endpoint(port: int, accept: str) -> tuple[str, str]:
         return answer.headers["Content-Type"], answer.read().decode()
 
 
+@pytest.mark.slow
 def test_an_endpoint_is_read_by_the_parsers_of_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
     from prometheus_client.openmetrics.parser import text_string_to_metric_families as of_open_metrics

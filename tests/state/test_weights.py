@@ -126,6 +126,7 @@ def test_weights_go_into_a_model_that_is_wrapped_otherwise(wrap: Callable[[Any],
     assert saved["_extra_state"] == {"epochs": 7}
 
 
+@pytest.mark.slow
 @each_wrap
 def test_what_does_not_fit_is_named_as_torch_does(wrap: Callable[[Any], nn.Module]) -> None:
     saved = plain_state_dict(Net())

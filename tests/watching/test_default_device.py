@@ -21,6 +21,7 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_a_watched_loop_is_judged_as_ever() -> None:
     x = torch.randn(96, 32, 20)
@@ -39,6 +40,7 @@ def test_a_watched_loop_is_judged_as_ever() -> None:
     assert not watch.session.failures
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_fit_trains_and_saves_as_ever(tmp_path: Path) -> None:
     x = torch.randn(256, 20)

@@ -135,6 +135,7 @@ def test_a_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
     assert torch.equal(weights[19], weights[skipped[0] - 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["warn", "skip"])
 @pytest.mark.parametrize("by", ["another optimizer", "more is trained"])
 def test_a_stage_of_larger_gradients_is_no_spike(how: OnSpike, by: str) -> None:
