@@ -242,7 +242,10 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """Saving during the run; the end of a run is always saved."""
 
-    every: Duration | None = Field(default=Duration(0.25, "run"), description="How often; null: only at the end.")
+    every: Duration | None = Field(
+        default=Duration(0.25, "run"),
+        description="How often; a share of the run at most every 5 s. null: only at the end.",
+    )
     at_least_every: Duration | None = Field(
         default=Duration(15 * 60, "s"), description="Also when the last one is so old, by the clock on the wall."
     )

@@ -32,9 +32,8 @@ PINNED = 5
 
 def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     """Between the end of an update and the begin of the next nothing writes to the weights that it trains."""
-    looks = [
-        (step, facts) for step, facts in case.every(UpdateFacts) if step > 1
-    ]  # before the first anything may be loaded
+    every = case.every(UpdateFacts)
+    looks = [(step, facts) for step, facts in every if step > 1]  # before the first anything may be loaded
     heard = case.newest(WritesFacts)
     restarts = set(heard.restarts if heard else ())
     seen = {step: facts for step, facts in looks if facts.written and step not in restarts}
@@ -47,7 +46,7 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         whole = f"all weights at {compared} steps, " if compared else ""
         yield Holds(f"{whole}a sample of them at {heard.compared}") if heard else NotApplicable("no live loop")
         return
-    begin = next((facts.begin for _, facts in case.every(UpdateFacts)), {})
+    begin = next((facts.begin for _, facts in every), {})
     if pinned := _pinned([facts for _, facts in looks if facts.is_compared], begin):
         yield _undone(case, pinned)
         return

@@ -45,7 +45,9 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     first = facts.regraded[0]
     turned = [step for step, facts in other if facts.is_all_turned]
     yield from [ExperimentRequest(RestoredFacts.experiment, step) for step in turned[:LOOKS_TURNED]]
-    how, severity = _changed(case, facts)
+    restored = _if_restored(case)
+    how, severity = _changed(facts, harms=_wants_to_fall(case) and (restored is not None or _rises(case)))
+    losses = [("loss of some steps, and of the same steps with the gradients that are made", restored)]
     yield finding(
         "law.update.gradients_are_those_made",
         severity,
@@ -60,7 +62,7 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
         evidence=[
             ("steps with other gradients", f"{len(other)} of {len(looks)} that were compared", 0),
             (f"norm of the gradient of {names[0]}", first.live_norm, first.replayed_norm),
-            ("loss of some steps, and of the same steps with the gradients that are made", _if_restored(case)),
+            *(losses if restored is not None else []),
         ],
     )
 
@@ -84,9 +86,9 @@ def _if_restored(case: Case) -> list[float] | None:
     return None
 
 
-def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
-    """In what way gradients were changed, in words. To rewrite them is a technique; of a sign that is turned while the
-    loss rises nobody says so.
+def _changed(facts: UpdateFacts, *, harms: bool) -> tuple[str, Severity]:
+    """In what way gradients were changed, in words. To rewrite them is a technique; to turn their sign is a fault where
+    it ``harms`` the loss.
     """
     tensors = facts.regraded
     known = [ratio for each in tensors if (ratio := each.ratio) is not None]
@@ -97,8 +99,7 @@ def _changed(case: Case, facts: UpdateFacts) -> tuple[str, Severity]:
     if max(known) - min(known) > 1e-3 * max(known):
         return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
     turned = all(each.is_turned for each in tensors)
-    harms = turned and _wants_to_fall(case) and (_rises(case) or _if_restored(case) is not None)
-    return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if harms else "info"
+    return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if turned and harms else "info"
 
 
 def descends(case: Case) -> Iterator[Verdict]:
