@@ -14,7 +14,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a module run before those of a test
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes, for kernels that take less than its start
-
 import pytest
 import torch
 
@@ -23,6 +22,7 @@ from trainwright.data.fork import read_in_fork
 from trainwright.world.memory import give_back
 
 STARTED: list[str] = []
+gc.disable()  # until all tests are found: what is made till then is kept, and would be looked through many times
 
 
 def _hear(event: str, args: tuple[object, ...]) -> None:
@@ -41,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(_hear)
 
 
+def _asks_the_house(module: object) -> bool:
+    return any(each is house or getattr(each, "__module__", "") == house.__name__ for each in vars(module).values())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that read all sources come one after the other, so that they are parsed once."""
+    items.sort(key=lambda item: not _asks_the_house(getattr(item, "module", None)))
+
+
 def pytest_collection_finish() -> None:
     """What hundreds of test modules and their imports hold is looked through by no collection any more: the engine
     collects garbage whenever memory runs out, at a second each time over such a heap.
@@ -50,6 +59,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     sys.dont_write_bytecode = True
 
 
@@ -66,12 +76,12 @@ def no_heap_to_look_through() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def no_memory_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """What tests have freed, a GiB at times, the C library would keep; parsed sources are 160 MiB, and 4 s of work."""
-    if not any(
-        each is house or getattr(each, "__module__", "") == house.__name__ for each in vars(request.module).values()
-    ):
-        house.tree.cache_clear()
+    asks = _asks_the_house(request.module)
+    if not asks:
+        house.forget()
     yield
-    give_back(torch.device("cpu"))
+    if not asks:
+        give_back(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)

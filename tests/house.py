@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "trainwright"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @cache
@@ -19,7 +22,34 @@ def files(folder: Path = HOUSE) -> tuple[Path, ...]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    """No collection looks through it, now or later: that would take longer than to parse it."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(), str(path))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@cache
+def _by_kind(path: Path) -> dict[type[ast.AST], list[ast.AST]]:
+    """All nodes of a file: to walk through it takes as long as to parse it."""
+    found: dict[type[ast.AST], list[ast.AST]] = {}
+    for node in ast.walk(tree(path)):
+        found.setdefault(type(node), []).append(node)
+    return found
+
+
+def nodes(path: Path, *kinds: type[Node]) -> Iterator[Node]:
+    """The nodes of these kinds, one kind after the other."""
+    for kind in kinds:
+        yield from _by_kind(path).get(kind, ())  # type: ignore[misc]
+
+
+def forget() -> None:
+    """What was parsed takes 160 MiB."""
+    tree.cache_clear()
+    _by_kind.cache_clear()
 
 
 def shown(path: Path) -> str:
@@ -33,7 +63,7 @@ def room_of(path: Path, house: Path = HOUSE) -> str:
 
 
 def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(tree(path)) if isinstance(node, Function)]
+    return [*nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)]
 
 
 def imports(path: Path, *, at_module: bool = False) -> set[str]:
@@ -83,11 +113,11 @@ def runtime_imports() -> dict[str, set[str]]:
 def own_names(path: Path) -> dict[str, str]:
     """Names that a file gives to what it imports from this package, and what they stand for."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "trainwright":
-                    found[alias.asname or "trainwright"] = alias.name
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trainwright":
+    for node in nodes(path, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] == "trainwright":
+                found[alias.asname or "trainwright"] = alias.name
+    for node in nodes(path, ast.ImportFrom):
+        if (node.module or "").split(".")[0] == "trainwright":
             found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     return found

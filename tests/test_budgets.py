@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import trainwright as tw
-from tests.house import Function, files, functions, modules, room_of, shown, tree
+from tests.house import Function, files, functions, modules, nodes, room_of, shown, tree
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -64,7 +64,7 @@ def test_a_file_fits_in_mind() -> None:
 
 
 def test_a_class_fits_in_mind() -> None:
-    classes = [node for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in files() for node in nodes(path, ast.ClassDef)]
     sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in classes}
     assert len(sizes) > 200
     assert {name: size for name, size in sizes.items() if size >= 200} == {}

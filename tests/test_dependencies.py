@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import files, nodes
+
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +51,7 @@ def module_of(distribution: str) -> str:
 
 def modules_named(path: Path) -> Iterator[str]:
     """Yields the full name of every module that a file imports, by a statement or by one of IMPORTERS."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path, ast.Import, ast.ImportFrom, ast.Call):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -62,7 +64,7 @@ def modules_named(path: Path) -> Iterator[str]:
 
 @cache
 def imported(*folders: str) -> set[str]:
-    names = {name for folder in folders for path in (ROOT / folder).rglob("*.py") for name in modules_named(path)}
+    names = {name for folder in folders for path in files(ROOT / folder) for name in modules_named(path)}
     wrapped = {"tensorboard"} if any(name.startswith("torch.utils.tensorboard") for name in names) else set()
     return {name.split(".")[0] for name in names} | wrapped
 

@@ -15,18 +15,16 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.house import files, modules, own_names, room_of, shown, tree
+from tests.house import files, functions, modules, nodes, own_names, room_of, shown, tree
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
-
-NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_a_public_class_name_is_defined_once() -> None:
     places = defaultdict(list)
     for path in files():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        for node in nodes(path, ast.ClassDef):
+            if not node.name.startswith("_"):
                 places[node.name].append(shown(path))
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
@@ -34,7 +32,7 @@ def test_a_public_class_name_is_defined_once() -> None:
 def test_no_room_for_leftovers() -> None:
     names = {path.stem for path in files()} | {path.parent.name for path in files()}
     assert not names & {"utils", "util", "helpers", "misc", "common"}
-    classes = [node.name for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node.name for path in files() for node in nodes(path, ast.ClassDef)]
     assert not [name for name in classes if name.endswith(("Manager", "Helper", "Utils"))]
 
 
@@ -48,7 +46,7 @@ FOR_HOW_IT_CAME = {"told", "said", "asked", "given"}
 
 
 def test_things_have_the_names_of_the_field() -> None:
-    defined = {(node.name, shown(path)) for path in files() for node in ast.walk(tree(path)) if isinstance(node, NAMED)}
+    defined = {(each.name, shown(path)) for path in files() for each in (*nodes(path, ast.ClassDef), *functions(path))}
     defined |= {(path.stem, shown(path)) for path in files()}
     assert len(defined) > 2000
     assert sorted((name, where) for name, where in defined if name in OLD_WORDS) == []
@@ -60,14 +58,17 @@ def test_a_variable_is_named_for_what_it_holds() -> None:
         f"{shown(path)}:{node.lineno} {node.id}"
         for path in files()
         if room_of(path) != "doctor"
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in FOR_HOW_IT_CAME
+        for node in nodes(path, ast.Name)
+        if isinstance(node.ctx, ast.Store) and node.id in FOR_HOW_IT_CAME
     ]
     assert stored == []
 
 
 def test_every_file_says_what_it_is_for() -> None:
     assert [shown(path) for path in files() if not ast.get_docstring(tree(path))] == []
+
+
+REPLACING = (ast.Assign, ast.Delete, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Tuple, ast.List)
 
 
 def patches(path: Path) -> Iterator[str]:
@@ -83,7 +84,7 @@ def patches(path: Path) -> Iterator[str]:
             node = node.value
         return isinstance(node, ast.Name) and node.id in own
 
-    for node in ast.walk(tree(path)):
+    for node in nodes(path, *REPLACING):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign | ast.Delete):
             targets = node.targets

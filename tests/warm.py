@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy.ma  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
 
 import trainwright.build.tensor_parallel
@@ -11,6 +12,8 @@ import trainwright.training.fit
 import trainwright.training.run
 import trainwright.watching.watch  # noqa: F401
 from trainwright.pages.render import templates
+from trainwright.runlog.provenance import provenance
 
 for name in templates().list_templates(extensions=["html"]):  # to compile them takes twice as long as a small run
     templates().get_template(name)
+provenance(data_fingerprints={}, seeds={}, command=[])  # it reads the versions of all packages once

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import files, nodes
 from trainwright.doctor.precision.names import mechanisms
 from trainwright.recorder import probes
 from trainwright.replay import experiments, trials
@@ -22,8 +23,7 @@ OF_THE_SESSION = {"limits", "unfinished"}
 @cache
 def checked() -> list[tuple[str, str]]:
     """The name of what is called, and its last argument that is a string, for every such call of the checks."""
-    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "doctor").rglob("*.py")]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = (call for path in files(ROOT / "doctor") for call in nodes(path, ast.Call))
     return [(name_of(call.func), text) for call in calls for text in list(texts(call))[-1:]]
 
 

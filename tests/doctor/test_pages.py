@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import files, tree
+from tests.house import files, nodes
 from tests.rows import each_row
 from trainwright.doctor.pages import FOLDER, SECTIONS, codes, law_codes, page, title
 from trainwright.doctor.pages import files as files_of_pages
@@ -26,8 +26,7 @@ CODE = re.compile(r"[a-z]+\.[a-z][a-z0-9_]*")
 
 def zoo_labels() -> set[str]:
     """The labels of all `fault("D01", "data.nonfinite_input", ...)` of the zoo, without running it."""
-    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "zoo").glob("*.py")]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = (call for path in (ROOT / "zoo").glob("*.py") for call in nodes(path, ast.Call))
     faults = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "fault"]
     return {ast.literal_eval(label) for call in faults for label in call.args[1:]}
 
@@ -35,7 +34,7 @@ def zoo_labels() -> set[str]:
 @cache
 def calls_of(*names: str) -> list[ast.Call]:
     """Every call of a function of these names in the package."""
-    calls = (node for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    calls = (call for path in files() for call in nodes(path, ast.Call))
     return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
 
 

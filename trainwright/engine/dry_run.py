@@ -36,7 +36,8 @@ from trainwright.world.group import SOLO, World
 
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
 SLOW_S = 2.0  # of all modes together; two further times of each would cost more than they tell
-IN_A_ROW = 2  # of one mode: the first after another number of threads pays for the change
+IN_A_ROW = 2  # of one of several modes: the first after another number of threads pays for the change
+ENOUGH = 64  # rounds: the shortest of so many times hardly gets shorter
 _PARTS = {  # of a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -126,11 +127,12 @@ def dry_run(
     budget_s: float = 0.05,
     world: World = SOLO,
 ) -> DryRun:
-    """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least four times.
+    """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed or it is known well.
 
-    Twice is enough where that takes two seconds. A batch that does not fit into memory is halved until it does, and its
-    times are scaled up; then only the first mode is tried, for each keeps memory of its own in the kernels, and no
-    update. Raises OutOfMemoryError when one sample does not fit, UsageError where the batch does not fit the model.
+    At least four times of each of several modes are taken, three of an only one; two where that takes two seconds. A
+    batch that does not fit into memory is halved until it does, and its times are scaled up; then only the first mode
+    is tried, for each keeps memory of its own in the kernels, and no update. Raises OutOfMemoryError when one sample
+    does not fit, UsageError where the batch does not fit the model.
 
     Where the ranks of ``world`` divide the weights, all must call it at the same time, with as many samples each or
     fewer, and the first that runs out of memory ends it.
@@ -168,6 +170,7 @@ def _timed(
     updates: bool,
     world: World,
 ) -> DryRun:
+    in_a_row, rounds, least = (IN_A_ROW, 2, 1) if len(modes) > 1 else (1, 3, 2)
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
     times: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
@@ -178,14 +181,15 @@ def _timed(
         for done in count(1):
             for precision, threads in modes:
                 torch.set_num_threads(threads)
-                for _ in range(IN_A_ROW):
+                for _ in range(in_a_row):
                     clear_grads(state.optimizer)
                     started_s, thread_s = time.perf_counter(), time.thread_time()
                     float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
                     times[precision.name, threads].append(time.perf_counter() - started_s)
                     of_thread[precision.name, threads].append(time.thread_time() - thread_s)
             elapsed_s = time.perf_counter() - begin_s
-            if world.least(int(elapsed_s >= budget_s and done >= (2 if elapsed_s < SLOW_S else 1))):
+            is_known = elapsed_s >= budget_s and done >= (rounds if elapsed_s < SLOW_S else least)
+            if world.least(int(is_known or done >= ENOUGH)):
                 break
         update_s, kept = _update(state) if updates and world.size == 1 else (0.0, None)
     seconds, work = ({mode: min(each) for mode, each in every.items()} for every in (times, of_thread))
