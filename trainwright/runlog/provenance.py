@@ -174,14 +174,21 @@ def _git_state(folder: Path) -> dict[str, JsonValue] | None:
     """
     if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
         return None
-    commit = _git(folder, "rev-parse", "--verify", "HEAD")
-    status = changes = None
+    status = None
     if _has_no_filters(folder):
-        status = _git(folder, "status", "--porcelain", "--ignore-submodules=dirty")
+        status = _git(folder, "status", "--porcelain=v2", "--branch", "--ignore-submodules=dirty")
+    if status is None:
+        known = _git(folder, "rev-parse", "--verify", "HEAD")
+        return {"commit": known.decode().strip() if known else None, "dirty": None, "diff_sha256": None}
+    lines = status.decode(errors="replace").splitlines()
+    files = [line for line in lines if not line.startswith("#")]
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    changes = None
+    if any(not line.startswith("?") for line in files):  # tracked ones
         changes = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD")
     return {
-        "commit": commit.decode().strip() if commit else None,
-        "dirty": None if status is None else bool(status),
+        "commit": None if commit == "(initial)" else commit,
+        "dirty": bool(files),
         "diff_sha256": hashlib.sha256(changes).hexdigest() if changes else None,
     }
 
