@@ -31,6 +31,7 @@ from trainwright.forecast.missing_kernels import register_missing_kernels
 from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.lora import add_lora
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
+from trainwright.state.rng import preserved_rng
 
 SAMPLES_READ = 16
 """Samples that are read; where they differ in size, the largest is planned with."""
@@ -160,15 +161,16 @@ class Blueprint:
 
 
 def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
-    """Reads samples of the training set. ``parts`` are live objects that were handed over in Python.
+    """Reads samples of the training set. ``parts`` are live objects that were handed over in Python, not prepared yet.
 
     Raises RecipeError for what cannot be built, DataError when no sample can be read.
     """
-    left_out = loaded.recipe.data.quarantine
+    train = build_dataset(loaded, "train") if parts is None else parts.train
+    with preserved_rng():  # samples may be augmented
+        sample = _largest_sample(train, loaded.recipe.data.quarantine)
     if parts is not None:
-        return Blueprint(loaded, parts.train, parts.loss, _largest_sample(parts.train, left_out), parts.model)
-    train = build_dataset(loaded, "train")
-    return Blueprint(loaded, train, build_loss(loaded), _largest_sample(train, left_out))
+        return Blueprint(loaded, train, parts.loss, sample, parts.model)
+    return Blueprint(loaded, train, build_loss(loaded), sample)
 
 
 def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:

@@ -90,6 +90,21 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     )
 
 
+def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> Option | None:
+    """What a recipe asks for where it leaves nothing to the plan, else None: by two traces, not those of all layouts.
+
+    Raises as ``forecast``.
+    """
+    recipe = loaded.recipe
+    policy = recipe.model.activation_checkpointing
+    if policy not in POLICIES or recipe.batch.micro == "auto" or recipe.optimizer.offload:
+        return None
+    survey = LayoutSurvey(make_blueprint(loaded, parts), device, precision_on(recipe, device))
+    (layout,) = survey.layouts([policy])
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    return weigh(layout, device, batch.size, batch.micro)
+
+
 def can_offload(loaded: Loaded, device: Device) -> bool:
     """Whether the optimizer may be offloaded. Raises RecipeError where it may not and the recipe says so."""
     section = loaded.recipe.optimizer

@@ -115,9 +115,7 @@ def check(loaded: Loaded, *, budget: Budget = Budget(), tell: Callable[[str], No
 
 def _check_all(progress: _Progress) -> bool:
     """Runs the checks; returns whether all of them ran."""
-    parts, available_bytes = _build(progress)
-    predicted = list(resources.predicted(progress.loaded, parts, progress.device))
-    progress.add(predicted)
+    parts, predicted, available_bytes = _build(progress)
     if progress.failed:  # the first batch would exhaust the memory
         return False
     _check_data(progress, parts)
@@ -135,8 +133,11 @@ def _check_all(progress: _Progress) -> bool:
     return True
 
 
-def _build(progress: _Progress) -> tuple[Parts, int]:
-    """The live objects, and the bytes available before them. The model is built only if its weights fit."""
+def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
+    """The live objects, what a step of them needs, and the bytes available before them.
+
+    The model is built only if its weights fit.
+    """
     loaded, available_bytes = progress.loaded, free_bytes(progress.device)
     try:
         seed_all(loaded.recipe.seed)
@@ -149,6 +150,7 @@ def _build(progress: _Progress) -> tuple[Parts, int]:
         parts = Parts(model, train, val, build_loss(loaded), notes)
         resolved = resolve(loaded, resources.device_of(progress.device), parts=parts)
         progress.loaded = resolved.loaded
+        predicted = list(resources.predicted(resolved.loaded, parts, progress.device))
         parts = assemble.prepare(parts, resolved.loaded, progress.device, resolved.planned)
     except (_CannotContinue, TrainwrightError):
         raise
@@ -156,8 +158,8 @@ def _build(progress: _Progress) -> tuple[Parts, int]:
         raise TrainwrightError(text_of(error), remedy="make it by hand, in Python") from error
     total, trainable = count_parameters(parts.model)
     message = f"{type(parts.model).__name__}, {total:,} parameters, {trainable:,} of them trained"
-    progress.add([Verdict("ok", "model", message)])
-    return parts, available_bytes
+    progress.add([Verdict("ok", "model", message), *predicted])
+    return parts, predicted, available_bytes
 
 
 def _check_data(progress: _Progress, parts: Parts) -> None:

@@ -12,7 +12,7 @@ from trainwright.build.assemble import Parts, build_model
 from trainwright.build.model import count_parameters
 from trainwright.build.unwrap import Unwrapped
 from trainwright.forecast.local_device import local_device, nominal_cpu
-from trainwright.forecast.run_forecast import forecast
+from trainwright.forecast.run_forecast import as_written, forecast
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import read_machine
 from trainwright.plan.memory import memory_bytes
@@ -53,15 +53,22 @@ def device_of(device: torch.device) -> Device:
 
 
 def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Verdict]:
-    """The peak of a step by the forecast, before one is taken; no verdict for a model that it cannot trace."""
+    """The peak of a step by the forecast, before one is taken; no verdict for a model that it cannot trace.
+
+    ``parts`` are not prepared yet.
+    """
+    place = device_of(device)
     try:
         with preserved_rng():
-            found = forecast(loaded, device_of(device), parts=parts)
+            written = as_written(loaded, place, parts=parts)
+            found = None if written and written.fits else forecast(loaded, place, parts=parts)
     except Exception:
         return
-    need, usable = found.written.peak_bytes, found.device.usable_bytes
+    written = written if found is None else found.written
+    assert written is not None
+    need, usable = written.peak_bytes, place.usable_bytes
     message = f"a step peaks at {_gib(need)}, {_gib(usable)} are usable"
-    if not found.written.fits:
+    if found is not None and not written.fits:
         others = (each.line() for each in found.remedies if each.fits and each.means != "devices")
         changes = found.settings or tuple(others)[:1]
         remedy = f"{', '.join(changes) or 'a smaller model'} (trainwright plan has the reasons)"
