@@ -151,8 +151,8 @@ def test_a_program_learns(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_became_of_each_law_is_known(dtype: str) -> None:
-    seen = laws.watch("tables", dtype, 0)
+def test_what_became_of_each_law_is_known() -> None:
+    """Under bf16: of fp32 are the healthy rows of the zoo."""
+    seen = laws.watch("tables", "bf16", 0)
     assert seen.alarms == [] and set(seen.laws) == {law.name for law in LAWS}
     assert {"held", "not applicable"} <= set(seen.laws.values()) and "broken" not in seen.laws.values()

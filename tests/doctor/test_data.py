@@ -134,7 +134,7 @@ def shrinking(loop: Loop) -> None:
     scale = [1.0]
 
     def begin(step: int) -> None:
-        scale[0] *= 1.5
+        scale[0] *= 2.0
         loop.forward = lambda x: loop.model(x / scale[0])
 
     loop.begin = begin
@@ -142,26 +142,31 @@ def shrinking(loop: Loop) -> None:
 
 def blanked(loop: Loop) -> None:
     def begin(step: int) -> None:
-        loop.x = torch.ones_like(loop.x) if step == 8 else loop.x
+        loop.x = torch.ones_like(loop.x) if step == 4 else loop.x
 
     loop.begin = begin
 
 
+DISJOINT = 26
+"""So many steps must be compared before rows that steps share are an alarm; alarms of an input come earlier."""
+
 HEALTHY: dict[str, Change] = {
-    "evaluation": evaluating(TRAINED, 128),
     "evaluation of both": evaluating(0, 128, size=16),
     "evaluation of the training data": evaluating(0, TRAINED),
     "with replacement": with_replacement,
     "each batch twice": each_batch_twice,
     "the whole set": whole,
     "micro-batches": micro_batches,
-    "a small feature": one_small_feature,
 }
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_the_laws_hold_on_a_healthy_loop(name: str) -> None:
-    assert broken(watched(HEALTHY[name], steps=26), "data") == set()
+    assert broken(watched(HEALTHY[name], steps=DISJOINT, laws="cheap"), "data") == set()
+
+
+def test_a_small_feature_is_no_fault() -> None:
+    assert broken(watched(one_small_feature, steps=20), "data") == set()
 
 
 @pytest.mark.parametrize(
@@ -176,19 +181,31 @@ def test_the_laws_hold_on_a_healthy_loop(name: str) -> None:
         (evaluating(90, 128), "evaluation_is_apart"),
         (evaluating_once, "evaluation_goes_on"),
         (evaluating_others_each_time, "evaluation_is_the_same"),
-        (one_large_feature, "features_share_a_scale"),
-        (far_from_0, "features_share_a_scale"),
-        (growing, "inputs_keep_their_scale"),
-        (shrinking, "inputs_keep_their_scale"),
-        (blanked, "inputs_keep_their_scale"),
     ],
 )
 def test_a_violation_breaks_its_law(change: Change, law: str) -> None:
-    assert law in broken(watched(change, steps=33), "data")
+    assert law in broken(watched(change, steps=33, laws="cheap"), "data")
+
+
+@pytest.mark.parametrize(
+    ("change", "law", "steps"),
+    [
+        (one_large_feature, "features_share_a_scale", 12),
+        (far_from_0, "features_share_a_scale", 12),
+        (growing, "inputs_keep_their_scale", 16),
+        (shrinking, "inputs_keep_their_scale", 22),
+        (blanked, "inputs_keep_their_scale", 20),
+    ],
+)
+def test_inputs_of_another_scale_break_their_law(change: Change, law: str, steps: int) -> None:
+    assert law in broken(watched(change, steps=steps), "data")
 
 
 def test_what_was_looked_at_is_told() -> None:
-    state = states(watched(evaluating(TRAINED, 128), steps=26), "data")
+    """Of a healthy loop with an evaluation."""
+    watch = watched(evaluating(TRAINED, 128), steps=DISJOINT)
+    state = states(watch, "data")
+    assert broken(watch, "data") == set()
     assert state["batches_vary"].why == "96 rows in 26 steps"
     assert state["evaluation_is_apart"].why == "32 evaluated rows, 0 of them trained on"
     assert state["evaluation_is_the_same"].why == "4 evaluations of 32 rows"
@@ -210,7 +227,7 @@ def from_loader(loader: DataLoader[tuple[Tensor, ...]], epochs: int, batches: in
     torch.manual_seed(0)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True, laws="cheap") as watch:
         for _ in range(epochs):
             for number, (x, y) in enumerate(loader):
                 if number == batches:
@@ -245,7 +262,7 @@ def test_a_loader_that_was_given_and_is_not_read() -> None:
     torch.manual_seed(0)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with tw.watch(model, optimizer, loader=given, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, loader=given, out=None, quiet=True, laws="cheap") as watch:
         for x, y in [*other, *other]:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -270,7 +287,7 @@ def trained_on(*loops: Sequence[int]) -> set[str]:
         optimizer.step()
 
     first, *rest = loops
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
         for number in first:
             step(parts[number])
         for number in rest[0] if rest else ():
@@ -291,7 +308,7 @@ def test_one_sample_without_a_batch_has_no_rows() -> None:
     torch.manual_seed(0)
     model, fields = net(0.0), torch.eye(WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
         for step in range(24):
             if step % 8 == 7:
                 with torch.no_grad():
@@ -308,7 +325,7 @@ def test_walks_may_begin_at_one_place() -> None:
     torch.manual_seed(0)
     model, start = net(0.0), torch.zeros(BATCH, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
         for step in range(24):
             if step % 8 == 7:
                 with torch.no_grad():
@@ -378,7 +395,7 @@ def test_what_a_loop_keeps_inside_is_read_too(inside: str) -> None:
             x, y = rows().tensors
             model, history = net(), {"val_loss": 0.0}
             optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
-            with tw.watch(model, optimizer, out=None, quiet=True, laws="data") as watch:
+            with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
                 for step in range(18):
                     optimizer.zero_grad()
                     F.cross_entropy(model(x[:TRAINED]), y[:TRAINED]).backward()
@@ -421,7 +438,7 @@ def test_evaluated_inputs_are_as_those_of_training(
 
         loop.end = end
 
-    assert states(watched(change, dtype=dtype), "data")["evaluation_is_alike"].state == state
+    assert states(watched(change, dtype=dtype, laws="cheap"), "data")["evaluation_is_alike"].state == state
 
 
 @pytest.mark.parametrize(("every", "state"), [(1, "held"), (2, "broken"), (4, "broken"), (9, "not looked at")])
@@ -439,4 +456,4 @@ def test_a_model_is_called_for_each_batch_of_an_evaluation(every: int, state: st
 
         loop.end = end
 
-    assert states(watched(change), "data")["evaluated_batches_are_used"].state == state
+    assert states(watched(change, laws="cheap"), "data")["evaluated_batches_are_used"].state == state

@@ -49,7 +49,7 @@ def watched(
     model = Net(between).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     with tw.watch(model, optimizer, out=None, quiet=True, laws="gradient") as watch:
-        for _ in range(6):
+        for _ in range(4):
             optimizer.zero_grad()
             for _ in range(micro):
                 rows = torch.randperm(128)[:16]
@@ -205,7 +205,7 @@ def test_codes_that_follow_otherwise_are_not_cut_off(follow: Callable[[Codes], N
     y = (x @ torch.randn(6, 3)).argmax(1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     with tw.watch(model, optimizer, out=None, quiet=True) as watch:
-        for step in range(20):
+        for step in range(8):
             rows = torch.arange(16 * step, 16 * step + 16) % 128
             optimizer.zero_grad()
             (F.cross_entropy(model(x[rows]), y[rows]) + 0.25 * model.pull).backward()
@@ -327,7 +327,7 @@ def test_a_step_has_as_many_micro_batches_as_were_told(told: int, passes: Callab
     x, model = torch.randn(128, 6), nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     with tw.watch(model, optimizer, accumulation=told, out=None, quiet=True, laws="gradient") as watch:
-        for step in range(10):
+        for step in range(6):
             optimizer.zero_grad()
             for n in range(passes(step)):
                 rows = torch.arange(8 * n + step, 8 * n + step + 8)

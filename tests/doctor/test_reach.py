@@ -55,7 +55,7 @@ def decays_each_step(loop: Loop) -> None:
 def ends_its_cosine_too_soon(loop: Loop) -> None:
     highest = loop.optimizer.param_groups[0]["lr"]
 
-    def follow(step: int) -> None:  # planned for 24 steps of the 66
+    def follow(step: int) -> None:  # planned for 24 steps of the 56
         share = min(1.0, step / 24)
         loop.optimizer.param_groups[0]["lr"] = highest * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
 
@@ -85,14 +85,14 @@ def rises_all_the_time(loop: Loop) -> None:
 def test_rates_that_ten_times_as_much_would_beat(
     change: Change, optimizer: Callable[..., Optimizer], lr: float, state: str
 ) -> None:
-    watch = watched(change, steps=66, optimizer=optimizer, lr=lr)
+    watch = watched(change, steps=56, optimizer=optimizer, lr=lr)
     assert states(watch, "vitals")["higher_rates_gain_little"].state == state
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lr", "is_too_low"), [(3e-4, True), (1e-2, False)])
 def test_a_rate_that_was_always_far_too_low(lr: float, is_too_low: bool) -> None:
-    watch = watched(as_it_is, steps=130, lr=lr)
+    watch = watched(as_it_is, steps=128, lr=lr)
     assert (states(watch, "vitals")["higher_rates_gain_little"].state == "broken") == is_too_low
 
 
@@ -111,7 +111,7 @@ def test_a_rate_that_was_always_far_too_low(lr: float, is_too_low: bool) -> None
 def test_updates_that_are_too_small(
     change: Change, optimizer: Callable[..., Optimizer], lr: float, breaks: bool
 ) -> None:
-    watch = watched(change, steps=50, optimizer=optimizer, lr=lr)
+    watch = watched(change, steps=48, optimizer=optimizer, lr=lr)
     assert ("way_is_used" in broken(watch, "vitals")) == breaks
 
 

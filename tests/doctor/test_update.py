@@ -41,7 +41,7 @@ def watched(
     *,
     before: Act = nothing,
     after: Act = nothing,
-    steps: int = 8,
+    steps: int = 4,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A small loop; ``before`` comes between backward and step, ``after`` behind it."""
@@ -130,7 +130,7 @@ def negate_first(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
     ],
 )
 def test_gradients_that_are_changed_by_hand(act: Act, severity: str, module: str | None, words: str) -> None:
-    broken = found(watched(before=act))["law.update.gradients_are_those_made"]
+    broken = found(watched(before=act, steps=8))["law.update.gradients_are_those_made"]
     assert (broken.severity, broken.where.module, broken.since_step) == (severity, module, 1)
     assert words in broken.symptom
 

@@ -180,8 +180,6 @@ def test_what_was_looked_at_is_told() -> None:
 @pytest.mark.parametrize(
     ("change", "law", "module"),
     [
-        (cut, "weights_move", "0"),
-        (rounded, "weights_move", "0"),
         (seeded, "noise_is_new", None),
         (seeded_in_each_epoch, "noise_is_new", None),
         (state_set_back, "noise_is_new", None),
@@ -197,7 +195,15 @@ def test_what_was_looked_at_is_told() -> None:
     ],
 )
 def test_a_violation_breaks_its_law(change: Change, law: str, module: str | None) -> None:
-    watch = watched(change)
+    watch = watched(change, laws="cheap")
+    assert found(watch, f"law.vitals.{law}").where.module == module
+    assert law in broken(watch, "vitals")
+
+
+@pytest.mark.parametrize("change", [cut, rounded])
+def test_weights_that_no_gradient_reaches_do_not_move(change: Change) -> None:
+    """Whether what feeds the loss stands still is seen where steps are run again."""
+    law, module, watch = "weights_move", "0", watched(change, steps=12)
     assert found(watch, f"law.vitals.{law}").where.module == module
     assert law in broken(watch, "vitals")
 
@@ -207,7 +213,7 @@ def test_noise_that_comes_again_in_a_calm_loop_is_found_within_20_steps(onset: i
     def change(loop: Loop) -> None:
         loop.end = lambda step: torch.manual_seed(0) if step >= onset else None
 
-    again = found(watched(change, steps=onset + 20), "law.vitals.noise_is_new")
+    again = found(watched(change, steps=onset + 20, laws="cheap"), "law.vitals.noise_is_new")
     assert again.severity == "warning"
     assert onset < again.step <= onset + 20
 
@@ -220,7 +226,7 @@ def test_steps_that_draw_nothing_between_those_that_do_begin_alike() -> None:
         def noise() -> Tensor:
             return torch.randn(()) if next(steps) % 16 == 0 else torch.zeros(())
 
-    watch = watched(change, steps=132, model=lambda: net(0.0))
+    watch = watched(change, steps=132, model=lambda: net(0.0), laws="cheap")
     assert states(watch, "vitals")["noise_is_new"].state == "held"
 
 
@@ -244,7 +250,7 @@ class Slopes(nn.Module):
 
 
 def test_a_bias_that_slopes_do_not_depend_on_is_an_info() -> None:
-    told = found(watched(model=Slopes, steps=48), "law.vitals.weights_move")
+    told = found(watched(model=Slopes, steps=12), "law.vitals.weights_move")
     assert told.severity == "info" and "energy.2.bias" in told.symptom and "slopes" in told.cause
 
 
@@ -256,13 +262,13 @@ def test_a_name_takes_the_law_in() -> None:
 
 
 def test_a_rate_that_is_off_by_orders_of_magnitude() -> None:
-    assert "rate_is_useful" in broken(watched(lr=1e-6, steps=26), "vitals")
-    assert "rate_is_useful" not in broken(watched(lr=1e-3, steps=26), "vitals")
-    assert "rate_is_useful" in broken(watched(scaled_down, lr=1e-2, steps=26, optimizer=torch.optim.SGD), "vitals")
+    assert "rate_is_useful" in broken(watched(lr=1e-6, steps=24), "vitals")
+    assert "rate_is_useful" not in broken(watched(lr=1e-3, steps=24), "vitals")
+    assert "rate_is_useful" in broken(watched(scaled_down, lr=1e-2, steps=24, optimizer=torch.optim.SGD), "vitals")
 
 
 def test_a_rate_of_0_from_the_first_step_on_is_no_warm_up() -> None:
-    told = found(watched(lr=0.0, steps=20), "law.vitals.rates_are_positive")
+    told = found(watched(lr=0.0, steps=20, laws="cheap"), "law.vitals.rates_are_positive")
     assert (told.severity, told.symptom) == ("warning", "the learning rate was 0 in all of 20 updates")
 
 
@@ -275,7 +281,7 @@ def scaled_down(loop: Loop) -> None:
     ("change", "optimizer", "lr"), [(grows, torch.optim.SGD, 0.3), (shrinks, torch.optim.AdamW, 1e-3)]
 )
 def test_a_weight_that_runs_away(change: Change, optimizer: Callable[..., Optimizer], lr: float) -> None:
-    watch = watched(change, optimizer=optimizer, lr=lr, steps=26)
+    watch = watched(change, optimizer=optimizer, lr=lr, steps=26, laws="cheap")
     assert "scales_hold" in broken(watch, "vitals")
 
 

@@ -51,11 +51,11 @@ def deep(layers: int, *settings: str) -> Loaded:
 @pytest.mark.parametrize("policy", ["none", "block"])
 def test_what_is_grown_from_two_blocks_is_what_is_traced(policy: str) -> None:
     device = find_device("h100-80gb", known_devices())
-    survey = LayoutSurvey(make_blueprint(deep(6)), device, "bf16")
+    survey = LayoutSurvey(make_blueprint(deep(4)), device, "bf16")
     model = rank_model(survey, [policy])
-    assert model.blocks is not None and model.layers == 6
-    found = grown_layout(model.layouts[policy].scaled, model.blocks, model.layers).at(12, 3)
-    traced = survey.trace(12, chunked=False, checkpointing=survey.checkpointing(policy), accumulation=3)
+    assert model.blocks is not None and model.layers == 4
+    found = grown_layout(model.layouts[policy].scaled, model.blocks, model.layers).at(12, 2)
+    traced = survey.trace(12, chunked=False, checkpointing=survey.checkpointing(policy), accumulation=2)
     assert found.peak.total == pytest.approx(traced.peak.total, rel=0.01)
     assert found.flops == pytest.approx(traced.flops, rel=0.01)
     assert sum(found.resident.values()) == pytest.approx(sum(traced.resident.values()), rel=1e-3)
@@ -98,8 +98,8 @@ def loss(model, batch):
 torch.manual_seed(3)
 ids = torch.randint(options["vocab_size"], (64, options["block_size"] + 1), generator=torch.Generator().manual_seed(0))
 with Counting():
-    given = {"log.doctor": False, "checkpoint.every": None, "batch.size": 16, "evaluation.every": "4steps"}
-    tw.fit(gpt(**options), (ids[:, :-1], ids[:, 1:]), loss, until="4steps", quiet=True, precision="fp32",
+    given = {"log.doctor": False, "checkpoint.every": None, "batch.size": 16}
+    tw.fit(gpt(**options), (ids[:, :-1], ids[:, 1:]), loss, until="2steps", quiet=True, precision="fp32",
            settings={**given, **settings})
 each = int(settings.get("batch.accumulation", 1))
 first, second = starts[-2 * each], starts[-each]
@@ -155,7 +155,8 @@ def survey_of(model: nn.Module) -> LayoutSurvey:
 @pytest.mark.slow
 def test_a_thousand_ranks() -> None:
     words = ["plan", str(RECIPES / "llama-7b.yaml"), "--ranks", "1024", "--device", "h100-80gb"]
-    few_traces = ["loss.chunked=false", "model.args.heads=31", "model.args.d_model=3968"]  # nothing that 2 divides
+    few_traces = ["loss.chunked=false", "model.args.heads=31", "model.args.d_model=3968", "precision=tf32"]
+    # Nothing that 2 divides; without autocast copies and parts of the weights are traced alike.
     settings = (word for each in ("batch.size=2048", *few_traces) for word in ("--set", each))
     done = CliRunner().invoke(app, [*words, *settings, "--json"])
     plan = json.loads(done.stdout.splitlines()[-1])
@@ -171,7 +172,8 @@ def test_a_thousand_ranks() -> None:
 
 @pytest.mark.slow
 def test_ranks_without_samples_and_too_many_ranks_are_said() -> None:
-    words = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "h100-80gb", "--set", "batch.size=8"]
+    words = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "h100-80gb"]
+    words += ["--set", "batch.size=8", "--set", "model.args.layers=1"]
     done = CliRunner().invoke(app, [*words, "--ranks", "64"])
     assert "56 ranks have none" in done.output
     refused = CliRunner().invoke(app, [*words, "--ranks", "3", "--set", "parallel.replicate=2"])
@@ -181,7 +183,8 @@ def test_ranks_without_samples_and_too_many_ranks_are_said() -> None:
 @pytest.mark.slow
 def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
     parallel = ("parallel.replicate=auto", "parallel.shard=auto")
-    loaded = deep(4, *parallel, "batch.micro=auto", "model.activation_checkpointing=auto", "loss.chunked=false")
+    open_too = ("batch.micro=auto", "model.activation_checkpointing=auto")
+    loaded = deep(4, *parallel, *open_too, "loss.chunked=false", "precision=fp32")
     roomy, tight = (find_device("a100-40gb", known_devices()).with_memory(size << 20) for size in (2048, 639))
     whole, parts = resolve(loaded, roomy, ranks=4), resolve(loaded, tight, ranks=4)
     assert whole.degrees == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
@@ -192,8 +195,15 @@ def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
     assert is_for(stored, loaded.recipe, 4) and not is_for(stored, loaded.recipe, 8)
     assert resolved_before(loaded, stored).loaded.recipe == parts.loaded.recipe
     assert {note.topic for note in parts.notes} == {"parallel", "micro-batch", "checkpointing"}
+
+
+def test_where_no_layout_fits_it_is_said() -> None:
+    """Half of a MiB for each of two ranks is in none."""
+    data = unwrap((torch.zeros(8, 512), torch.zeros(8, dtype=torch.int64)))
+    loaded = from_mapping({"model": "live:model", "data": {"train": "live:train"}, "parallel": "auto"})
+    device = find_device("a100-40gb", known_devices()).with_memory(633 << 20)
     with pytest.raises(UsageError, match="no layout of 2 ranks fits"):
-        resolve(loaded, tight.with_memory(633 << 20), ranks=2)
+        resolve(loaded, device, ranks=2, parts=Parts(nn.Linear(512, 512), data, None, nn.CrossEntropyLoss()))
 
 
 def test_a_decision_of_an_older_version_divides_no_sequences() -> None:
@@ -213,7 +223,7 @@ def test_auto_in_a_recipe() -> None:
 
 def of_sequences(positions: int, **sections: Any) -> tuple[Loaded, Parts]:
     """Of a model whose heads two ranks cannot divide, and whose ends share a weight."""
-    model = gpt(vocab_size=64, block_size=positions, layers=6, heads=3, d_model=384, positions="rope")
+    model = gpt(vocab_size=64, block_size=positions, layers=6, heads=3, d_model=384)
     ids = torch.zeros(8, positions, dtype=torch.int64)
     ask = {"parallel": "auto", "precision": "fp32", "batch": {"size": 2, "micro": "auto"}, **sections}
     loaded = from_mapping({"model": "live:model", "data": {"train": "live:train"}, **ask})
@@ -267,10 +277,10 @@ from trainwright.models.gpt import gpt
 torch.manual_seed(3)
 model = gpt(vocab_size=32, block_size=16, layers=4, heads=2, d_model=16, tied=False)
 ids = torch.randint(32, (24, 17), generator=torch.Generator().manual_seed(0))
-until, resume = json.loads(sys.argv[1])
+until, resume, policy = json.loads(sys.argv[1])
 result = tw.fit(model, (ids[:, :-1].clone(), ids[:, 1:].clone()), language_model, until=until, lr=1e-2, quiet=True,
                 resume=resume, settings={"batch.size": 1, "parallel": "auto", "precision": "fp32", "log.doctor": False,
-                                         "schedule.use": "constant", "model.activation_checkpointing": "auto"})
+                                         "schedule.use": "constant", "model.activation_checkpointing": policy})
 print(result.loss)
 """
 
@@ -282,12 +292,13 @@ def test_auto_divides_the_model_where_there_are_fewer_samples_than_ranks(tmp_pat
 
     def loss(count: int, folder: str, until: str, resume: str | None = None) -> float:
         (tmp_path / folder).mkdir(exist_ok=True)
-        done = ranks.run(AUTO, count, json.dumps([until, resume]), cwd=tmp_path / folder)
+        policy = "auto" if count > 1 else "none"  # which no loss depends on
+        done = ranks.run(AUTO, count, json.dumps([until, resume, policy]), cwd=tmp_path / folder)
         assert [each.returncode for each in done] == [0] * count, done[0].stderr
         return float(done[0].stdout)
 
-    loss(2, "auto", "3steps")
+    loss(2, "auto", "2steps")
     degrees = json.loads((tmp_path / "auto/runs/run/plan.json").read_text())["degrees"]
     assert degrees["tensor"] * degrees["pipeline"] == 2
-    assert loss(2, "auto", "5steps", "runs/run") == pytest.approx(loss(1, "alone", "5steps"), abs=1e-6)
+    assert loss(2, "auto", "3steps", "runs/run") == pytest.approx(loss(1, "alone", "3steps"), abs=1e-6)
     assert json.loads((tmp_path / "auto/runs/run/plan.json").read_text())["degrees"] == degrees

@@ -30,13 +30,13 @@ from trainwright.plan.checkpointing import Checkpointing
         (make_gpt, "bf16", 4, 0.01),
         (partial(make_gpt, dropout=0.1, norm="rms", positions="rope", activation="swiglu"), "fp32", 1, 0.01),
         (make_lora, "fp32", 1, 0.01),
-        (make_resnet, "fp32", 4, 0.01),
+        (make_resnet, "fp32", 2, 0.01),
         (make_resnet, "bf16", 1, 0.01),
         (make_bert, "fp32", 1, 0.01),
         (make_lstm, "fp32", 1, 0.05),
         (make_lstm, "bf16", 1, 0.05),
     ],
-    ids=["gpt", "gpt-bf16-4", "llama", "lora", "resnet-4", "resnet-bf16", "bert", "lstm", "lstm-bf16"],
+    ids=["gpt", "gpt-bf16-4", "llama", "lora", "resnet-2", "resnet-bf16", "bert", "lstm", "lstm-bf16"],
 )
 def test_the_peak_is_that_of_a_real_step(
     make: Make, precision: PrecisionName, accumulation: int, within: float

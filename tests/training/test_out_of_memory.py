@@ -51,16 +51,16 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert one[what] == other[what], what
 
 
-def test_twenty_steps_are_the_bits_of_a_run_that_began_with_the_smaller_micro_batch() -> None:
+def test_steps_are_the_bits_of_a_run_that_began_with_the_smaller_micro_batch() -> None:
     """Dropout included: the generator is where it would be had the failed tries never happened."""
-    short = once(model="dropout", steps=20, limit_mib=FITS_16)
+    short = once(model="dropout", steps=6, limit_mib=FITS_16)
     assert short["micro_limit"] == 16 and short["error"] == ""
     assert [(each["step"], each["micro"], each["next_micro"]) for each in short["shortages"]] == [
         (1, 64, 64),  # a heap in pieces would have been the cause
         (1, 64, 32),
         (1, 32, 16),
     ]
-    same(short, limited(model="dropout", steps=20, micro=16))
+    same(short, limited(model="dropout", steps=6, micro=16))
 
 
 def test_the_global_batch_and_its_weighting_stay() -> None:
@@ -79,7 +79,7 @@ def test_nothing_of_a_failed_try_is_left(model: str) -> None:
 
 
 def test_it_says_where_it_was_and_what_held_the_memory() -> None:
-    first, _, second = once(model="dropout", steps=20, limit_mib=FITS_16)["shortages"]
+    first, _, second = once(model="dropout", steps=6, limit_mib=FITS_16)["shortages"]
     assert (first["phase"], first["module"]) == ("forward", "wide")
     assert first["asked_bytes"] == 64 * 64 * 1024 * 4
     assert second["phase"] in ("forward", "backward")  # which of the two the rest of the limit does for
@@ -168,14 +168,14 @@ def test_ranks_shrink_together(tmp_path: Path) -> None:
 
 def test_a_whole_run_is_recorded_and_the_doctor_sees_each_step_once(tmp_path: Path) -> None:
     told = limited(folder=str(tmp_path), limit_mib=FITS_16 + 8)  # a save takes some, too
-    assert told["ending"] == "finished" and told["step"] == 12
+    assert told["ending"] == "finished" and told["step"] == 4
     records = read(Path(told["run"]) / "log.jsonl").records
     short = [each for each in records if isinstance(each, OutOfMemory)]
     assert [(each.step, each.micro, each.next_micro) for each in short[:2]] == [(3, 64, 64), (3, 64, 32)]
     assert len(short) == len(told["shortages"])
     watched = [each for each in records if isinstance(each, Watched)]
-    assert [each.step for each in watched] == list(range(1, 13))
-    limits = [min([64, *(e.next_micro or 0 for e in short if e.step <= step)]) for step in range(1, 13)]
+    assert [each.step for each in watched] == list(range(1, 5))
+    limits = [min([64, *(e.next_micro or 0 for e in short if e.step <= step)]) for step in range(1, 5)]
     assert [len(each.values["ids"]) for each in watched] == [64 // limit for limit in limits]
     assert [each for each in records if isinstance(each, Found) and each.severity == "critical"] == []
     assert "mem.ran_out" in [each.found.code for each in diagnose(Case(records, finished=True)).findings]

@@ -15,14 +15,14 @@ from trainwright.recipe import load
 from trainwright.verbs.batch_size import find_batch_size
 
 RECIPE = """
-until: 4steps
+until: 2steps
 model: {use: "wide_model:make"}
 data:
   train: {use: "wide_model:data", args: {count: 512}}
   val: {use: "wide_model:data", args: {count: 64}}
 loss: cross_entropy
 batch: {size: 96}
-evaluation: {every: 2steps}
+evaluation: {every: 1step}
 log: {sinks: [], every: 1step}
 """
 MODEL = """

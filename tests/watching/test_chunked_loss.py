@@ -20,7 +20,7 @@ from trainwright.replay.bundle import keep
 from trainwright.replay.session import ReplaySession
 from trainwright.verbs.replay import rerun
 
-STEPS, KEEP, VOCABULARY = 9, 4, 40
+STEPS, KEEP, VOCABULARY = 6, 3, 40
 
 
 @pytest.fixture(autouse=True)

@@ -24,11 +24,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 if __name__ == "__main__":
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    loader = DataLoader(TensorDataset(torch.randn(1000, 8), torch.randint(3, (1000,))), batch_size=2, num_workers=2)
-    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True, accumulation=8) as watch:
+    loader = DataLoader(TensorDataset(torch.randn(320, 8), torch.randint(3, (320,))), batch_size=2, num_workers=2)
+    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True, accumulation=4) as watch:
         for number, (x, y) in enumerate(loader, 1):
-            (nn.functional.cross_entropy(model(x), y) / 8).backward()
-            if number % 8 == 0:
+            (nn.functional.cross_entropy(model(x), y) / 4).backward()
+            if number % 4 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
     print(watch.step, len(os.listdir("/proc/self/fd")) < 64)
@@ -38,10 +38,10 @@ if __name__ == "__main__":
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the files in /proc")
-def test_a_watch_of_500_batches_of_workers_keeps_few_files_open() -> None:
-    """32 steps of 8 batches of 2 tensors would be 512."""
+def test_a_watch_of_160_batches_of_workers_keeps_few_files_open() -> None:
+    """32 steps of 4 batches of 2 tensors would be 256."""
     done = forked.run(LOOP)
-    assert done.stdout.split() == ["62", "True"], done.stderr
+    assert done.stdout.split() == ["40", "True"], done.stderr
 
 
 def test_a_step_on_shared_memory_is_the_same_bits_from_a_copy() -> None:

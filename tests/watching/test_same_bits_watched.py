@@ -18,7 +18,7 @@ import trainwright as tw
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 
-STEPS, KEEP = 13, 6
+STEPS, KEEP = 9, 4
 
 
 @dataclass

@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 DIM, CLASSES = 16, 4
+TRAIN, VAL = 256, 128
+"""Samples: enough to be sure of what neighbours tell of labels."""
+
+
+def size(split: str) -> int:
+    return TRAIN if split == "train" else VAL
 
 
 def _drawn(count: int, seed: int, classes: int = CLASSES, share: float | None = None) -> tuple[Tensor, Tensor]:
@@ -25,11 +31,11 @@ def _drawn(count: int, seed: int, classes: int = CLASSES, share: float | None = 
     return centres[y] + torch.randn(count, DIM, generator=generator), y
 
 
-def blobs(split: str = "train", fault: str = "", count: int = 512) -> Dataset[Any]:
+def blobs(split: str = "train", fault: str = "", count: int = TRAIN) -> Dataset[Any]:
     """A TensorDataset of blobs, with a fault."""
-    x, y = _drawn(count if split == "train" else 256, 1 if split == "train" or fault == "val is train" else 2)
+    x, y = _drawn(count if split == "train" else VAL, 1 if split == "train" or fault == "val is train" else 2)
     if fault == "val is train":
-        x, y = x[:256], y[:256]
+        x, y = x[:VAL], y[:VAL]
     if fault == "shifted":
         y = y.roll(1)
     elif fault == "shuffled":
@@ -61,12 +67,12 @@ def blobs(split: str = "train", fault: str = "", count: int = 512) -> Dataset[An
 
 def imbalanced(split: str = "train") -> Dataset[Any]:
     """95 % of one class."""
-    return TensorDataset(*_drawn(512, 1 if split == "train" else 2, 2, 0.95))
+    return TensorDataset(*_drawn(size(split), 1 if split == "train" else 2, 2, 0.95))
 
 
 def numbers(split: str = "train", scale: float = 1.0) -> Dataset[Any]:
     """Regression: a number for each point."""
-    x, _ = _drawn(512, 1 if split == "train" else 2)
+    x, _ = _drawn(size(split), 1 if split == "train" else 2)
     weights = torch.randn(DIM, 1, generator=torch.Generator().manual_seed(5))
     return TensorDataset(x, scale * (x @ weights / 4 + torch.sin(x[:, :1])))
 
@@ -75,7 +81,7 @@ class Augmented(Dataset[Any]):
     """Blobs with noise, drawn anew each time; so much of it that nothing is left, if asked for."""
 
     def __init__(self, split: str = "train", destroy: bool = False) -> None:
-        self.x, self.y = _drawn(512, 1 if split == "train" else 2)
+        self.x, self.y = _drawn(size(split), 1 if split == "train" else 2)
         self.split, self.destroy = split, destroy
 
     def __len__(self) -> int:
@@ -147,20 +153,21 @@ class Stream(IterableDataset[Any]):
 
 def images(split: str = "train") -> Dataset[Any]:
     """8 x 8 pixels with a bright stripe at the place of the class."""
-    x, y = torch.randn(256, 1, 8, 8), _drawn(256, 1 if split == "train" else 2)[1]
+    count = size(split)
+    y = _drawn(count, 1 if split == "train" else 2)[1]
     generator = torch.Generator().manual_seed(11 if split == "train" else 12)
-    x = 0.5 * torch.randn(256, 1, 8, 8, generator=generator)
-    x[torch.arange(256), 0, 2 * y] += 2
+    x = 0.5 * torch.randn(count, 1, 8, 8, generator=generator)
+    x[torch.arange(count), 0, 2 * y] += 2
     return TensorDataset(x, y)
 
 
 def tokens(split: str = "train", offset: int = 1, wild: bool = False) -> Dataset[Any]:
     """Rows of 16 ids that count upwards by steps of 1 to 3, and what comes ``offset`` places later; one id ``wild``."""
     generator = torch.Generator().manual_seed(1 if split == "train" else 2)
-    start = torch.randint(23, (512, 1), generator=generator)
-    ids = (start + torch.randint(1, 4, (512, 20), generator=generator).cumsum(1)) % 23
+    start = torch.randint(23, (size(split), 1), generator=generator)
+    ids = (start + torch.randint(1, 4, (size(split), 20), generator=generator).cumsum(1)) % 23
     if wild:
-        ids[300, 7] = 99
+        ids[200, 7] = 99
     return TensorDataset(ids[:, 2:18], ids[:, 2 + offset : 18 + offset])
 
 
@@ -203,12 +210,19 @@ def large() -> nn.Module:
     return model
 
 
+def convolutions() -> nn.Module:
+    """Of images, with BatchNorm."""
+    first = [nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16 * 4 * 4, CLASSES))
+
+
 class Deep(nn.Module):
-    """Sixteen layers of a sigmoid with nothing beside them: what comes back from the end is gone at the beginning."""
+    """Twelve layers of a sigmoid with nothing beside them: what comes back from the end is gone at the beginning."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(16)])
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(12)])
         self.head = nn.Linear(DIM, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,18 @@ from trainwright.verbs.check.check import Budget, check
 from trainwright.verbs.check.verdict import WIDTH, Checkup, Verdict, lines_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-SHORT = Budget(read_s=0.2, range_s=0.4, one_batch_s=0.3, smoke_s=0.6, most_samples=256)
+SHORT = Budget(read_s=0.2, range_s=0.3, one_batch_s=0.2, smoke_s=0.4, most_samples=256)
+ONE_LAYER = "model.args.layers=1"
+SMALLER = {
+    "demo": (ONE_LAYER, *(f"{part}.args.block_size=64" for part in ("model", "data.train", "data.val"))),
+    "demo-digits": ("batch.size=16", "model.args.width=8"),
+    "gpt-tiny": (ONE_LAYER,),
+    "gpt-lora": (ONE_LAYER, "model.args.d_model=48", "batch.size=4"),
+    "gpt2-124m": (ONE_LAYER, "model.args.vocab_size=512"),
+    "hf-lora": ("model.args.n_layer=1", "model.args.n_embd=48"),
+    "llama-7b": (ONE_LAYER, "model.args.vocab_size=512"),
+}
+"""Half of a check is traces of the model, and the rest ends by its time: shorter steps are more of them."""
 RECIPE = """\
 name: mine
 until: 5steps
@@ -123,9 +134,12 @@ def test_every_recipe_in_the_box_passes(path: Path) -> None:
         "resnet-digits": ("sklearn",),
     }.get(path.stem, ()):
         pytest.importorskip(package)
-    found = check(load(path, overrides=[*SMALL[path.name], "device=cpu"]), budget=SHORT)
+    smaller = [*SMALL[path.name], *SMALLER.get(path.stem, ()), "device=cpu"]
+    found = check(load(path, overrides=smaller), budget=SHORT)
     assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
     assert found.exit_code == 0
+    (memory,) = (v for v in found.verdicts if v.what == "memory")
+    assert memory.seen.startswith("a step peaks at"), "with LoRA, too, the step is traced"
 
 
 def test_a_verdict_is_wrapped_with_its_remedy_below() -> None:
