@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainwright as tw
+from tests import forked
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.resolve import imported
@@ -212,10 +211,10 @@ def test_every_row_names_a_factory_and_says_what_it_is() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["catalog", "reference"])
 def test_a_page_is_as_its_script_prints_it(name: str) -> None:
-    printed = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / f"{name}.py")], capture_output=True, text=True, check=True
-    ).stdout
-    assert (ROOT / "docs" / f"{name}.md").read_text() == printed, f"python scripts/{name}.py > docs/{name}.md"
+    script = ROOT / "scripts" / f"{name}.py"
+    done = forked.run("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(script))
+    assert done.returncode == 0, done.stderr
+    assert (ROOT / "docs" / f"{name}.md").read_text() == done.stdout, f"python scripts/{name}.py > docs/{name}.md"
 
 
 def test_the_page_of_the_catalog_has_every_row() -> None:

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHARED = {"corridor"}
 """Files that others import, and no shape."""
 SHAPES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - SHARED)
-STEPS = 20
+STEPS = 12
 
 
 class Killed(BaseException):

@@ -27,7 +27,7 @@ from trainwright.adapters.lightning import WatchCallback as LightningWatch  # no
 from trainwright.adapters.transformers import WatchTrainerCallback as TrainerWatch  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-STEPS, BATCH, BAD_SAMPLE = 24, 16, 37
+STEPS, BATCH, BAD_SAMPLE = 12, 16, 37
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -36,7 +36,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, *, is_bad: bool) -> None:
         g = torch.Generator().manual_seed(0)
-        self.x = torch.randn(256, 8, generator=g)
+        self.x = torch.randn(128, 8, generator=g)
         self.y = (self.x @ torch.randn(8, 4, generator=g)).argmax(1)
         if is_bad:
             self.x[BAD_SAMPLE, 3] = float("nan")

@@ -44,6 +44,12 @@ def several_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def two_chunks(several_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 30 rows at most: each is a part of the graph that is compiled."""
+    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * V * 30)
+
+
 def problem(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[list[Tensor], Tensor]:
     """hidden, weight and perhaps a bias; targets of which some are not counted."""
     shapes = [(N, D), (V, D), *([(V,)] if bias else [])]
@@ -322,8 +328,8 @@ def test_adapters_on_other_layers_and_a_frozen_head() -> None:
 @COMPILES
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["model", "loss"])
-def test_compiled(compiled: str) -> None:
-    model, batch = model_of(), cut(tokens(), 6)
+def test_compiled(compiled: str, two_chunks: None) -> None:
+    model, batch = model_of(layers=1), cut(tokens(), 6)
     exact = doubled(model, batch)
     loss = torch.compile(parts, backend="aot_eager") if compiled == "loss" else parts
     if compiled == "model":
@@ -333,7 +339,7 @@ def test_compiled(compiled: str) -> None:
 
 @COMPILES
 @pytest.mark.slow
-def test_compiled_whole_the_operation_does_not_break_the_graph() -> None:
+def test_compiled_whole_the_operation_does_not_break_the_graph(two_chunks: None) -> None:
     inputs, target = problem()
     weight = torch.rand(V)
     for given in ({}, {"weight_V": weight, "label_smoothing": 0.1}):

@@ -45,7 +45,10 @@ def as_in_a_new_process() -> Iterator[None]:
 
 
 def frozen_by_step(*, frozen_before: bool) -> tuple[list[bool], bool, bool]:
-    """After which steps objects rest; whether a cycle of before and one of a late step were freed at the last."""
+    """After which steps objects rest; whether a cycle of before and one of a late step were freed at the last.
+
+    To count millions that were frozen before takes 0.1 s: they are counted around the step from which objects rest.
+    """
     dead = [weakref.ref(Cycle())]
     if frozen_before:
         gc.freeze()
@@ -53,7 +56,8 @@ def frozen_by_step(*, frozen_before: bool) -> tuple[list[bool], bool, bool]:
     freed: list[bool] = []
 
     def look(result: StepResult, state: TrainState) -> None:
-        resting.append(gc.get_freeze_count() > 0)
+        if not frozen_before or result.step in (1, STEPS - 1, STEPS, STEPS + 2):
+            resting.append(gc.get_freeze_count() > 0)
         if result.step == STEPS + 1:
             dead.append(weakref.ref(Cycle()))
         if result.step == STEPS + 2:
@@ -88,7 +92,7 @@ def test_where_memory_is_short_or_all_is_searched_older_objects_do_not_rest() ->
 @pytest.mark.slow
 def test_what_somebody_else_froze_stays_frozen() -> None:
     resting, _, is_new_freed = frozen_by_step(frozen_before=True)
-    assert all(resting) and is_new_freed and gc.get_freeze_count() > 0
+    assert resting == [True] * 4 and is_new_freed and gc.get_freeze_count() > 0
 
 
 def test_what_lives_for_a_while_and_goes_is_not_counted_as_new_and_kept() -> None:

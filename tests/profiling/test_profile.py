@@ -137,7 +137,7 @@ def test_a_checkpoint_after_every_step(tmp_path: Path) -> None:
 
 
 def test_tiny_operators_and_a_host_sync(tmp_path: Path) -> None:
-    found = profiled(tmp_path, "model.args={tiny: 400, syncs: true}")
+    found = profiled(tmp_path, "model.args={tiny: 200, syncs: true}")
     verdict = found.profile.verdict
     assert verdict.bound == "launch"
     assert "too small" in verdict.headline
@@ -145,7 +145,7 @@ def test_tiny_operators_and_a_host_sync(tmp_path: Path) -> None:
     assert [sync.site.partition(":")[0] for sync in found.profile.facts.syncs] == ["planted.py"]
     assert found.profile.facts.syncs[0].calls == 1
     adds = sum(work.calls for work in found.profile.facts.work if work.op == "add" and work.phase == "forward")
-    assert adds == 400
+    assert adds == 200
     assert {one.path for one in found.profile.facts.modules} >= {"layers.0", "layers.2"}
     assert max(found.profile.facts.memory) > 0
 
@@ -153,7 +153,7 @@ def test_tiny_operators_and_a_host_sync(tmp_path: Path) -> None:
 def test_a_lean_loop(tmp_path: Path) -> None:
     """Large products in half the bytes, of rows that lie in memory."""
     parts = (f"model.use={HERE}:Wide", f"data.train.use={HERE}:in_memory", "optimizer.args.fused=true")
-    lean = (*parts, "precision=bf16", "batch.size=256")
+    lean = (*parts, "precision=bf16", "batch.size=512")
     found = profiled(tmp_path, *lean)
     assert found.profile.verdict.bound == "compute", str(found.profile)
     assert found.profile.next == "nothing to gain"
@@ -171,7 +171,8 @@ def test_a_model_that_was_passed_in_python_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:
-    result = tw.train(from_mapping(recipe(tmp_path) | {"until": "20steps"}), quiet=True)
+    short = {"until": "20steps", "log": {"doctor": False}}
+    result = tw.train(from_mapping(recipe(tmp_path) | short), quiet=True)
     said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0s", "--json"])
     assert said.exit_code == 0, said.output
     seen = json.loads(said.stdout.splitlines()[-1])

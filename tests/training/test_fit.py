@@ -151,8 +151,9 @@ def test_resume_in_python_is_the_same_bits() -> None:
     def weights(model: nn.Module) -> list[torch.Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
+    settings: dict[str, Any] = {"until": "40steps", "settings": {"log.doctor": False}, "quiet": True}
     straight = net()
-    tw.fit(straight, data(), nn.CrossEntropyLoss(), until="40steps", name="straight", quiet=True)
+    tw.fit(straight, data(), nn.CrossEntropyLoss(), name="straight", **settings)
 
     class StopAt:
         def observe(self, result: tw.StepResult, state: tw.TrainState) -> tw.Stop | None:
@@ -161,7 +162,7 @@ def test_resume_in_python_is_the_same_bits() -> None:
         def close(self) -> None: ...
 
     first = net()
-    settings: dict[str, Any] = {"until": "40steps", "name": "halves", "quiet": True}
+    settings["name"] = "halves"
     stopped = tw.fit(first, data(), nn.CrossEntropyLoss(), observers=[StopAt()], **settings)
     assert (stopped.ending, stopped.step) == ("stopped", 17)
     second = net()

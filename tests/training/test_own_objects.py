@@ -301,7 +301,8 @@ def test_a_recipe_names_the_same_objects(tmp_path: Path, monkeypatch: pytest.Mon
             {"use": "mine_objects:enough", "args": {"step": 4}},
             {"use": "mine_objects:Counts", "args": {"to": 7}},
         ],
-        "log": {"every": "1steps"},
+        "precision": "fp32",
+        "log": {"every": "1steps", "doctor": False},
     }
     from trainwright.recipe import from_mapping
     from trainwright.runlog.folder import RunFolder

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import trainwright as tw
+from tests import forked
 from tests.rows import each_row
 from trainwright.build.assemble import build_model
 from trainwright.cli import app
@@ -301,24 +303,17 @@ with _draft_of(Path(sys.argv[1])) as draft:
 @pytest.mark.slow
 def test_what_a_killed_export_left_is_removed_by_the_next_one(folder: Path) -> None:
     result = trained(MLP)
-    writing = [
-        subprocess.Popen([sys.executable, "-c", DRAFTING, str(folder / name)], stdout=subprocess.PIPE)
-        for name in ("first", "second")
-    ]
-    try:
-        for process in writing:
-            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-        dead, alive = writing
-        dead.kill()
-        dead.wait()
-        (folder / ".mine.123.tmp").mkdir()
-        export(result.run, format="safetensors", out=folder / "out")
-        drafts = {path.name.split("-")[0] for path in folder.glob(".*")}
-        assert drafts == {f".second.{alive.pid}", ".mine.123.tmp"}
-    finally:
-        for process in writing:
-            process.kill()
-            process.communicate()
+    dead, alive = (forked.Forked(DRAFTING, str(folder / name)) for name in ("first", "second"))
+    for process in (dead, alive):
+        while process.stdout != "begun\n":
+            assert process.poll() is None, process.stderr
+            time.sleep(0.01)
+    dead.kill()
+    dead.wait()
+    (folder / ".mine.123.tmp").mkdir()
+    export(result.run, format="safetensors", out=folder / "out")
+    drafts = {path.name.split("-")[0] for path in folder.glob(".*")}
+    assert drafts == {f".second.{alive.pid}", ".mine.123.tmp"}
 
 
 @pytest.fixture
@@ -528,9 +523,11 @@ def test_every_command_of_the_page_runs(folder: Path) -> None:
     pytest.importorskip("peft")
     house = Path(tw.__file__).parent.parent
     (folder / "recipes").mkdir()
-    for name in ("gpt-tiny", "hf-lora"):  # without the doctor, whose looks take most of so short a run
-        text = (house / f"recipes/{name}.yaml").read_text()
-        (folder / f"recipes/{name}.yaml").write_text(f"{text}log: {{doctor: false}}\n")
+    for name in ("gpt-tiny", "hf-lora"):  # on few samples, and without the doctor
+        small = yaml.safe_load((house / f"recipes/{name}.yaml").read_text())
+        small |= {"batch": {"size": 2}, "precision": "fp32", "log": {"doctor": False}}
+        small["evaluation"]["batches"] = 1
+        (folder / f"recipes/{name}.yaml").write_text(yaml.safe_dump(small))
     page = (house / "docs/export.md").read_text()
     names: dict[str, Any] = {}
     ran = 0

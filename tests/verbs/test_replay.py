@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -80,6 +81,7 @@ def net(kind):
 RECIPE = """\
 name: tiny
 until: 14steps
+precision: fp32
 model: {use: "parts:net", args: {kind: norm}}
 data: {train: {use: "parts:Data"}, workers: 0}
 batch: {size: 12, micro: 6}
@@ -91,12 +93,16 @@ log: {every: 1steps, doctor: false}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("parts", None)
-    (tmp_path / "parts.py").write_text(PARTS)
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    work_in(tmp_path, monkeypatch)
     return tmp_path
+
+
+def work_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir(folder)
+    patch.syspath_prepend(str(folder))
+    sys.modules.pop("parts", None)
+    (folder / "parts.py").write_text(PARTS)
+    (folder / "tiny.yaml").write_text(RECIPE)
 
 
 def train(*settings: str) -> RunFolder:
@@ -113,33 +119,40 @@ def contents(run: RunFolder) -> dict[str, bytes]:
 ANOTHER = """\
 import json, sys
 from trainwright.verbs.replay import rerun
-print(json.dumps(rerun(sys.argv[1], int(sys.argv[2])).to_json()))
+print(json.dumps([rerun(run, 14).to_json() for run in sys.argv[1:]]))
 """
+KINDS = [("norm", "fp32"), ("norm", "fp16"), ("lstm", "fp32"), ("lstm", "bf16"), ("again", "bf16"), ("again", "fp16")]
+Trained = dict[tuple[str, str], tuple[RunFolder, dict[str, bytes], dict[str, Any]]]
 
 
-def in_another_process(run: RunFolder, step: int) -> dict[str, object]:
-    done = forked.run(ANOTHER, str(run.path), str(step))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Of each kind and precision a run, what its folder held, and what another process says of its last step."""
+    root = tmp_path_factory.mktemp("trained")
+    runs = {}
+    with pytest.MonkeyPatch.context() as patch:
+        work_in(root, patch)
+        for kind, precision in KINDS:
+            run = train(f"name={kind}-{precision}", f"model.args.kind={kind}", f"precision={precision}")
+            runs[kind, precision] = RunFolder.open(run.path.absolute())
+        before = {each: contents(run) for each, run in runs.items()}
+        done = forked.run(ANOTHER, *(str(run.path) for run in runs.values()))
     assert done.returncode == 0, done.stderr
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {each: (run, before[each], result) for (each, run), result in zip(runs.items(), told, strict=True)}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [("norm", "fp32"), ("norm", "fp16"), ("lstm", "fp32"), ("lstm", "bf16"), ("again", "bf16"), ("again", "fp16")],
-)
-def test_a_step_of_a_run_is_the_same_bits(folder: Path, kind: str, precision: str) -> None:
-    run = train(f"model.args.kind={kind}", f"precision={precision}")
-    before = contents(run)
+@pytest.mark.parametrize(("kind", "precision"), KINDS)
+def test_a_step_of_a_run_is_the_same_bits(folder: Path, trained: Trained, kind: str, precision: str) -> None:
+    run, before, elsewhere = trained[kind, precision]
     for step in (3, 11):
         done = rerun(run.path, step)
         assert done.same_bits and done.exit_code == 0, done.lines()
         assert {each.what for each in done.compared} >= {"loss", "gradient norm", "learning rate", "sample ids"}
         assert not [each for each in done.findings if each.severity == "critical"], done.lines()
         assert any(getattr(each, "experiment", "") == "again" for each in done.records)
-    result = in_another_process(run, 14)
-    assert result["same_bits"] is True, result["outcome"]
+    assert elsewhere["same_bits"] is True, elsewhere["outcome"]
     assert contents(run) == before, "the run folder was touched"
 
 
@@ -157,7 +170,7 @@ def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
 @pytest.mark.parametrize("settings", [("log.doctor=true",), ("checkpoint.every=50000steps",)])
 def test_a_run_that_is_counted_in_seconds(folder: Path, settings: tuple[str, ...]) -> None:
     """The learning rate of each step follows from the clock, and is in the log as it was."""
-    settings = ("until=1s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=50steps", *settings)
+    settings = ("until=0.3s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=20steps", *settings)
     run = train(*settings)
     steps = [each for each in read(run.log).records if isinstance(each, Step)]
     last = steps[-1].step
