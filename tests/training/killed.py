@@ -2,11 +2,13 @@
 
     python -m tests.training.killed docs/data.md
 
-writes the table of that page. Each training is a process of its own, forked from one that only waits.
+writes the table of that page. What is killed and what goes on are processes of their own, forked from the one that
+trains without a kill: it has loaded what they need.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -61,7 +63,7 @@ class Trained:
 
     @property
     def statuses(self) -> list[int]:
-        """Exit statuses, as ``os.waitpid`` gives them."""
+        """Exit statuses of the two that were forked, as ``os.waitpid`` gives them."""
         return list(map(int, (self.folder / "statuses").read_text().split()))
 
     @cached_property
@@ -153,7 +155,6 @@ def train(kind: Kind, folder: Path, kill_at: int | None, resume: Path | None) ->
 
 def in_child(kind: Kind, folder: Path, *, kill_at: int | None = None, resumes: bool = False) -> int:
     """Trains in a forked process. Returns its exit status."""
-    folder.mkdir(parents=True, exist_ok=True)
     if child := os.fork():
         return os.waitpid(child, 0)[1]
     code = 1
@@ -174,13 +175,15 @@ def run(folder: Path, first: int, every: int, kinds: list[Kind] = KINDS) -> None
     """Trains each ``every``-th kind from the ``first`` on."""
     torch.set_num_threads(1)
     for number in range(first, len(kinds), every):
-        kind, own = kinds[number], folder / str(number)
-        statuses = [
-            in_child(kind, own / "whole"),
-            in_child(kind, own / "parts", kill_at=KILLED_AT),
-            in_child(kind, own / "parts", resumes=True),
-        ]
-        (own / "statuses").write_text(" ".join(map(str, statuses)))
+        kind, whole, parts = kinds[number], *(folder / str(number) / name for name in ("whole", "parts"))
+        print(kind.name, flush=True)
+        for each in (whole, parts):
+            each.mkdir(parents=True)
+        train(kind, whole, None, None)
+        gc.collect()
+        gc.freeze()  # what a collection looks through in a fork is copied
+        statuses = [in_child(kind, parts, kill_at=KILLED_AT), in_child(kind, parts, resumes=True)]
+        (folder / str(number) / "statuses").write_text(" ".join(map(str, statuses)))
 
 
 def results(folder: Path, kinds: list[Kind] = KINDS) -> list[Trained]:

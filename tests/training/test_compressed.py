@@ -131,4 +131,4 @@ def test_a_run_that_is_killed_and_stopped_has_the_bits_of_the_undisturbed_one(tm
     settings = [f"parallel.{name}" for name in ("compress=powersgd", "compress_rank=1", "compress_after=2")]
     words = [word for setting in settings for word in ("--set", setting)]
     assert [each.wait() for each in train(project, "undisturbed", 0, *words)] == [0, 0]
-    assert last_weights(killed_and_stopped(project, 15, *words)) == last_weights(project / "undisturbed/run")
+    assert last_weights(killed_and_stopped(project, 7, *words)) == last_weights(project / "undisturbed/run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,8 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests.training.processes import invoke, start, start_behind, wait_for_step
+from tests.forked import COMMAND_LINE, Forked
+from tests.training.processes import invoke, start, wait_for_step
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Started
 from trainwright.state.store import newest_valid
@@ -80,18 +80,28 @@ def test_a_disk_that_is_read_only(folder: Path, disk: Path) -> None:
     assert newest_valid(disk / "slow/checkpoints")[0] is not None
 
 
-@pytest.fixture
-def powerless() -> list[str]:
-    """What runs a command without the power of root over permissions."""
-    if os.geteuid() != 0:
-        return []
-    if not shutil.which("setpriv"):
-        pytest.skip("root may do everything, and there is no setpriv to give that up")
-    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+POWERLESS = """
+import ctypes, os
+
+VERSION_3 = 0x20080522
+OVER_PERMISSIONS = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+libc = ctypes.CDLL(None, use_errno=True)
+header, sets = (ctypes.c_uint32 * 2)(VERSION_3, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, sets) == 0
+sets[0] &= ~OVER_PERMISSIONS  # in effect, and permitted
+sets[1] &= ~OVER_PERMISSIONS
+assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
+"""
+"""What takes the power of root over permissions from a process, as setpriv would."""
 
 
-def test_a_folder_that_may_no_longer_be_written(folder: Path, powerless: list[str]) -> None:
-    running = start_behind(powerless, "train", "slow.yaml", *LONG, cwd=folder)
+def start_powerless(*arguments: str, cwd: Path) -> Forked:
+    """As ``start``."""
+    return Forked(POWERLESS + COMMAND_LINE, *arguments, cwd=cwd, together=True)
+
+
+def test_a_folder_that_may_no_longer_be_written(folder: Path) -> None:
+    running = start_powerless("train", "slow.yaml", *LONG, cwd=folder)
     saved = folder / "runs/slow/checkpoints"
     wait_for_step(folder / "runs/slow/log.jsonl", 12)
     saved.chmod(0o500)
@@ -106,13 +116,13 @@ def test_a_folder_that_may_no_longer_be_written(folder: Path, powerless: list[st
 
 
 @pytest.mark.parametrize("command", ["resume runs/slow --set until=20steps", "train slow.yaml"])
-def test_a_folder_that_may_not_be_written(folder: Path, powerless: list[str], command: str) -> None:
+def test_a_folder_that_may_not_be_written(folder: Path, command: str) -> None:
     assert invoke("train", "slow.yaml", "--set", "until=10steps")[0] == 0
     before = sorted((folder / "runs").rglob("*"))
     (folder / "runs").chmod(0o500)
     (folder / "runs/slow").chmod(0o500)
     (folder / "runs/slow/lock").chmod(0o400)
-    running = start_behind(powerless, *command.split(), cwd=folder)
+    running = start_powerless(*command.split(), cwd=folder)
     said, _ = running.communicate(timeout=120)
     (folder / "runs").chmod(0o700)
     (folder / "runs/slow").chmod(0o700)
@@ -168,11 +178,14 @@ def test_a_crash_loop_is_ended(folder: Path, how: str, every: int, times: int) -
     assert mended.returncode == 0, said
 
 
-HEAVY = """\\
+HEAVY = """\
+import torch
 from torch import nn
 
 def heavy():
-    return nn.Sequential(nn.Linear(12, 4000), nn.Linear(4000, 4000), nn.Linear(4000, 3))  # 192 MB with AdamW
+    model = nn.Sequential(nn.Linear(12, 3))
+    model.register_buffer("table", torch.zeros(40_000_000))  # 160 MB to write, and nothing to compute
+    return model
 """
 
 

@@ -6,27 +6,40 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.training.ranked import MODULE
+from tests.forked import Forked
+from tests.training.ranked import MODULE, train
 from trainwright.cli import app
 
 RECIPE = """
-until: 200steps
+until: 40steps
 device: cpu
 model: {use: mlp, args: {sizes: [8, 16, 3]}}
 data: {train: "slow:Slow"}
 batch: {size: 8}
 precision: fp32
-checkpoint: {every: null}
+checkpoint: {every: 2steps}
 parallel: auto
 log: {every: 1steps, doctor: false}
+"""
+KILLED_ONCE = """
+import os
+from pathlib import Path
+
+class Killed(Slow):
+    def __getitem__(self, index):
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+            log = Path("runs/run/log.jsonl")
+            if log.exists() and log.read_bytes().count(b'"kind":"step"') in range(5, 9):
+                os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
 """
 STAND_INS = {
     "srun": """
@@ -45,7 +58,7 @@ exit $code
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "slow.py").write_text(MODULE)
+    (tmp_path / "slow.py").write_text(MODULE.replace("sleep(0.005)", "sleep(0.01)"))  # few steps, and time for a signal
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -69,33 +82,49 @@ def submit(project: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.PIPE, text=True)
 
 
+def records(project: Path, kind: str) -> list[dict[str, Any]]:
+    log = project / "runs/run/log.jsonl"
+    whole = log.read_text().split("\n")[:-1] if log.exists() else []  # a line may be half written
+    return [record for record in map(json.loads, whole) if record["kind"] == kind]
+
+
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_slurm_job_saves_before_its_end_is_queued_again_and_goes_on(project: Path) -> None:
+def test_a_slurm_job_survives_a_kill_and_saves_before_its_end_is_queued_again_and_goes_on(project: Path) -> None:
+    """torchrun starts the ranks again when one was killed; the run ends with the bits of one that nobody disturbed."""
+    undisturbed = train(project, "undisturbed")
+    assert [each.wait() for each in undisturbed] == [0, 0], undisturbed[0].stderr
+    with (project / "slow.py").open("a") as module:
+        module.write(KILLED_ONCE)
     words = [str(project / "recipe.yaml"), "--ranks", "1x2", "--time", "00:10:00", "--partition", "cpu"]
+    words += ["--set", "data.train=slow:Killed"]
     printed = launched("slurm", *words, "--output", str(project / "job.sbatch"))
     assert f"sbatch {project / 'job.sbatch'}" in printed
     assert subprocess.run(["bash", "-n", str(project / "job.sbatch")]).returncode == 0
     job = submit(project)
-    log = project / "runs/run/log.jsonl"
     end_s = time.monotonic() + 200
-    while not log.exists() or log.read_bytes().count(b'"kind":"step"') < 20:
+    while len(records(project, "started")) < 2 or records(project, "step")[-1]["step"] < 10:
         assert time.monotonic() < end_s and job.poll() is None, job.communicate()[1]
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)  # what --signal=B:USR1@... does
     stderr = job.communicate(timeout=120)[1]
     assert job.returncode == 75, stderr
     assert (project / "requeued.txt").read_text() == "requeue 417\n"
-    stopped = json.loads(log.read_text().splitlines()[-1])
-    assert stopped["ending"] == "stopped" and stopped["step"] < 200
+    stopped = records(project, "ended")[-1]
+    assert (stopped["ending"], stopped["reason"]) == ("stopped", "SIGUSR1") and stopped["step"] < 40
     again = submit(project)
     stderr = again.communicate(timeout=200)[1]
     assert again.returncode == 0, stderr
-    ended = json.loads(log.read_text().splitlines()[-1])
-    assert (ended["ending"], ended["step"]) == ("finished", 200)
+    ended = records(project, "ended")[-1]
+    assert (ended["ending"], ended["step"]) == ("finished", 40)
+    begun = [each["step"] for each in records(project, "started")]
+    assert begun[0] == 0 < begun[1] < 10 <= begun[2] == stopped["step"] and len(begun) == 3
     assert [path.name for path in (project / "runs").iterdir()] == ["run"]
-    settled = json.loads((project / "runs/run/plan.json").read_text())["settled"]
-    assert settled["layout"] == {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
+    mine, theirs = (project / name / "run/checkpoints/step-00000040" for name in ("runs", "undisturbed"))
+    assert (mine / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    plan = json.loads((project / "runs/run/plan.json").read_text())
+    assert plan["settled"]["layout"] == {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
+    assert plan["batch"] == {"size": 8, "micro": 4, "accumulation": 1, "ranks": 2}
     assert (project / "requeued.txt").read_text() == "requeue 417\n"
 
 
@@ -105,9 +134,9 @@ def test_torchrun_ends_with_the_code_of_the_ranks(project: Path) -> None:
     """A recipe that only a rank can refuse: 2, where torchrun says 1."""
     recipe = project / "recipe.yaml"
     recipe.write_text(RECIPE.replace("sizes: [8, 16, 3]", "sizes: [8, 16, 3], depth: 2"))
-    command = [sys.executable, "-m", "trainwright", "train", str(recipe), "--", "--nproc-per-node", "1"]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2, done.stderr
+    words = ["--nproc-per-node", "1", "-m", "trainwright", "train", str(recipe)]
+    done = Forked("from trainwright.cli.torchrun import main; main()", *words, cwd=project)
+    assert done.wait() == 2, done.stderr
     assert "depth" in done.stderr
 
 
