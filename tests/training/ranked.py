@@ -42,9 +42,9 @@ def make_project(folder: Path) -> Path:
     return folder
 
 
-def train(project: Path, folder: str, attempt: int = 0, *more: str) -> list[Forked]:
+def train(project: Path, folder: str, attempt: int = 0, *more: str, count: int = 2) -> list[Forked]:
     words = ["train", str(project / "recipe.yaml"), "--set", f"folder={project / folder}", *more]
-    return ranks.start(COMMAND_LINE, 2, *words, cwd=project, attempt=attempt)
+    return ranks.start(COMMAND_LINE, count, *words, cwd=project, attempt=attempt)
 
 
 def wait_for_steps(log: Path, count: int, started: list[Forked]) -> None:

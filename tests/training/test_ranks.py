@@ -132,6 +132,17 @@ def test_sigterm_saves_once_and_ends_every_rank(project: Path) -> None:
     assert (ended["ending"], ended["reason"]) == ("stopped", "SIGTERM") and newest == f"step-{ended['step']:08d}"
 
 
+def test_a_launch_of_one_rank_goes_on(project: Path) -> None:
+    """As a job of a scheduler that is queued again, or when torchrun starts its only rank again."""
+    (started,) = train(project, "runs", count=1)
+    wait_for_steps(project / "runs/run/log.jsonl", 7, [started])
+    started.send_signal(signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL
+    (last,) = train(project, "runs", 1, count=1)
+    assert last.wait() == 0 and "resumed from" in last.stdout
+    assert [path.name for path in (project / "runs").iterdir()] == ["run"]
+
+
 def test_what_cannot_work_is_refused_before_the_ranks_meet(project: Path) -> None:
     words = ["train", str(project / "recipe.yaml"), "--set", "parallel.replicate=3", "--", "--nproc-per-node", "2"]
     refused = forked.run(COMMAND_LINE, *words, cwd=project)

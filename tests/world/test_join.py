@@ -38,6 +38,13 @@ def test_one_process_is_alone_whoever_started_it() -> None:
         assert (world.rank, world.size) == (0, 1)
 
 
+def test_a_launch_of_one_rank_is_known_again() -> None:
+    alone = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    launch = Launch.read(alone)
+    assert (launch.size, launch.job, launch.attempt) == (1, "4711", 2)
+    assert Launch.read({name: value for name, value in alone.items() if name != "TORCHELASTIC_RUN_ID"}) == ALONE
+
+
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_what_is_missing_is_named(name: str) -> None:
     environ = {key: value for key, value in TORCHRUN.items() if key != name}

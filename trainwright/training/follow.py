@@ -62,7 +62,7 @@ class Followed(NamedTuple):
 
 def begun_by(start: Start) -> RunFolder | None:
     """The run that this launch was training before torchrun started the ranks again, or the scheduler the job."""
-    if start.launch.size == 1:
+    if not start.launch.job:
         return None
     recipe = start.loaded.recipe
     return interrupted_run(Path(recipe.folder), recipe.name, start.launch)

@@ -40,13 +40,14 @@ class Launch:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
-        """Returns what torchrun says; one process where it is not there.
+        """Returns what torchrun says, also of a launch of one rank; one process without a launch where it is not there.
 
         Raises UsageError where the environment says that there are several ranks, and not how to meet them.
         """
-        if environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in environ:
-            return cls()  # a job of Slurm or MPI with one task sets WORLD_SIZE, too
         missing = [name for name in _NAMES if name not in environ]
+        is_one = environ.get("WORLD_SIZE", "1") == "1"
+        if "LOCAL_RANK" in missing or (is_one and (missing or "TORCHELASTIC_RUN_ID" not in environ)):
+            return cls()  # a job of Slurm or MPI with one task sets WORLD_SIZE, too
         numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
         wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
         if missing or wrong:
