@@ -37,7 +37,7 @@ from trainwright.verbs.plan import show_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MIB, GIB = 1 << 20, 1 << 30
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet-digits", "gpt-lora", "demo-digits")]
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet-digits", "gpt-lora")]
 TINY = ("batch.size=96", "model.args.layers=1")
 """A trace costs what its operators do, so one block; it can be computed again as well."""
 FEWER_LAYERS = {"resnet-digits": ("model.args.depth=8",), "gpt-lora": ("model.args.layers=1",)}

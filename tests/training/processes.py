@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from typer.testing import CliRunner
 
-from tests.forked import AT_THE_END, COMMAND_LINE, Forked
+from tests.forked import COMMAND_LINE, Forked
 from trainwright.cli import app
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Step
@@ -46,14 +43,6 @@ log: {every: 5steps, doctor: false}
 def start(*arguments: str, cwd: Path, group: bool = False) -> Forked:
     """What it prints to stderr is in its stdout, too."""
     return Forked(COMMAND_LINE, *arguments, cwd=cwd, group=group, together=True)
-
-
-def start_behind(prefix: Sequence[str], *arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    """A new process that is started by another command, such as setpriv."""
-    command = [*prefix, sys.executable, "-m", "trainwright", *arguments]
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    AT_THE_END.append(process.kill)
-    return process
 
 
 def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests import ranks
-from tests.training.ranked import killed_and_stopped, last_weights, make_project, train
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -124,11 +123,3 @@ def test_a_parameter_without_a_gradient_in_some_steps_is_no_trouble(tmp_path: Pa
     assert distance(tmp_path / "resumed", tmp_path / "undisturbed") == 0
     sizes = {len(error) for rank in undisturbed for error in rank["errors"]}
     assert len(sizes) == 1 and undisturbed[0]["moved"] > 0
-
-
-def test_a_run_that_is_killed_and_stopped_has_the_bits_of_the_undisturbed_one(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    settings = [f"parallel.{name}" for name in ("compress=powersgd", "compress_rank=1", "compress_after=2")]
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert [each.wait() for each in train(project, "undisturbed", 0, *words)] == [0, 0]
-    assert last_weights(killed_and_stopped(project, 7, *words)) == last_weights(project / "undisturbed/run")
