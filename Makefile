@@ -1,7 +1,7 @@
 # make demo    sets everything up and trains a small GPT on the text that ships with Python
 # make quick   sets everything up, then runs the quicker tests, in about a minute on two cores: those marked neither
 #              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
-# make test    sets everything up, then checks format, lint and types while it runs the suite, in about eleven minutes on
+# make test    sets everything up, then checks format, lint and types while it runs the suite, in about ten minutes on
 #              two cores
 # make others  the tests of MLflow, Trackio, keras and other people's loaders, which are installed apart: they bring along
 #              a hundred packages

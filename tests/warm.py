@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy.ma  # noqa: F401
+import rich._emoji_codes  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
 
 import trainwright.build.tensor_parallel

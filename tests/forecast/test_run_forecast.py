@@ -205,17 +205,14 @@ def two_billion(*settings: str) -> Loaded:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "moved"), [("80GiB", False), ("24GiB", True)])
-def test_two_billion_parameters(memory: str, moved: bool) -> None:
-    from trainwright.recipe.byte_size import parse_bytes
-
-    made = forecast(two_billion(), find_device("h100-80gb", known_devices()).with_memory(parse_bytes(memory)))
+def test_two_billion_parameters() -> None:
+    made = forecast(two_billion(), find_device("h100-80gb", known_devices()).with_memory(24 * GIB))
     assert 2.0e9 < made.parameters < 2.2e9
     assert made.choice.fits
     layout = made.choice.best.layout
     state = layout.scaled.small.resident
     on_host = layout.offload.state_bytes if layout.offload else 0
-    assert (on_host > 0) is moved
+    assert on_host > 0, "the optimizer's state has no room beside weights and gradients"
     held = state["weights"] + state["gradients"] + state.get("optimizer", 0) + on_host
     assert held == pytest.approx(16 * made.parameters, rel=1e-3)
     assert layout.precision == "bf16"
