@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from trainwright.errors import UsageError, require_choice
 from trainwright.forecast.simulated_cuda import CASTS, register_simulated_cuda
 from trainwright.forecast.simulated_lstm import simulated_lstm
+from trainwright.state.rng import preserved_rng
 
 DeviceName = Literal["cpu", "cuda"]
 Data = TypeVar("Data")
@@ -58,7 +59,13 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     nn.Module._apply = _ModuleApply().apply  # type: ignore[method-assign]
     try:
         key = "CUDA" if torch.cuda.is_available() else "PrivateUse1"
-        with warnings.catch_warnings(), simulated_lstm(key), _Mode(allow_non_fake_inputs=True) as mode:
+        fakes = _Mode(allow_non_fake_inputs=True)
+        with (
+            preserved_rng(),
+            warnings.catch_warnings(),
+            simulated_lstm(key),
+            fakes as mode,
+        ):  # a model draws its weights
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
             yield mode
     finally:
