@@ -22,9 +22,9 @@ import trainwright as tw
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 if __name__ == "__main__":
-    model = nn.Linear(8, 3)
+    model = nn.Linear(16, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    loader = DataLoader(TensorDataset(torch.randn(320, 8), torch.randint(3, (320,))), batch_size=2, num_workers=2)
+    loader = DataLoader(TensorDataset(torch.randn(320, 16), torch.randint(3, (320,))), batch_size=2, num_workers=2)
     with tw.watch(model, optimizer, loader=loader, out=None, quiet=True, accumulation=4) as watch:
         for number, (x, y) in enumerate(loader, 1):
             (nn.functional.cross_entropy(model(x), y) / 4).backward()
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the files in /proc")
 def test_a_watch_of_160_batches_of_workers_keeps_few_files_open() -> None:
-    """32 steps of 4 batches of 2 tensors would be 256."""
+    """The inputs of 32 steps of 4 batches would be 128; labels are so small that they are copied in any case."""
     done = forked.run(LOOP)
     assert done.stdout.split() == ["40", "True"], done.stderr
 

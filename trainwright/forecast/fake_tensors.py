@@ -54,18 +54,16 @@ def simulated_device(name: str) -> torch.device:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """A context in which every new tensor is fake: it has shape, dtype, strides and device, but no values."""
+    """A context in which every new tensor is fake: it has shape, dtype, strides and device, but no values.
+
+    The random state is restored: operators draw from the generators all the same.
+    """
     own = nn.Module._apply
     nn.Module._apply = _ModuleApply().apply  # type: ignore[method-assign]
     try:
         key = "CUDA" if torch.cuda.is_available() else "PrivateUse1"
-        fakes = _Mode(allow_non_fake_inputs=True)
-        with (
-            preserved_rng(),
-            warnings.catch_warnings(),
-            simulated_lstm(key),
-            fakes as mode,
-        ):  # a model draws its weights
+        mode = _Mode(allow_non_fake_inputs=True)
+        with preserved_rng(), warnings.catch_warnings(), simulated_lstm(key), mode:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
             yield mode
     finally:

@@ -29,7 +29,6 @@ from trainwright.forecast.tracker import Tracker
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.trace import Trace, Unseen
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import preserved_rng
 from trainwright.state.train_state import TrainState
 
 WHY_RESERVED = (
@@ -125,14 +124,14 @@ def _user_frame(error: Exception) -> str:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Restores random state, default dtype and the grad mode.
+    """Restores the default dtype and the grad mode; ``fake_tensors`` restores the random state.
 
     Inside, the backward pass runs on this thread, where the tracker is, and torch does not log operators that fail.
     """
     dtype = torch.get_default_dtype()
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
-    with preserved_rng(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         try:
             yield
         finally:

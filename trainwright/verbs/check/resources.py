@@ -57,15 +57,14 @@ def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Ve
 
     ``parts`` are not prepared yet.
     """
-    place = device_of(device)
+    place, found = device_of(device), None
     try:
-        with preserved_rng():
-            written = as_written(loaded, place, parts=parts)
-            found = None if written and written.fits else forecast(loaded, place, parts=parts)
+        written = as_written(loaded, place, parts=parts)
+        if written is None or not written.fits:
+            found = forecast(loaded, place, parts=parts)
+            written = found.written
     except Exception:
         return
-    written = written if found is None else found.written
-    assert written is not None
     need, usable = written.peak_bytes, place.usable_bytes
     message = f"a step peaks at {_gib(need)}, {_gib(usable)} are usable"
     if found is not None and not written.fits:
