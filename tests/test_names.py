@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.house import files, functions, modules, nodes, own_names, room_of, shown, tree
+from tests.house import files, modules, nodes, own_names, shown, tree
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -34,34 +34,6 @@ def test_no_room_for_leftovers() -> None:
     assert not names & {"utils", "util", "helpers", "misc", "common"}
     classes = [node.name for path in files() for node in nodes(path, ast.ClassDef)]
     assert not [name for name in classes if name.endswith(("Manager", "Helper", "Utils"))]
-
-
-OLD_WORDS = {
-    *("Attendant", "Casebook", "Examiner", "Terms", "Segment", "Bench", "Player", "Played", "Edit", "Wish", "Told"),
-    *("Shortage", "Glimpse", "Way", "rehearse", "at_hand", "papers", "anatomy", "recomputation", "remat", "own_loop"),
-}
-"""Names that the field has other words for: WatchSession, ReplaySession, dry run, activation checkpointing, ..."""
-
-FOR_HOW_IT_CAME = {"told", "said", "asked", "given"}
-
-
-def test_things_have_the_names_of_the_field() -> None:
-    defined = {(each.name, shown(path)) for path in files() for each in (*nodes(path, ast.ClassDef), *functions(path))}
-    defined |= {(path.stem, shown(path)) for path in files()}
-    assert len(defined) > 2000
-    assert sorted((name, where) for name, where in defined if name in OLD_WORDS) == []
-
-
-def test_a_variable_is_named_for_what_it_holds() -> None:
-    """Not for how it came; the measures of the doctor still have some of these."""
-    stored = [
-        f"{shown(path)}:{node.lineno} {node.id}"
-        for path in files()
-        if room_of(path) != "doctor"
-        for node in nodes(path, ast.Name)
-        if isinstance(node.ctx, ast.Store) and node.id in FOR_HOW_IT_CAME
-    ]
-    assert stored == []
 
 
 def test_every_file_says_what_it_is_for() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from tests.house import Function, modules, tree
 
 NAMES = """
 ChainedOptimizer Cursor
@@ -211,3 +215,21 @@ def test_the_readme_names_every_extra() -> None:
 def test_every_verb_is_among_the_commands() -> None:
     for verb in VERBS.split():
         assert f"`{verb}" in DOCS["commands"], verb
+
+
+def public_functions() -> Iterator[Function]:
+    """The functions of ``trainwright.__all__``, and the constructors of its classes."""
+    for name in tw.__all__:
+        home = inspect.getmodule(getattr(tw, name))
+        path = modules().get(home.__name__) if home else None
+        for node in tree(path).body if path else ():
+            if isinstance(node, Function) and node.name == name:
+                yield node
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                yield from (each for each in node.body if isinstance(each, Function) and each.name == "__init__")
+
+
+def test_no_public_function_takes_whatever_comes() -> None:
+    public = list(public_functions())
+    assert len(public) > 10
+    assert [each.name for each in public if each.args.vararg or each.args.kwarg] == []
