@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from trainwright.build.assemble import Parts
-from trainwright.build.ready import ReadyBatches
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
@@ -41,7 +40,7 @@ from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import Ended, Found
+from trainwright.runlog.records import Ended, Found, Verdict
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.training.compare import compares_ranks, make_ranks_observer
@@ -62,6 +61,7 @@ from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
 from trainwright.training.resume import Earlier, again, doubled, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
+from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
 from trainwright.watching.engine_observer import EngineObserver
 from trainwright.world import SOLO, Launch, World, joined
@@ -227,6 +227,19 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
             else make_ranks_observer(job, folder, logbook.journal.write, progress.say)
         )
         progress.findings = doctor.findings if doctor else None
+
+        def judge(ended: Ended) -> Verdict:
+            return verdict_on(
+                job,
+                folder,
+                ended,
+                logbook.recorder,
+                findings=doctor.findings() if doctor else (),
+                examined=doctor is not None,
+                saved=ended.ending == "failed" or is_saved(saving.last, ended.step),
+            )
+
+        logbook.judge = judge
         extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         measured = job.built.train_metrics
@@ -338,21 +351,14 @@ def _closed(
     progress.close()
     ended, recorder = logbook.ended, logbook.recorder
     assert ended is not None
-    is_saved = saved is not None and saved.name == f"step-{outcome.step:08d}"
+    is_whole = is_saved(saved, outcome.step)
     ending = Ending(
         ended,
         folder.path,
-        recorder.wait_share,
         recorder.last_evaluated,
-        saved=is_saved,
-        marks=job.marks,
+        saved=is_whole,
         again=again(folder, live=job.live),
         longer="" if job.live else doubled(job.recipe.until),
-        findings=findings,
-        wait_s=recorder.wait_s,
-        reads_faster="let the loader read ahead"
-        if isinstance(job.parts.train.dataset, ReadyBatches)
-        else "raise data.workers",
     )
     for line in closing(ending):
         progress.say(line)
@@ -364,10 +370,16 @@ def _closed(
         ended.loss,
         ended.val_loss,
         ended.skipped,
-        ((outcome.stop.exit_code if outcome.stop else 0) or exit_code(findings)) if is_saved else 1,
+        ((outcome.stop.exit_code if outcome.stop else 0) or exit_code(findings)) if is_whole else 1,
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
         findings,
         loss_fn=job.parts.loss,
         metric_set=job.built.metrics,
+        verdict=ended.verdict,
     )
+
+
+def is_saved(newest: Path | None, step: int) -> bool:
+    """Whether the newest checkpoint is that of this step."""
+    return newest is not None and newest.name == f"step-{step:08d}"

@@ -24,7 +24,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.replay.engine_bench import EngineBench, MakeStep
 from trainwright.replay.memory import free_what_it_holds
-from trainwright.report.findings import LookedAt, lines_of
+from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
@@ -304,9 +304,10 @@ class EngineObserver:
         if self._failed is not None:
             kind = type(self._failed).__name__
             self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(self._failed)[:200]}")
-        findings, looked_at = self.findings(), LookedAt.of(self.session.log.records)
-        for line in lines_of(findings, self._folder, looked_at) if findings or looked_at.steps else ():
-            self._say(line)
+        findings, examination = self.findings(), self.session.log.examination()
+        if findings or examination.steps:
+            for line in (*lines_of(findings, self._folder), *examination.lines()):
+                self._say(line)
         self._journal.close()
 
     def _give_up(self, error: Exception) -> None:

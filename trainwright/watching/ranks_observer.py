@@ -16,6 +16,7 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import text_of
 from trainwright.report.findings import lines_of
+from trainwright.runlog.findings import FindingsWriter
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found, Record
 from trainwright.state.chained import parts_of
@@ -53,7 +54,7 @@ class RanksObserver:
         self._exchange = Exchange(name, meeting, site, number=0, patience_s=patience_s)
         self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples)
         self._facts: RanksFacts | None = None
-        self._found: dict[str, Found] = {}
+        self._findings = FindingsWriter(write)
         self._failed: Exception | None = None
         self._is_closed = False
 
@@ -72,7 +73,7 @@ class RanksObserver:
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
-        return list(self._found.values())
+        return self._findings.findings
 
     def close(self) -> None:
         """Waits a little for what the other ranks tell, and prints the findings; the second time it does nothing."""
@@ -87,7 +88,7 @@ class RanksObserver:
         if self._failed is not None:
             self._say(f"the ranks were not compared any more from step {self._exchange.step}: {text_of(self._failed)}")
         facts = self._facts
-        if self._found:
+        if self.findings():
             for line in lines_of(self.findings(), self._folder):
                 self._say(line)
         elif facts is not None and facts.compared:
@@ -100,13 +101,12 @@ class RanksObserver:
             return
         self._facts = facts
         now = {each.code: each for each in findings_of(facts)}
-        if now.keys() != self._found.keys():
+        if now.keys() != {each.code for each in self.findings()}:
             self._write(record_of(facts, step))
         for code, found in now.items():
-            if code not in self._found:
-                now[code] = replace(found, time_s=time.time())
-                self._write(now[code])
-        self._found = now
+            known = self._findings.get(code)
+            now[code] = replace(found, time_s=time.time() if known is None else known.time_s)
+        self._findings.update(now.values(), step)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -1,0 +1,62 @@
+"""The verdict on a run of the engine, judged when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.utils.data import IterableDataset
+
+from trainwright.build.ready import ReadyBatches
+from trainwright.observe.step_log import StepLog
+from trainwright.pages.log import LogSoFar
+from trainwright.report.verdict import RunFacts, evaluations_in, judge
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import Ended, Evaluated, Found, Logged, Verdict
+from trainwright.training.job import Job
+
+MIN_WAIT_FRACTION, MIN_WAIT_S = 0.3, 1e-3
+"""Waiting for data is mentioned beyond this fraction of the time, and beyond this mean: a worker takes as long to hand
+a batch over."""
+
+
+def verdict_on(
+    job: Job, folder: RunFolder, ended: Ended, log: StepLog, *, findings: Sequence[Found], examined: bool, saved: bool
+) -> Verdict:
+    """Judges a run by its whole log, earlier processes included."""
+    course = LogSoFar(folder.log)
+    course.advance()
+    return judge(
+        RunFacts(
+            state=ended.ending,
+            reason=ended.reason,
+            step=ended.step,
+            planned_steps=job.plan.extent.steps,
+            losses=course.losses,
+            is_one_objective=_is_one_objective(job),
+            chance=job.plan.expected_loss,
+            evaluations=evaluations_in(course.notes(Evaluated, Logged)),
+            findings=findings,
+            examined=examined,
+            saved=saved,
+            troubles=tuple(_troubles(job, ended, log)),
+            references=job.marks,
+        )
+    )
+
+
+def _is_one_objective(job: Job) -> bool:
+    """Whether the training loss is a function of the weights and of samples that stay the same.
+
+    A step of the user's own may train several models against each other. A stream may be made by the model itself, as
+    the episodes of a policy are.
+    """
+    return job.parts.advance is None and not isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
+
+
+def _troubles(job: Job, ended: Ended, log: StepLog) -> Iterator[str]:
+    if ended.skipped:
+        yield f"{ended.skipped} of {ended.step} updates were skipped (log.jsonl names each)"
+    if log.wait_share > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
+        is_ready = isinstance(job.parts.train.dataset, ReadyBatches)
+        advice = "let the loader read ahead" if is_ready else "raise data.workers"
+        yield f"{log.wait_share:.0%} of the time went into waiting for data ({advice})"
