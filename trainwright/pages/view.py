@@ -90,6 +90,7 @@ class RunView(RunDocuments):
                 losses=self.log.losses,
                 evaluations=self.evaluations,
                 findings=self.findings,
+                skipped=len(self.log.notes(Skipped)),
                 examined=self.log.is_examined,
             )
         )

@@ -19,7 +19,7 @@ from trainwright.runlog.figures import figure
 from trainwright.runlog.findings import Severity, findings_in
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read_course, read_end
-from trainwright.runlog.records import Ended, Evaluated, Found, Logged, Record, Started, Step, Verdict, Watched
+from trainwright.runlog.records import Ended, Evaluated, Found, Logged, Record, Skipped, Started, Step, Verdict, Watched
 
 WORDS = (
     "critical finding",
@@ -77,6 +77,7 @@ class RunFacts:
         chance: The loss of a uniform guess among all classes.
         evaluations: Evaluations in their order.
         findings: The findings of the doctor.
+        skipped: Updates that were not made.
         examined: False: the doctor did not examine the run.
         saved: False: the last state could not be saved.
         troubles: Further facts for the sentence.
@@ -92,6 +93,7 @@ class RunFacts:
     chance: float | None = None
     evaluations: Sequence[Evaluated] = ()
     findings: Sequence[Found] = ()
+    skipped: int = 0
     examined: bool = True
     saved: bool = True
     troubles: Sequence[str] = ()
@@ -123,6 +125,8 @@ def judge(facts: RunFacts) -> Verdict:
         how += " without a finding" if facts.examined else ", not examined by the doctor"
     elif facts.is_over:
         how += ", but"
+    if facts.skipped:
+        parts.append(f"{facts.skipped:,} of {facts.step:,} updates were skipped (log.jsonl names each)")
     sentence = f"{how}{' ' if how.endswith('but') else ': '}{'; '.join([*parts, *facts.troubles])}"
     best_step = next((claim.best_step for claim in claims if claim.best_step is not None), None)
     return Verdict(word=claims[0].word if claims else "no finding", sentence=sentence, best_step=best_step)
@@ -255,6 +259,8 @@ def _diverged(facts: RunFacts) -> str | None:
         return "the training loss is not finite"
     if facts.evaluations and not math.isfinite(facts.evaluations[-1].loss):
         return "the validation loss is not finite"
+    if facts.step >= MIN_LOSSES and 2 * facts.skipped > facts.step:
+        return "most updates were skipped"
     losses = _finite(facts.losses)
     if not facts.is_one_objective or len(losses) < MIN_LOSSES or _still_falls(losses):
         return None
@@ -374,6 +380,7 @@ def verdict_of(folder: RunFolder) -> Verdict:
             losses=losses_in(records),
             evaluations=evaluations_in(records),
             findings=findings_in(records),
+            skipped=sum(isinstance(each, Skipped) for each in records),
             examined=any(isinstance(each, Watched | Found) for each in records),
         )
     )

@@ -16,6 +16,7 @@ from trainwright.runlog.records import (
     Found,
     Logged,
     Record,
+    Skipped,
     Started,
     Step,
     Unknown,
@@ -109,7 +110,7 @@ def read_course(path: Path | str) -> tuple[Record, ...]:
     What a resume went back over is left out. Of long runs not every step is read. Raises UsageError when there is no
     such log.
     """
-    kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Step, Watched)))
+    kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Skipped, Step, Watched)))
     of_steps = tuple(map(_beginning, (Step, Watched)))
     lines: list[bytes] = []
     with _open(Path(path)) as file:

@@ -36,9 +36,10 @@ def verdict_on(
             chance=job.plan.expected_loss,
             evaluations=evaluations_in(course.notes(Evaluated, Logged)),
             findings=findings,
+            skipped=ended.skipped,
             examined=examined,
             saved=saved,
-            troubles=tuple(_troubles(job, ended, log)),
+            troubles=tuple(_troubles(job, log)),
             references=job.marks,
         )
     )
@@ -53,9 +54,7 @@ def _is_one_objective(job: Job) -> bool:
     return job.parts.advance is None and not isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
 
 
-def _troubles(job: Job, ended: Ended, log: StepLog) -> Iterator[str]:
-    if ended.skipped:
-        yield f"{ended.skipped} of {ended.step} updates were skipped (log.jsonl names each)"
+def _troubles(job: Job, log: StepLog) -> Iterator[str]:
     if log.wait_share > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
         is_ready = isinstance(job.parts.train.dataset, ReadyBatches)
         advice = "let the loader read ahead" if is_ready else "raise data.workers"

@@ -134,6 +134,7 @@ class Watch:
             step=self.step,
             losses=losses,
             evaluations=evaluations,
+            skipped=self.session.num_vetoed,
             findings=self.findings(),
         )
         return records.Ended(
