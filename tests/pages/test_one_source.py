@@ -115,10 +115,16 @@ def test_a_run_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.process
 def test_a_loop_that_was_killed(tmp_path: Path) -> None:
     """Without an end, all readers judge what is in the log, and they judge alike."""
+
+    def is_killed(step: int) -> bool:
+        if step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
     child = os.fork()
     if child == 0:
         try:
-            loop(tmp_path / "loop", 100, until=lambda step: step == 20 and os.kill(os.getpid(), signal.SIGKILL) or False)
+            loop(tmp_path / "loop", 100, until=is_killed)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL

@@ -16,7 +16,7 @@ from trainwright.pages import readings as readings_module
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import COLUMNS, NOT_FINITE, as_json, column, filled, seconds, thinned
 from trainwright.pages.sparkline import sparkline
-from trainwright.runlog.records import Evaluated, Found, Record, Started, Telemetry, Watched, to_json
+from trainwright.runlog.records import Evaluated, Record, Started, Telemetry, Watched, to_json
 
 
 def rows_of(path: Path) -> LogSoFar:

@@ -202,7 +202,8 @@ def test_a_validation_loss_that_rises_with_the_training_loss_is_no_overfitting()
         ({"examined": False}, "finished, not examined by the doctor: training loss 2.000 -> 1.000"),
         (
             {"evaluations": seen(1.0, 0.9, 1.1)},
-            "finished without a finding: training loss 2.000 -> 1.000, validation loss 1.100 (lowest 0.9000 at step 133)",
+            "finished without a finding: training loss 2.000 -> 1.000, validation loss 1.100 (lowest 0.9000 at step "
+            "133)",
         ),
         (
             {"references": {"unigram": 3.0, "bigram": 1.5}},

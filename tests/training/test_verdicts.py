@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fit(
-    model: nn.Module, data: object, loss: object = CROSS_ENTROPY, *, settings: dict[str, object] | None = None, **more: Any
+    model: nn.Module,
+    data: object,
+    loss: object = CROSS_ENTROPY,
+    *,
+    settings: dict[str, object] | None = None,
+    **more: Any,
 ) -> Verdict:
     """The verdict on a run, which the list of runs shows, too."""
     options = {"batch": 32, "precision": "fp32", "device": "cpu", "quiet": True, **more}
@@ -45,7 +51,7 @@ def fit(
 
 
 def mlp(*sizes: int) -> nn.Sequential:
-    layers = [each for a, b in zip(sizes, sizes[1:]) for each in (nn.Linear(a, b), nn.ReLU())]
+    layers = [each for a, b in pairwise(sizes) for each in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -102,7 +108,7 @@ def test_overfitting() -> None:
 def test_divergence(lr: float, said: str) -> None:
     x = torch.randn(512, 20)
     rate = {"optimizer": "sgd", "lr": lr, "schedule": "constant", "settings": NO_CLIP}
-    verdict = fit(nn.Linear(20, 1), (x, 3 * x[:, :1]), lambda a, b: (a - b).square().sum(1).mean() * 8, steps=80, **rate)
+    verdict = fit(nn.Linear(20, 1), (x, 3 * x[:, :1]), lambda a, b: 8 * (a - b).square().mean(), steps=80, **rate)
     assert verdict.word == "diverged" and said in verdict.sentence, verdict.sentence
 
 

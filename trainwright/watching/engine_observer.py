@@ -260,6 +260,8 @@ class EngineObserver:
         self._journal = Journal(LogWriter(folder.log), say)
         self._failed: Exception | None = None
         self._is_closed = False
+        self.seconds = 0.0
+        """What the doctor has taken so far, by the clock."""
         self.session = EngineSession(
             state,
             make_step,
@@ -281,10 +283,12 @@ class EngineObserver:
         Where memory runs out, what was kept is dropped, and the next step is watched.
         """
         if self._failed is None:
+            begin_s = time.perf_counter()
             try:
                 self.session.note(result)
             except Exception as error:
                 self._give_up(error)
+            self.seconds += time.perf_counter() - begin_s
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""

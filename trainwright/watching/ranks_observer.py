@@ -28,8 +28,11 @@ class RanksObserver:
     """An Observer of one rank. The first one logs and prints what was found; ``write`` and ``say`` are its.
 
     ``are_copies``: every rank holds the whole model. ``has_own_samples``: ranks share no samples. A rank that makes no
-    progress for ``patience_s`` is reported; an evaluation and a save are no progress.
+    progress for ``patience_s`` is reported; an evaluation and a save are no progress. ``seconds`` is what the doctor
+    has taken: the exchange between ranks is not timed.
     """
+
+    seconds = 0.0
 
     def __init__(
         self,
