@@ -62,9 +62,7 @@ def test_a_finding_is_followed_by_the_same_lines(tmp_path: Path, capsys: Capture
     assert said[-1] == "more     trainwright explain loss.softmax_before_ce"
 
 
-def test_without_replays_the_checks_that_need_one_are_not_counted_as_missing(
-    capsys: Captured,
-) -> None:
+def test_checks_that_need_no_replay(capsys: Captured) -> None:
     _, examined, *others = lines_of(capsys, out=None, laws="cheap")
     assert "none of them replayed" in examined and not any("not examined" in line for line in others)
 

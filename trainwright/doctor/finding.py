@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypedDict, Unpack
 
 from trainwright.doctor.case import Case
-from trainwright.runlog.findings import Severity, Stage
+from trainwright.runlog.findings import Severity as Severity
+from trainwright.runlog.findings import Stage as Stage
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Evidence, Found, Where
 

@@ -106,7 +106,7 @@ class _Summed(NamedTuple):
     """On the device: the sum and the number of the finite losses."""
 
     total: Tensor
-    count: Tensor
+    number: Tensor
 
 
 class LossMean:
@@ -137,8 +137,8 @@ class LossMean:
         else:
             sums = self._sums + ([_summed(self._pending)] if self._pending else [])
         self._pending, self._sums, self._steps = [], [], 0
-        total, count = (torch.stack(each).sum().item() for each in zip(*sums, strict=True))
-        return total / count if count else math.nan
+        total, number = (torch.stack(each).sum().item() for each in zip(*sums, strict=True))
+        return total / number if number else math.nan
 
 
 def _summed(losses: Sequence[Tensor]) -> _Summed:
