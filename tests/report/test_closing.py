@@ -9,9 +9,9 @@ import pytest
 
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.figures import figure
-from trainwright.runlog.records import Ended, Evaluated, Verdict
+from trainwright.runlog.records import Ended, Evaluated, RunVerdict
 
-VERDICT = Verdict(word="no finding", sentence="finished without a finding: training loss 3.000 -> 1.500")
+VERDICT = RunVerdict(word="no finding", sentence="finished without a finding: training loss 3.000 -> 1.500")
 ENDED = Ended(
     time_s=0.0,
     ending="finished",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainwright.doctor.finding import finding
-from trainwright.report.verdict import WORDS, RunFacts, judge, noise_of
+from trainwright.report.verdict import WORDS, VerdictFacts, judge, noise_of
 from trainwright.runlog.findings import Severity
 from trainwright.runlog.records import Evaluated, Found
 
@@ -34,9 +34,9 @@ def seen(*losses: float, steps: int = STEPS) -> list[Evaluated]:
     ]
 
 
-def facts(course: Course | None = None, noise: float = 0.0, **changes: Any) -> RunFacts:
+def facts(course: Course | None = None, noise: float = 0.0, **changes: Any) -> VerdictFacts:
     losses = [] if course is None else series(course, noise)
-    made = RunFacts(state="finished", step=STEPS, losses=losses, is_one_objective=True)
+    made = VerdictFacts(state="finished", step=STEPS, losses=losses, is_one_objective=True)
     return replace(made, **changes)
 
 
@@ -72,7 +72,7 @@ LEARNS = facts(falls, 0.05)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_word(name: str, run: RunFacts, word: str) -> None:
+def test_each_word(name: str, run: VerdictFacts, word: str) -> None:
     verdict = judge(run)
     assert (verdict.word, verdict.best_step) == (word, None), name
     assert word in WORDS and "healthy" not in verdict.sentence
@@ -149,7 +149,7 @@ def test_a_loss_that_is_no_fixed_objective_is_not_compared() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_it_diverged(name: str, run: RunFacts, said: str) -> None:
+def test_it_diverged(name: str, run: VerdictFacts, said: str) -> None:
     verdict = judge(run)
     assert verdict.word == "diverged" and said in verdict.sentence, (name, verdict.sentence)
 

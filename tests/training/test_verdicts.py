@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import trainwright as tw
 from trainwright.cli import app
 from trainwright.engine.observer import Stop
-from trainwright.runlog.records import Verdict
+from trainwright.runlog.records import RunVerdict
 
 pytestmark = pytest.mark.slow
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -40,7 +40,7 @@ def fit(
     *,
     settings: dict[str, object] | None = None,
     **more: Any,
-) -> Verdict:
+) -> RunVerdict:
     """The verdict on a run, which the list of runs shows, too."""
     options = {"batch": 32, "precision": "fp32", "device": "cpu", "quiet": True, **more}
     result = tw.fit(model, data, loss, settings={**QUIET, **(settings or {})}, **options)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class OfNumbers(nn.Sequential):
         super().__init__(embedding, nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, modulus))
 
 
-def late_generalization() -> Verdict:
+def late_generalization() -> RunVerdict:
     """The validation loss rises far above a guess while the training loss goes to 0, and then comes down again."""
     numbers, total = sums(13)
     every = {"evaluation.every": "30steps", "optimizer.weight_decay": 1.0}
@@ -195,7 +195,7 @@ class Pair(nn.Module):
         return made
 
 
-def adversaries() -> Verdict:
+def adversaries() -> RunVerdict:
     pair, judge = Pair(), F.binary_cross_entropy_with_logits
     of_generator = torch.optim.Adam(pair.generator.parameters(), 1e-3, betas=(0.5, 0.9))
     of_discriminator = torch.optim.Adam(pair.discriminator.parameters(), 1e-3, betas=(0.5, 0.9))
@@ -216,7 +216,7 @@ def adversaries() -> Verdict:
     return fit(pair, points, None, advance=step, optimizer=[of_generator, of_discriminator], steps=200)
 
 
-def returns() -> Verdict:
+def returns() -> RunVerdict:
     """A policy that is trained on its own actions: its loss is noise around 0."""
     policy = nn.Linear(4, 3)
 
@@ -236,13 +236,13 @@ def returns() -> Verdict:
     return fit(policy, Episodes(), loss, steps=100, lr=3e-2)
 
 
-def noisy_regression() -> Verdict:
+def noisy_regression() -> RunVerdict:
     x = torch.randn(512, 20)
     data, val = (x, x[:, :1] + 3 * torch.randn(512, 1)), (x[:256], x[:256, :1])
     return fit(nn.Linear(20, 1), data, nn.MSELoss(), val=val, steps=200, batch=4, lr=1e-2)
 
 
-GOES_WELL: dict[str, Callable[[], Verdict]] = {
+GOES_WELL: dict[str, Callable[[], RunVerdict]] = {
     "classes": lambda: fit(mlp(20, 32, 2), classes(512), val=classes(256), steps=150, lr=1e-2),
     "short": lambda: fit(mlp(20, 32, 2), classes(512), val=classes(256), steps=5, lr=1e-3),
     "short and slow": lambda: fit(mlp(20, 32, 2), classes(512), steps=30, lr=1e-5),

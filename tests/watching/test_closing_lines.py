@@ -14,6 +14,8 @@ from torch import nn
 import trainwright as tw
 from tests.watching.loops import X, Y, net, sgd
 
+Captured = pytest.CaptureFixture[str]
+
 
 def lines_of(capsys: Captured, *, steps: int = 20, planted: bool = False, **options: Any) -> list[str]:
     """What a watched loop prints."""

@@ -20,7 +20,7 @@ from trainwright.observe.sinks import SinkFactory, close_sinks, open_sinks
 from trainwright.observe.step_log import StepLog
 from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Started, Verdict
+from trainwright.runlog.records import Ended, RunVerdict, Started
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
 
@@ -53,7 +53,7 @@ class Logbook:
         )
         self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
-        self.judge: Callable[[Ended], Verdict | None] = lambda ended: None
+        self.judge: Callable[[Ended], RunVerdict | None] = lambda ended: None
 
     @property
     def seconds(self) -> float:
@@ -104,7 +104,7 @@ class Logbook:
         close_sinks(self.sinks, int(failed))
         self.journal.close()
 
-    def _verdict_on(self, ended: Ended) -> Verdict | None:
+    def _verdict_on(self, ended: Ended) -> RunVerdict | None:
         """None where judging fails, which must not hide how the run ended: readers of the log judge it then."""
         try:
             return self.judge(ended)

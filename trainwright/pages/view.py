@@ -13,7 +13,7 @@ from trainwright.pages.documents import RunDocuments
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.report.verdict import RunFacts, evaluations_in, judge
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import (
@@ -26,10 +26,10 @@ from trainwright.runlog.records import (
     Quarantined,
     Record,
     Replayed,
+    RunVerdict,
     Saved,
     Skipped,
     Started,
-    Verdict,
 )
 
 RECENT = 50
@@ -77,13 +77,13 @@ class RunView(RunDocuments):
         return newest if isinstance(newest, Ended) else None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         """The verdict in the log; of a run that has not written one, the verdict so far."""
         ended = self.ended
         if ended is not None and ended.verdict is not None:
             return ended.verdict
         return judge(
-            RunFacts(
+            VerdictFacts(
                 state=self.state,
                 reason=ended.reason if ended else "",
                 step=self.step,

@@ -22,8 +22,8 @@ from trainwright.runlog.records import (
     Ended,
     Examined,
     Found,
+    RunVerdict,
     Started,
-    Verdict,
     Watched,
     Withdrawn,
 )
@@ -51,7 +51,7 @@ class Report:
     examination: Examination
     step: int
     state: str
-    verdict: Verdict
+    verdict: RunVerdict
     can_be_trained_again: bool
     unreadable: int = 0
     unknown: int = 0

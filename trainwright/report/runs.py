@@ -13,7 +13,7 @@ from trainwright.runlog.figures import figure
 from trainwright.runlog.folder import RunFolder, runs_in
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.reader import read_end
-from trainwright.runlog.records import Ended, Step, Verdict, Watched
+from trainwright.runlog.records import Ended, RunVerdict, Step, Watched
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RunRow:
     run: Path
     began_s: float
     state: str
-    verdict: Verdict
+    verdict: RunVerdict
     step: int
     loss: float | None
     val_loss: float | None

@@ -19,7 +19,18 @@ from trainwright.runlog.figures import figure
 from trainwright.runlog.findings import Severity, findings_in
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read_course, read_end
-from trainwright.runlog.records import Ended, Evaluated, Found, Logged, Record, Skipped, Started, Step, Verdict, Watched
+from trainwright.runlog.records import (
+    Ended,
+    Evaluated,
+    Found,
+    Logged,
+    Record,
+    RunVerdict,
+    Skipped,
+    Started,
+    Step,
+    Watched,
+)
 
 WORDS = (
     "critical finding",
@@ -64,7 +75,7 @@ Losses = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
+class VerdictFacts:
     """What a verdict is made of.
 
     Args:
@@ -114,7 +125,7 @@ class _Claim(NamedTuple):
     best_step: int | None = None
 
 
-def judge(facts: RunFacts) -> Verdict:
+def judge(facts: VerdictFacts) -> RunVerdict:
     """Returns the verdict on a run."""
     claims = sorted(_claims(facts), key=lambda claim: WORDS.index(claim.word))
     parts = [claim.text for claim in claims if claim.text]
@@ -129,10 +140,10 @@ def judge(facts: RunFacts) -> Verdict:
         parts.append(f"{facts.skipped:,} of {facts.step:,} updates were skipped (log.jsonl names each)")
     sentence = f"{how}{' ' if how.endswith('but') else ': '}{'; '.join([*parts, *facts.troubles])}"
     best_step = next((claim.best_step for claim in claims if claim.best_step is not None), None)
-    return Verdict(word=claims[0].word if claims else "no finding", sentence=sentence, best_step=best_step)
+    return RunVerdict(word=claims[0].word if claims else "no finding", sentence=sentence, best_step=best_step)
 
 
-def _claims(facts: RunFacts) -> Iterator[_Claim]:
+def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
     """Everything that applies."""
     critical, warnings = _codes(facts, "critical"), _codes(facts, "warning")
     if critical:
@@ -157,11 +168,11 @@ def _claims(facts: RunFacts) -> Iterator[_Claim]:
         yield _Claim("not examined")
 
 
-def _codes(facts: RunFacts, severity: Severity) -> list[str]:
+def _codes(facts: VerdictFacts, severity: Severity) -> list[str]:
     return [found.code for found in facts.findings if found.severity == severity]
 
 
-def _how(facts: RunFacts) -> str:
+def _how(facts: VerdictFacts) -> str:
     at = f"at step {facts.step:,}" + (f" of {facts.planned_steps:,}" if facts.planned_steps else "")
     reason = " ".join(facts.reason.split())
     reason = f"{reason[:MAX_REASON_CHARS]}..." if len(reason) > MAX_REASON_CHARS else reason
@@ -176,7 +187,7 @@ def _how(facts: RunFacts) -> str:
     return f"{facts.state} {at}" + (f" ({reason})" if reason else "")
 
 
-def _measured(facts: RunFacts) -> str:
+def _measured(facts: VerdictFacts) -> str:
     """The losses, from begin to end."""
     losses, parts = _finite(facts.losses), list[str]()
     if losses:
@@ -192,7 +203,7 @@ def _measured(facts: RunFacts) -> str:
     return (", ".join(parts) or "no loss was measured") + _below_reference(facts)
 
 
-def _below_reference(facts: RunFacts) -> str:
+def _below_reference(facts: VerdictFacts) -> str:
     """Such as `, 1.06 below what a bigram table reaches (2.46)`."""
     losses = _finite(facts.losses)
     loss = facts.evaluations[-1].loss if facts.evaluations else losses[-1][1] if losses else None
@@ -252,7 +263,7 @@ def _still_falls(losses: Losses) -> bool:
     return slope_in_errors([(step, loss) for step, loss in losses if 2 * step > newest]) < STILL_FALLS
 
 
-def _diverged(facts: RunFacts) -> str | None:
+def _diverged(facts: VerdictFacts) -> str | None:
     """The loss is not finite at the end; or, where losses can be compared, it rose for good."""
     newest = [loss for _, loss in facts.losses[-5:]]
     if newest and 2 * sum(not math.isfinite(loss) for loss in newest) > len(newest):
@@ -280,7 +291,7 @@ def _diverged(facts: RunFacts) -> str | None:
     return None
 
 
-def _learned_nothing(facts: RunFacts) -> str | None:
+def _learned_nothing(facts: VerdictFacts) -> str | None:
     if any(found.code == LEARNED_NOTHING_CODE and found.severity != "info" for found in facts.findings):
         return "the loss is no better than that of a constant prediction, or of shuffled targets"
     losses = _finite(facts.losses)
@@ -306,7 +317,7 @@ def _learned_nothing(facts: RunFacts) -> str | None:
     return f"the training loss is {end} and was {begin}, which is within its noise"
 
 
-def _is_a_guess(facts: RunFacts, change: _Change) -> str | None:
+def _is_a_guess(facts: VerdictFacts, change: _Change) -> str | None:
     """Whether neither the training nor the validation is better than a uniform guess among the classes."""
     if facts.chance is None or SIGNIFICANT * change.error > MAX_UNSEEN_DROP * facts.chance:
         return None
@@ -331,7 +342,7 @@ def _noise_of_evaluations(losses: Sequence[float]) -> float:
     return statistics.median(bends) / (0.6745 * math.sqrt(6)) if bends else 0.0
 
 
-def _overfits(facts: RunFacts) -> _Claim | None:
+def _overfits(facts: VerdictFacts) -> _Claim | None:
     """The validation loss rose after its best while the training loss fell on, both by more than their noise."""
     seen = [each for each in _comparable(facts.evaluations) if math.isfinite(each.loss)]
     if len(seen) < MIN_EVALUATIONS:
@@ -362,10 +373,10 @@ def _overfits(facts: RunFacts) -> _Claim | None:
     return _Claim("overfits", text, tells_losses=True, best_step=best.step)
 
 
-def verdict_of(folder: RunFolder) -> Verdict:
+def verdict_of(folder: RunFolder) -> RunVerdict:
     """The verdict in the log of a run; where its newest process has written none, one on what the log has so far."""
     if not folder.log.is_file():
-        return judge(RunFacts(state=state_of(folder.path, ())))
+        return judge(VerdictFacts(state=state_of(folder.path, ())))
     newest = [each for each in read_end(folder.log) if isinstance(each, Started | Ended)][-1:]
     if newest and isinstance(newest[0], Ended) and newest[0].verdict is not None:
         return newest[0].verdict
@@ -373,7 +384,7 @@ def verdict_of(folder: RunFolder) -> Verdict:
     ends = [each for each in records if isinstance(each, Ended)]
     state = state_of(folder.path, records)
     return judge(
-        RunFacts(
+        VerdictFacts(
             state=state,
             reason=ends[-1].reason if ends and ends[-1].ending == state else "",
             step=max((each.step for each in records if isinstance(each, Step | Watched | Ended)), default=0),

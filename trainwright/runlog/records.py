@@ -254,7 +254,7 @@ class Replayed(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """The outcome of a run: the gravest word that applies (``report/verdict.py`` lists them), and one sentence.
 
     ``best_step`` is the step with the best validation loss, where the run went on for too long after it.
@@ -279,7 +279,7 @@ class Ended(Record):
     val_loss: float | None
     skipped: int
     seconds: float
-    verdict: Verdict | None = None
+    verdict: RunVerdict | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

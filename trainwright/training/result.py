@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Found, Verdict
+from trainwright.runlog.records import Found, RunVerdict
 from trainwright.state.train_state import TrainState
 from trainwright.training.follow import Followed
 
@@ -43,7 +43,7 @@ class Result:
     restored: int | None = None
     loss_fn: Callable[..., Loss | Tensor] | None = None
     metric_set: MetricSet = NO_METRICS
-    verdict: Verdict | None = None
+    verdict: RunVerdict | None = None
 
     def __repr__(self) -> str:
         """A few lines for people."""

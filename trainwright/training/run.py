@@ -41,7 +41,7 @@ from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import Ended, Found, Verdict
+from trainwright.runlog.records import Ended, Found, RunVerdict
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
@@ -242,7 +242,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, spent, progress)
         watching += tuple(_end_time(job, progress))
 
-        def judge(ended: Ended) -> Verdict:
+        def judge(ended: Ended) -> RunVerdict:
             return verdict_on(
                 job,
                 folder,

@@ -9,9 +9,9 @@ from torch.utils.data import IterableDataset
 from trainwright.build.ready import ReadyBatches
 from trainwright.observe.step_log import StepLog
 from trainwright.pages.log import LogSoFar
-from trainwright.report.verdict import RunFacts, evaluations_in, judge
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Evaluated, Found, Logged, Verdict
+from trainwright.runlog.records import Ended, Evaluated, Found, Logged, RunVerdict
 from trainwright.training.job import Job
 
 MIN_WAIT_FRACTION, MIN_WAIT_S = 0.3, 1e-3
@@ -21,12 +21,12 @@ a batch over."""
 
 def verdict_on(
     job: Job, folder: RunFolder, ended: Ended, log: StepLog, *, findings: Sequence[Found], examined: bool, saved: bool
-) -> Verdict:
+) -> RunVerdict:
     """Judges a run by its whole log, earlier processes included."""
     course = LogSoFar(folder.log)
     course.advance()
     return judge(
-        RunFacts(
+        VerdictFacts(
             state=ended.ending,
             reason=ended.reason,
             step=ended.step,

@@ -28,7 +28,7 @@ from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
 from trainwright.report.findings import lines_of
-from trainwright.report.verdict import RunFacts, evaluations_in, judge, losses_in
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge, losses_in
 from trainwright.runlog import records
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
@@ -128,7 +128,7 @@ class Watch:
         is_interrupt = isinstance(error, KeyboardInterrupt)
         ending = "finished" if error is None else "stopped" if is_interrupt else "failed"
         reason = "" if error is None else "Ctrl-C" if is_interrupt else text_of(error)
-        facts = RunFacts(
+        facts = VerdictFacts(
             state=ending,
             reason=reason,
             step=self.step,
