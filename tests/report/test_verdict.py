@@ -154,6 +154,16 @@ def test_it_diverged(name: str, run: VerdictFacts, said: str) -> None:
     assert verdict.word == "diverged" and said in verdict.sentence, (name, verdict.sentence)
 
 
+def test_a_spike_in_the_middle_is_no_divergence() -> None:
+    losses = [(step, 1e20 if step == 90 else loss) for step, loss in series(falls, 0.05)]
+    assert judge(facts(losses=losses)).word == "no finding"
+
+
+def test_losses_near_the_largest_float_are_not_finite() -> None:
+    verdict = judge(facts(lambda t: 1.0 if t < 0.5 else 1.7e308, evaluations=seen(1.7e308, -1.7e308)))
+    assert verdict.word == "diverged"
+
+
 def test_one_loss_that_is_not_finite_is_no_divergence() -> None:
     losses = [*series(falls, 0.05), (STEPS + 1, math.inf)]
     assert judge(facts(losses=losses)).word == "no finding"

@@ -53,7 +53,7 @@ WORDS = (
 MIN_STEPS_LEARNING, MIN_LOSSES = 60, 16
 """A run with fewer steps, or fewer recorded losses, is too short to say that it learned nothing."""
 SIGNIFICANT = 3.0
-"""Standard errors that are no chance."""
+"""Standard errors beyond chance."""
 MAX_UNSEEN_DROP = 0.1
 """Fraction of the loss. A drop that is hidden in the noise must surely be smaller to say that nothing was learned."""
 NOISES_OF_A_RISE = 3.0
@@ -68,6 +68,8 @@ MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
 STILL_FALLS = -2.0
 """Slope of the losses of the second half of a run, in standard errors."""
 LEARNED_NOTHING_CODE = "law.loss.knows_more_than_nothing"
+MAX_LOSS = 1e100
+"""Larger losses count as not finite: sums of them may not be finite."""
 MAX_REASON_CHARS = 160
 
 Losses = Sequence[tuple[int, float]]
@@ -83,8 +85,8 @@ class VerdictFacts:
         reason: Why it ended.
         step: Steps that were taken, of ``planned_steps``.
         losses: Training losses by step. Those of a long run may be means over spans of steps.
-        is_one_objective: The training loss is one function of the weights and of a fixed data set. Then its begin and
-            its end can be compared. It is not so for adversarial training, policies and streams.
+        is_one_objective: The training loss is one function of the weights and of a fixed data set. Then the first
+            losses and the last ones can be compared. It is not so for adversarial training, policies and streams.
         chance: The loss of a uniform guess among all classes.
         evaluations: Evaluations in their order.
         findings: The findings of the doctor.
@@ -188,7 +190,7 @@ def _how(facts: VerdictFacts) -> str:
 
 
 def _measured(facts: VerdictFacts) -> str:
-    """The losses, from begin to end."""
+    """The losses at the beginning and at the end."""
     losses, parts = _finite(facts.losses), list[str]()
     if losses:
         window = _end_window(len(losses))
@@ -215,7 +217,11 @@ def _below_reference(facts: VerdictFacts) -> str:
 
 
 def _finite(losses: Losses) -> list[tuple[int, float]]:
-    return [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    return [(step, loss) for step, loss in losses if _is_finite(loss)]
+
+
+def _is_finite(loss: float) -> bool:
+    return abs(loss) < MAX_LOSS  # not so of NaN
 
 
 def _end_window(count: int) -> int:
@@ -224,7 +230,7 @@ def _end_window(count: int) -> int:
 
 
 class _Change(NamedTuple):
-    """The loss at the begin and at the end, the standard error of their difference, and the noise of one loss."""
+    """The loss at the beginning and at the end, the standard error of their difference, and the noise of one loss."""
 
     begin: float
     end: float
@@ -238,7 +244,7 @@ class _Change(NamedTuple):
 
 
 def _changes(values: Sequence[float]) -> list[_Change]:
-    """The end compared with the first 1, 2, 4, ... losses up to a quarter: nobody knows how long the begin lasted."""
+    """Compares the end with the first 1, 2, 4, ... losses, up to a quarter: the beginning may be short or long."""
     window, noise = _end_window(len(values)), noise_of(values)
     end, counts = statistics.fmean(values[-window:]), [1]
     while 2 * counts[-1] <= len(values) // 4:
@@ -252,7 +258,7 @@ def _changes(values: Sequence[float]) -> list[_Change]:
 def noise_of(values: Sequence[float]) -> float:
     """The standard deviation of single values around their course, from the differences of neighbours.
 
-    The median makes it robust: a steep begin, and a few outliers, do not count.
+    The median makes it robust against a steep beginning and a few outliers.
     """
     steps = [abs(after - before) for before, after in pairwise(values)]
     return statistics.median(steps) / (0.6745 * math.sqrt(2)) if steps else 0.0
@@ -266,9 +272,9 @@ def _still_falls(losses: Losses) -> bool:
 def _diverged(facts: VerdictFacts) -> str | None:
     """The loss is not finite at the end; or, where losses can be compared, it rose for good."""
     newest = [loss for _, loss in facts.losses[-5:]]
-    if newest and 2 * sum(not math.isfinite(loss) for loss in newest) > len(newest):
+    if newest and 2 * sum(not _is_finite(loss) for loss in newest) > len(newest):
         return "the training loss is not finite"
-    if facts.evaluations and not math.isfinite(facts.evaluations[-1].loss):
+    if facts.evaluations and not _is_finite(facts.evaluations[-1].loss):
         return "the validation loss is not finite"
     if facts.step >= MIN_LOSSES and 2 * facts.skipped > facts.step:
         return "most updates were skipped"
@@ -281,13 +287,13 @@ def _diverged(facts: VerdictFacts) -> str | None:
     if len(last) < len(values) and min(last) > begin and end - begin > NOISES_OF_A_RISE * noise:
         return f"the training loss rose from {figure(begin)} to {figure(end)}"
     window = len(last)
-    means = [statistics.fmean(values[at : at + window]) for at in range(len(values) - window + 1)]
-    at = min(range(len(means)), key=means.__getitem__)
+    starts = range(0, len(values) - window + 1, max(1, window // 8))
+    lowest, at = min((statistics.fmean(values[start : start + window]), start) for start in starts)
     steepest = max(_changes(values), key=lambda change: change.drop_in_errors)
-    drop, rise = steepest.begin - means[at], end - means[at]
+    drop, rise = steepest.begin - lowest, end - lowest
     if drop > 2 * SIGNIFICANT * steepest.error and rise > max(drop / 2, SIGNIFICANT * noise / math.sqrt(window)):
         step = losses[at + window - 1][0]
-        return f"the training loss fell to {figure(means[at])} by step {step:,} and rose to {figure(end)}"
+        return f"the training loss fell to {figure(lowest)} by step {step:,} and rose to {figure(end)}"
     return None
 
 
@@ -333,7 +339,7 @@ def _comparable(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _loss_or_infinity(seen: Evaluated) -> float:
-    return seen.loss if math.isfinite(seen.loss) else math.inf
+    return seen.loss if _is_finite(seen.loss) else math.inf
 
 
 def _noise_of_evaluations(losses: Sequence[float]) -> float:
@@ -344,7 +350,7 @@ def _noise_of_evaluations(losses: Sequence[float]) -> float:
 
 def _overfits(facts: VerdictFacts) -> _Claim | None:
     """The validation loss rose after its best while the training loss fell on, both by more than their noise."""
-    seen = [each for each in _comparable(facts.evaluations) if math.isfinite(each.loss)]
+    seen = [each for each in _comparable(facts.evaluations) if _is_finite(each.loss)]
     if len(seen) < MIN_EVALUATIONS:
         return None
     losses = [each.loss for each in seen]

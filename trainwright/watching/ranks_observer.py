@@ -108,7 +108,8 @@ class RanksObserver:
             self._write(record_of(facts, step))
         for code, found in now.items():
             known = self._findings.get(code)
-            now[code] = replace(found, time_s=time.time() if known is None else known.time_s)
+            first = (time.time(), found.step) if known is None else (known.time_s, known.step)
+            now[code] = replace(found, time_s=first[0], step=first[1])
         self._findings.update(now.values(), step)
 
 
