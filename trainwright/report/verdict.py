@@ -60,7 +60,8 @@ NOISES_OF_A_RISE = 3.0
 """A loss that diverges stands at least so many times its own noise above the first one."""
 MAX_VALIDATION_DROP = 0.02
 """Fraction of the validation loss. A larger drop means that something was learned."""
-MIN_EVALUATIONS, MIN_EVALUATIONS_AFTER_BEST = 4, 2
+MIN_EVALUATIONS = 5
+"""On the same samples, to say how the validation loss goes."""
 NOISES_OF_OVERFITTING = 5.0
 """Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
@@ -343,9 +344,15 @@ def _loss_or_infinity(seen: Evaluated) -> float:
 
 
 def _noise_of_evaluations(losses: Sequence[float]) -> float:
-    """The standard deviation of single evaluations, from second differences: a smooth course has none."""
+    """The standard deviation of single evaluations, from second differences: a smooth course has none.
+
+    The larger of two estimates: of few evaluations the median alone is often far too small.
+    """
     bends = [abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:])]
-    return statistics.median(bends) / (0.6745 * math.sqrt(6)) if bends else 0.0
+    if not bends:
+        return 0.0
+    root_mean_square = math.sqrt(statistics.fmean(bend * bend for bend in bends))
+    return max(statistics.median(bends) / 0.6745, root_mean_square) / math.sqrt(6)
 
 
 def _overfits(facts: VerdictFacts) -> _Claim | None:
@@ -355,9 +362,7 @@ def _overfits(facts: VerdictFacts) -> _Claim | None:
         return None
     losses = [each.loss for each in seen]
     at = losses.index(min(losses))
-    if len(losses) - 1 - at < MIN_EVALUATIONS_AFTER_BEST:
-        return None
-    best, rise = seen[at], min(losses[-2:]) - losses[at]
+    best, rise = seen[at], min(losses[-2:]) - losses[at]  # 0 unless two evaluations followed on the best
     if rise <= NOISES_OF_OVERFITTING * _noise_of_evaluations(losses):
         return None
     if rise < MIN_RISE_OF_RANGE * (max(losses) - losses[at]):
