@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from trainwright.runlog.records import RunVerdict
 
 pytestmark = pytest.mark.slow
 CROSS_ENTROPY = nn.CrossEntropyLoss()
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET: dict[str, object] = {"log.doctor": False, "log.every": "1steps"}
 NO_CLIP: dict[str, object] = {"optimizer.clip.by": "none"}
 
@@ -282,3 +284,11 @@ def test_a_watched_loop_that_reports_its_validation(folder: Path, course: Callab
     [row] = json.loads(CliRunner().invoke(app, ["runs", "--json"]).output)["runs"]
     assert row["verdict"]["best_step"] == (10 if course(1.0) > course(0.0) else None)
     assert row["val_loss"] == pytest.approx(course(1.0))
+
+
+def test_a_policy_whose_data_are_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss plays the episodes: it falls and rises again while the policy learns."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("reinforce")
+    verdict = fit(example.policy(), (torch.arange(4096),), example.loss, batch=64, steps=200, lr=1e-2)
+    assert verdict.word == "not examined", verdict.sentence

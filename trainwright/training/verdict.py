@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from torch.utils.data import IterableDataset
 
 from trainwright.build.ready import ReadyBatches
+from trainwright.engine.loss import takes_model
 from trainwright.observe.step_log import StepLog
 from trainwright.pages.log import LogSoFar
+from trainwright.recipe.catalog import LOSSES
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Ended, Evaluated, Found, Logged, RunVerdict
@@ -46,12 +48,14 @@ def verdict_on(
 
 
 def _is_one_objective(job: Job) -> bool:
-    """Whether the training loss is a function of the weights and of samples that stay the same.
+    """Whether the training loss compares outputs of the model with samples that stay the same.
 
-    A step of the user's own may train several models against each other. A stream may be made by the model itself, as
-    the episodes of a policy are.
+    A custom step may train several models against each other. A stream may be made by the model itself, and a loss that
+    is given the model may do the same: it may play the episodes of a policy.
     """
-    return job.parts.advance is None and not isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
+    is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
+    compares = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
+    return job.parts.advance is None and not is_stream and compares
 
 
 def _troubles(job: Job, log: StepLog) -> Iterator[str]:
