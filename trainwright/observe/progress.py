@@ -142,7 +142,7 @@ class LossMean:
 
 
 def _summed(losses: Sequence[Tensor]) -> _Summed:
-    values = torch.stack([loss.detach() for loss in losses]).double()
+    values = torch.stack([loss.detach() for loss in losses]).float()
     finite = values.isfinite()
     return _Summed(values.where(finite, 0.0).sum(), finite.sum())
 
