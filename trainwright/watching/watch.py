@@ -116,7 +116,8 @@ class Watch:
         """What was found, what was examined, the verdict, and where to read more."""
         yield from lines_of(self.findings())
         yield from self.session.findings_log.examination().lines()
-        yield f"verdict: {ended.verdict}"
+        if ended.verdict is not None:
+            yield f"verdict: {ended.verdict}"
         if self.folder is not None:
             yield f"run      {self.folder.path}"
             yield f"page     trainwright serve {self.folder.path}   # or open {self.folder.path / REPORT_NAME}"
@@ -146,8 +147,16 @@ class Watch:
             val_loss=evaluations[-1].loss if evaluations else None,
             skipped=self.session.num_vetoed,
             seconds=self.session.seconds,
-            verdict=judge(facts),
+            verdict=self._verdict_on(facts),
         )
+
+    def _verdict_on(self, facts: VerdictFacts) -> records.RunVerdict | None:
+        """None where judging fails: it must neither end the loop nor hide its exception."""
+        try:
+            return judge(facts)
+        except Exception as failure:
+            self._say(f"no verdict: {type(failure).__name__}: {text_of(failure)[:200]}")
+            return None
 
     def log(self, step: int | None = None, **figures: float | Tensor) -> None:
         """Tells figures of the loop: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
