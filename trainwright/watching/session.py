@@ -82,8 +82,7 @@ class WatchOptions:
 class WatchSession:
     """Records the last steps of a loop, looks closely at those that are due, and asks the doctor.
 
-    ``write`` takes every record that is to be kept, ``say`` a line to print. ``point_at`` gives the line of the user's
-    source that a code is about.
+    ``write`` takes every record that is to be kept, ``say`` a line to print.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class WatchSession:
         options: WatchOptions,
         *,
         write: Callable[[Record], None],
-        point_at: Callable[[str], str | None] = lambda code: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._options, self._roots, self._begin_s, self._trained_s, self.step = options, list(roots), 0.0, 0.0, 0
@@ -113,7 +111,7 @@ class WatchSession:
         of_families = probes_of_families(self._objects, objects, live=True)
         self._probes = [*make_probes(self._objects, objects), *of_families, self._changes]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
-        self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
+        self.findings_log = FindingsLog(runner, self._probes, write, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False

@@ -23,6 +23,7 @@ from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
 from trainwright.pages.report import leave_report
+from trainwright.recorder.comparisons import EvaluationSites
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
@@ -63,20 +64,18 @@ class Watch:
         self._open = ExitStack()
         self._log: Journal | None = None
         self._source = CallerSource()
-        self._told: dict[str, float] = {}
         self.session = WatchSession(
             roots,
             optimizers,
             replace(
                 objects,
-                numbers=self._numbers,
                 modules=self._source.modules,
                 values=self._source.values,
                 code=self._source.code,
+                sites=EvaluationSites(self._source.code),
             ),
             options,
             write=self._write,
-            point_at=self._source.line_of,
             say=self._say,
         )
 
@@ -121,10 +120,9 @@ class Watch:
         )
 
     def log(self, step: int | None = None, **figures: float | Tensor) -> None:
-        """Tells figures of the loop: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
+        """Records figures of the loop and shows them on the page: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
 
-        They are recorded and shown on the page, and judged by the laws of figures: a loss or accuracy that was computed
-        since the last step is the mean over the rows of its evaluation. On a GPU a tensor is waited for.
+        A tensor on a GPU is waited for.
 
         Args:
             step: Optimizer steps so far. Default: those that were seen.
@@ -134,12 +132,8 @@ class Watch:
             UsageError: For what is no number.
         """
         numbers = {name: _figure(name, value) for name, value in figures.items()}
-        self._told |= {f"log.{name}": value for name, value in numbers.items()}
         at = self.step if step is None else step
         self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
-
-    def _numbers(self) -> dict[str, float]:
-        return self._source.numbers() | self._told
 
     @property
     def step(self) -> int:
