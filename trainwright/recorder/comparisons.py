@@ -95,7 +95,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedRows:
     """``targets`` that were compared with the chosen ``rows`` of an output of ``size`` rows."""
 
     size: int
@@ -121,7 +121,7 @@ class ComparedOutputs(PausableMode):
         self._outputs.clear()
         self._own.clear()
         self.losses: list[Tensor] = []
-        self.comparisons: list[Comparison] = []
+        self.comparisons: list[ComparedRows] = []
 
     def trained_on(self, tensors: Iterable[Tensor]) -> None:
         """Training uses these tensors. What made them is a part of the training: a rollout, a teacher."""
@@ -180,7 +180,7 @@ class ComparedOutputs(PausableMode):
 
     def _keep_comparison(self, made: Made, targets: Tensor) -> None:
         if made.rows is not None and targets.shape == made.rows.shape:
-            self.comparisons.append(Comparison(made.size, made.rows, targets.cpu()))
+            self.comparisons.append(ComparedRows(made.size, made.rows, targets.cpu()))
 
     def _remember(self, tensor: Tensor, made: Made) -> None:
         key = id(tensor)

@@ -24,6 +24,7 @@ from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.numbers import Numbers, lateness
+from trainwright.recorder.optimizers import watching
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.program_changes import ProgramChanges
@@ -127,6 +128,7 @@ class WatchSession:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         begin_all(self._probes, self._site)
+        self._open.enter_context(watching(self._objects.optimizers))
         self._open.enter_context(listening(self._group, self._roots))
         self._prepare_next(self.step)
 

@@ -24,6 +24,7 @@ from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
 from trainwright.pages.report import leave_report
 from trainwright.recorder.comparisons import EvaluationSites
+from trainwright.recorder.optimizers import optimizers_in
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
@@ -38,7 +39,7 @@ from trainwright.version import __version__
 from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnLaw
 from trainwright.watching.layers import layer_probes
-from trainwright.watching.prepared import unprepared
+from trainwright.watching.prepared import unwrapped
 from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
 from trainwright.watching.session import WatchOptions, WatchSession
 from trainwright.watching.told import TellingProbe
@@ -241,7 +242,7 @@ def watch(
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
-    optimizers = _several(optimizer, Optimizer, "optimizer")
+    optimizers = _optimizers(optimizer)
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
     further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
@@ -288,13 +289,26 @@ T = TypeVar("T")
 
 def _several(value: object, kind: type[T], what: str) -> list[T]:
     items = [value] if isinstance(value, kind) else list(value) if isinstance(value, Iterable) else [value]
-    items = [unprepared(item) for item in items]
     for item in items:
         if not isinstance(item, kind):
             raise UsageError(f"watch: the {what} is a {type(item).__name__}", remedy=f"give a torch {kind.__name__}")
     if not items:
         raise UsageError(f"watch: there is no {what}", remedy=f"give the {what} of the loop, or a list of all of them")
     return [item for item in items if isinstance(item, kind)]
+
+
+def _optimizers(value: object) -> list[Optimizer]:
+    """The optimizers that update the weights: those given, or those inside of what is given."""
+    is_one = hasattr(value, "step") or not isinstance(value, Iterable)
+    found: list[Optimizer] = []
+    for given in [value] if is_one else list(value):
+        inner = optimizers_in(given)
+        if not inner:
+            raise UsageError(f"watch: the optimizer is a {type(given).__name__}", remedy="give a torch Optimizer")
+        found += [each for each in inner if each not in found]
+    if not found:
+        raise UsageError("watch: there is no optimizer", remedy="give that of the loop, or a list of all of them")
+    return found
 
 
 def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset[int]]:
@@ -317,4 +331,4 @@ def _judged_by(laws: str | OwnLaw | Sequence[str | OwnLaw]) -> tuple[tuple[Law, 
 
 def _listed(value: object) -> tuple[object, ...]:
     items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    return tuple(unprepared(item) for item in items)
+    return tuple(unwrapped(item) for item in items)

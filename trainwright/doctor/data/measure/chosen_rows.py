@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.data.facts import ChosenRows
-from trainwright.recorder.comparisons import CHOOSING, ROW_BY_ROW, Comparison, chosen_rows, loss_functions
+from trainwright.recorder.comparisons import CHOOSING, ROW_BY_ROW, ComparedRows, chosen_rows, loss_functions
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Call, Constant, Operation, RecordedStep, Slot, constants_of
 
@@ -54,7 +54,7 @@ class RowsChosen:
         known = [each() for each in self._inputs]
         return any(one is other for one in inputs for other in known)
 
-    def evaluate(self, comparisons: Sequence[Comparison], inputs: Sequence[Tensor]) -> tuple[ChosenRows, ...]:
+    def evaluate(self, comparisons: Sequence[ComparedRows], inputs: Sequence[Tensor]) -> tuple[ChosenRows, ...]:
         """What all evaluations so far have chosen, each choice once."""
         if self._targets is not None and self._are_known(plain(inputs)):
             for each in comparisons:

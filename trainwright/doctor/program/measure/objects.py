@@ -16,6 +16,7 @@ from trainwright.recorder.calls import Hook
 from trainwright.recorder.comparisons import Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.optimizers import same_optimizer
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -39,7 +40,7 @@ class _Schedule:
 
 @dataclass
 class _Copy:
-    """A module of the shapes of a root: of its calls without gradients the step, the site, the version of its weights."""
+    """A module of the shapes of a root, and its calls without gradients: step, site, version of its weights."""
 
     module: nn.Module
     calls: dict[tuple[int, Site], int] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class ObjectsProbe(Probe):
     # the scheduler
 
     def on_schedule(self, scheduler: object) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
         if isinstance(optimizer, Optimizer):
             known = _Schedule(type(scheduler).__name__, optimizer, self._steps + 1)
             self._schedules.setdefault(id(scheduler), known).calls += 1
