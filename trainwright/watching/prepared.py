@@ -17,7 +17,7 @@ def unwrapped(given: object) -> object:
     """
     if isinstance(given, _SCHEDULERS):
         return given
-    inner = [each for each in held_in(given, DataLoader, depth=1)]
+    inner = held_in(given, DataLoader, depth=1)
     if isinstance(given, DataLoader):
         inner = [each for each in inner if each.dataset is given.dataset]
     found = inner or [each for kind in _SCHEDULERS for each in held_in(given, kind, depth=1)]

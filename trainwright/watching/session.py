@@ -20,6 +20,7 @@ from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.closing import StepClosing
+from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.noting import NotingRecorder
@@ -122,7 +123,9 @@ class WatchSession:
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
         self._group = [self.recording, self._closing, *self._probes]
-        self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
+        self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
+        reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
+        self._blind = next((each for each in reasons if each), None)  # why no step can be run again
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
@@ -130,6 +133,8 @@ class WatchSession:
         begin_all(self._probes, self._site)
         self._open.enter_context(watching(self._objects.optimizers))
         self._open.enter_context(listening(self._group, self._roots))
+        for each in self._foreign:
+            self._open.enter_context(each.listening())
         self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
@@ -158,6 +163,11 @@ class WatchSession:
             self.recording.fail(failure)
         finally:
             self._open.close()
+
+    @property
+    def limits(self) -> list[str]:
+        """What of this loop is not watched."""
+        return [each.limits for each in self._foreign]
 
     @property
     def is_forked(self) -> bool:

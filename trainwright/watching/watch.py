@@ -24,6 +24,7 @@ from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
 from trainwright.pages.report import leave_report
 from trainwright.recorder.comparisons import EvaluationSites
+from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.optimizers import optimizers_in
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
@@ -87,6 +88,8 @@ class Watch:
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
         self.session.begin()
+        for line in self.session.limits:
+            self._say(line)
         return self
 
     def __exit__(
@@ -242,12 +245,12 @@ def watch(
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
-    optimizers = _optimizers(optimizer)
+    optimizers = _optimizers(optimizer, roots)
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
     further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
     options = WatchOptions(
-        on_nonfinite,
+        "observe" if any(isinstance(each, ForeignOptimizer) for each in optimizers) else on_nonfinite,
         on_spike,
         keep,
         memory_bytes or enough_bytes(roots),
@@ -297,12 +300,14 @@ def _several(value: object, kind: type[T], what: str) -> list[T]:
     return [item for item in items if isinstance(item, kind)]
 
 
-def _optimizers(value: object) -> list[Optimizer]:
-    """The optimizers that update the weights: those given, or those inside of what is given."""
+def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
+    """The optimizers that update the weights: those given, those inside of what is given, or what stands for them."""
     is_one = hasattr(value, "step") or not isinstance(value, Iterable)
     found: list[Optimizer] = []
     for given in [value] if is_one else list(value):
         inner = optimizers_in(given)
+        if not inner and ForeignOptimizer.can_stand_for(given):
+            inner = [ForeignOptimizer(given, [p for root in roots for p in root.parameters() if p.requires_grad])]
         if not inner:
             raise UsageError(f"watch: the optimizer is a {type(given).__name__}", remedy="give a torch Optimizer")
         found += [each for each in inner if each not in found]
