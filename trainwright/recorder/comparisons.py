@@ -120,21 +120,29 @@ class ComparedOutputs(PausableMode):
         """Begins a new pass."""
         self._outputs.clear()
         self._own.clear()
+        self._generating: set[Site] = set()  # whose outputs are inputs again, as of a sampler
         self.losses: list[Tensor] = []
         self.comparisons: list[ComparedRows] = []
 
+    @property
+    def are_there(self) -> bool:
+        """Whether anything that was made of outputs is still there."""
+        return bool(self._outputs)
+
     def trained_on(self, tensors: Iterable[Tensor]) -> None:
-        """Training uses these tensors. What made them is a part of the training: a rollout, a teacher."""
+        """A model is trained with these inputs. What made them is a part of the training: a rollout, a teacher."""
         if self._outputs:
             self._sites.exclude(site for each in tensors if (made := self._made(each)) for site in made.sites)
 
     def returned(self, output: object, inputs: object, site: Site) -> None:
         """A model has returned ``output``. With several inputs a 0-d output is a loss: targets are among the inputs."""
-        tensors = tensors_of(output)
+        tensors, given = tensors_of(output), tensors_of(inputs, 3)
+        if any(self._made(each) for each in given):
+            self._generating.add(site)
         for each in tensors:
             self._remember(each, Made(frozenset({site}), size=len(each) if each.dim() else 0))
         is_loss = [each for each in tensors if not each.dim() and each.is_floating_point()]
-        if is_loss and len(tensors_of(inputs, 3)) > 1:
+        if is_loss and len(given) > 1:
             self._sites.add({site})
             self._keep_loss(is_loss[0])
 
@@ -156,8 +164,10 @@ class ComparedOutputs(PausableMode):
             return
         sites = frozenset().union(*(each.sites for each in made))
         is_joined = any(each.is_joined for each in made)
+        if any(each.requires_grad for each in tensors_of(result, 2)):
+            self._sites.exclude(sites)  # what these sites make has a part in a loss that is trained on
         if getattr(function, "__name__", "") in LEAVES:
-            if is_joined and inputs[0].numel() == 1:
+            if is_joined and inputs[0].numel() == 1 and self._generating.isdisjoint(sites):
                 self._sites.add(sites)
             return
         targets = [each for each in inputs if self._may_be_target(each)]

@@ -19,7 +19,7 @@ from trainwright.recorder.hooks import listening_to_calls
 from trainwright.recorder.part_calls import PartCalls
 from trainwright.recorder.plain_tensors import rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
+from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Event, Facts, strict
 
@@ -88,6 +88,14 @@ class EvaluationsProbe(Probe):
             self._outputs.returned(output, self._given, self._site)
             self._outputs.start()
             self._parts.open(root)
+        elif self._in_step and self._outputs.are_there:  # is a loss made of what was made before the step?
+            self._outputs.start()
+
+    def on_backward_called(self) -> None:
+        self._outputs.stop()
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        self._outputs.stop()
 
     def _on_part(self, part: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._outputs.stop()
@@ -120,8 +128,6 @@ class EvaluationsProbe(Probe):
         self._parts.close()
         self._outputs.stop()
         if self._rows:
-            operations = [each for each in step.program if isinstance(each, Operation)]
-            self._outputs.trained_on([c.tensor for each in operations for c in constants_of((each.args, each.kwargs))])
             self._close()
         self._chosen.train(step)
         self._in_step, self._steps = False, step.step
