@@ -14,6 +14,7 @@ from trainwright.doctor.data.facts import (
     EvaluationFacts,
     Likeness,
     RowsFacts,
+    SharedSamplesFacts,
 )
 from trainwright.doctor.finding import Finding, Severity, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
@@ -44,6 +45,9 @@ def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
     facts, evaluated = case.newest(RowsFacts), case.newest(EvaluationFacts)
     if evaluated is not None and evaluated.chosen:
         yield _choices_are_apart(evaluated)
+        return
+    if (sets := case.newest(SharedSamplesFacts)) is not None and sets.shared <= sets.by_chance:
+        yield Holds(f"{sets.compared} of {sets.samples} validation samples are not in the training set, by {sets.by}")
         return
     if facts is None or not facts.evaluations:
         return

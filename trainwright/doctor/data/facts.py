@@ -91,6 +91,30 @@ class RowsFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedSamplesFacts:
+    """A validation set beside the training set of a run, as data sets: ``by`` position in one data set, or by content.
+
+    Of its ``samples`` so many were ``compared``, and ``shared`` of these are among the ``trained_compared`` of the
+    ``trained`` samples. ``by_chance`` of them may be equal by chance.
+    """
+
+    experiment: ClassVar[str] = "shared_samples"
+    by: str
+    samples: int
+    compared: int
+    shared: int
+    trained: int
+    trained_compared: int
+    by_chance: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the validation set, scaled up by the part of the training set that was compared."""
+        covered = self.trained_compared / max(1, self.trained)
+        return min(1.0, self.shared / max(1, self.compared) / max(covered, 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderEpochs:
     """The last two epochs of a loader over a data set of ``samples``: how many were drawn in the newer one, how many
     of these differ, and how many were drawn in neither. ``tail``: what an incomplete batch may leave out.

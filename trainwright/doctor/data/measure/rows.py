@@ -46,6 +46,13 @@ class _Pass(NamedTuple):
     digests: Tensor | None
 
 
+class _Iterator(NamedTuple):
+    """An iterator of a loader, by its number, and the length of its data set."""
+
+    number: int
+    length: int
+
+
 class InputRows(Probe):
     """Each step that is read takes about 100 us. The digests wait, on a GPU there, for the next look.
 
@@ -73,22 +80,25 @@ class InputRows(Probe):
         self._is_continuous: bool | None = None
         self._waiting: list[tuple[int, Hashable, list[list[Tensor]], bool]] = []  # are all passes of the same models?
         self._one_of = 0
-        self._loaders: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[object, _Iterator] = weakref.WeakKeyDictionary()
         self._source = 0
         self._passes: list[_Pass] = []  # since the last step
         self._times: Counter[Site] = Counter()  # before how many steps
         self._calls: Counter[Site] = Counter()
-        self._fetched_from: int | None = None  # the iterator of a batch that no model was called with
+        self._num_iterators = 0
+        self._fetched_from: _Iterator | None = None  # the iterator of a batch that no model was called with
         self._evaluations: list[EvaluatedRows] = []
         self._num_evaluations = self._evaluated_at = 0
         self._evaluated: set[int] = set()
         self._phases, self._changed = Phases(), ChangedRows()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
-        self._loaders[iterator] = length_of(getattr(loader, "dataset", None)) or 0
+        self._num_iterators += 1
+        self._iterators[iterator] = _Iterator(self._num_iterators, length_of(getattr(loader, "dataset", None)) or 0)
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._source, self._fetched_from = self._loaders.get(iterator, 0), id(iterator)
+        known = self._iterators.get(iterator)
+        self._source, self._fetched_from = (0, None) if known is None else (known.length, known)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.is_grad_enabled():
