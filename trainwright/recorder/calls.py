@@ -143,7 +143,7 @@ class _OwnCalls:
         kind.__call__ = call  # type: ignore[method-assign]
 
     def _unwrap(self, kind: type[nn.Module]) -> None:
-        del self._heard[kind], kind.__call__  # type: ignore[attr-defined]
+        del self._heard[kind], kind.__call__
         if kind in self._own:
             kind.__call__ = self._own.pop(kind)  # type: ignore[method-assign, assignment]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.callers import Line, calling_frame, line_within
+from trainwright.recorder.listener import Listener
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -52,18 +53,26 @@ def plain_name(function: TorchFunction) -> str:
     return str(getattr(function, "__name__", "?")).strip("_")
 
 
-class EvaluationSites:
-    """The sites of a loop that are known to evaluate. ``loop_code`` returns the function that holds the loop."""
+class EvaluationSites(Listener):
+    """The sites of a loop that are known to evaluate. ``loop_code`` returns the function that holds the loop.
+
+    Must be told of a call before those that ask for its site.
+    """
 
     def __init__(self, loop_code: Callable[[], CodeType | None] = lambda: None) -> None:
         self._loop_code = loop_code
+        self.current: Site = (None, None, None)
+        """The site of the newest call without gradients of a watched model."""
         self.follow: Callable[[Sequence[nn.Module]], None] = lambda modules: None
         """Also follows the outputs of these copies of a model."""
         self._compared: set[Site] = set()
         self._trained_on: set[Site] = set()
 
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self.current = self.here()
+
     def here(self) -> Site:
-        """The site of the call that is being made. Takes about 3 us."""
+        """The site of the call that is being made. Takes about 5 us."""
         frame = calling_frame()
         inner = (None, None) if frame is None else (frame.f_code, frame.f_lineno)
         return line_within(self._loop_code()), *inner

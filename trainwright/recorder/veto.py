@@ -186,12 +186,12 @@ def _norm(grads: list[Tensor]) -> Tensor:
     return norm if math.isfinite(norm) else measured(torch.float64)
 
 
-def _norm_of_plain(grads: Sequence[Tensor], dtype: torch.dtype | None, order: float = 2.0) -> Tensor:
+def _norm_of_plain(grads: list[Tensor], dtype: torch.dtype | None, order: float = 2.0) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, order, dtype=dtype)), order)
     return norm
 
 
-def _norm_of_parts(grads: Sequence[Tensor], dtype: torch.dtype | None, order: float = 2.0) -> Tensor:
+def _norm_of_parts(grads: list[Tensor], dtype: torch.dtype | None, order: float = 2.0) -> Tensor:
     return get_total_norm(grads if dtype is None else [g.to(dtype) for g in grads], order)
 
 

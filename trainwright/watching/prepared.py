@@ -17,8 +17,8 @@ def unwrapped(given: object) -> object:
     """
     if isinstance(given, _SCHEDULERS):
         return given
-    inner = held_in(given, DataLoader, depth=1)
+    inner: list[object] = [*held_in(given, DataLoader, depth=1)]
     if isinstance(given, DataLoader):
-        inner = [each for each in inner if each.dataset is given.dataset]
+        inner = [each for each in inner if getattr(each, "dataset", None) is given.dataset]
     found = inner or [each for kind in _SCHEDULERS for each in held_in(given, kind, depth=1)]
     return unwrapped(found[0]) if found else given

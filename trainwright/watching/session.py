@@ -122,7 +122,7 @@ class WatchSession:
         resting = [self.recording, *(each for each in self._probes if each.rests or each.closes_late)]
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
-        self._group = [self.recording, self._closing, *self._probes]
+        self._group = [self.recording, self._closing, objects.sites, *self._probes]
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
         self._blind = next((each for each in reasons if each), None)  # why no step can be run again

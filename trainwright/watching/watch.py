@@ -302,9 +302,9 @@ def _several(value: object, kind: type[T], what: str) -> list[T]:
 
 def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
     """The optimizers that update the weights: those given, those inside of what is given, or what stands for them."""
-    is_one = hasattr(value, "step") or not isinstance(value, Iterable)
+    several = value if isinstance(value, Iterable) and not hasattr(value, "step") else [value]
     found: list[Optimizer] = []
-    for given in [value] if is_one else list(value):
+    for given in several:
         inner = optimizers_in(given)
         if not inner and ForeignOptimizer.can_stand_for(given):
             inner = [ForeignOptimizer(given, [p for root in roots for p in root.parameters() if p.requires_grad])]

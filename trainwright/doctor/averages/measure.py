@@ -139,7 +139,7 @@ class CopiesProbe(Probe):
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if len(self._calls) < MOST_CALLS:
-            self._calls.add((self._step, self._sites.here()))
+            self._calls.add((self._step, self._sites.current))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step

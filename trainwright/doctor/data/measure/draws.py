@@ -103,7 +103,7 @@ class Draws(Probe):
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._passes.batches:
             self._passes.calls += 1
-            self._passes.sites.add(self._sites.here())
+            self._passes.sites.add(self._sites.current)
             self._passes.read += max(map(rows_of, tensors_of((args, kwargs), 3)), default=1)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:

@@ -45,6 +45,7 @@ class EvaluationsProbe(Probe):
         self._open = ExitStack()
         self._passes: Counter[Site] = Counter()
         self._rows: dict[Site, list[int]] = {}  # of the calls of the sites that are followed in this pass
+        self._left_out: set[Site] = set()  # in this pass
         self._site: Site | None = None
         self._given: list[Tensor] = []
         self._steps, self._in_step = 0, False
@@ -61,25 +62,27 @@ class EvaluationsProbe(Probe):
         self._parts.is_inside = True
         self._outputs.stop()  # what the model does is not a part of the evaluation
         self._site = None
-        given = tensors_of((args, kwargs), 3)
         if torch.is_grad_enabled():
-            self._outputs.trained_on(given)
             self._in_step = True
+            if self._outputs.are_there:
+                self._outputs.trained_on(tensors_of((args, kwargs), 3))
             if self._likenesses.wants_training:
-                self._likenesses.train(root, given)
-        elif not self._in_step and self._is_followed(site := self._sites.here()):
-            self._site, self._given = site, given
-            self._rows[site].append(rows_of(given[0]) if given else 1)
-            self._likenesses.evaluate(root, given, site)
+                self._likenesses.train(root, tensors_of((args, kwargs), 3))
+        elif not self._in_step and self._is_followed(site := self._sites.current):
+            self._site, self._given = site, tensors_of((args, kwargs), 3)
+            self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
+            self._likenesses.evaluate(root, self._given, site)
 
     def _is_followed(self, site: Site) -> bool:
         """Whether this pass is followed. Each site is counted apart: the test at the end is the first of its own."""
-        if site not in self._rows:
-            self._passes[site] += 1
-            number = self._passes[site]
-            if number > EACH and number.bit_count() != 1:
-                return False
-            self._rows[site] = []
+        if site in self._rows or site in self._left_out:
+            return site in self._rows
+        self._passes[site] += 1
+        number = self._passes[site]
+        if number > EACH and number.bit_count() != 1:
+            self._left_out.add(site)
+            return False
+        self._rows[site] = []
         return True
 
     def on_output(self, root: nn.Module, output: object) -> None:
@@ -122,7 +125,7 @@ class EvaluationsProbe(Probe):
             if len(self._copies) < COPIES and id(module) not in known and is_a_copy(module, self._roots):
                 known.add(id(module))
                 self._copies.append(module)
-                self._open.enter_context(listening_to_calls([self], [module]))
+                self._open.enter_context(listening_to_calls([self._sites, self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._parts.close()
@@ -130,6 +133,7 @@ class EvaluationsProbe(Probe):
         if self._rows:
             self._close()
         self._chosen.train(step)
+        self._left_out.clear()
         self._in_step, self._steps = False, step.step
 
     def on_forked(self) -> None:

@@ -107,7 +107,7 @@ class InputRows(Probe):
             if self._place is None and _is_read(self._steps + 1):
                 self._place = place_of_call()
         elif len(self._passes) < MOST_PASSES:
-            self._add_pass(tensors_of((args, kwargs), 3), self._sites.here())
+            self._add_pass(tensors_of((args, kwargs), 3), self._sites.current)
 
     def _add_pass(self, tensors: list[Tensor], site: Site) -> None:
         is_first, digests = not self._calls[site], None
@@ -205,7 +205,7 @@ class InputRows(Probe):
         read = [(each, rows) for each in passes if each.digests is not None and (rows := self._read(each.digests))]
         if not read:
             return
-        parts: dict[Hashable, list[list[int]]] = defaultdict(list)
+        parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
         for each, rows in read:
             parts[each.site, each.source].append(rows)
         every = [row for _, rows in read for row in rows]

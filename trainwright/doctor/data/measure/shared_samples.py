@@ -53,17 +53,14 @@ def by_tensors(train: object, held_out: object) -> SharedSamplesFacts | None:
 
 def by_samples(train: object, held_out: object) -> SharedSamplesFacts | None:
     """Samples of both are read from copies of the data sets, which takes half a second at most."""
-    sizes = length_of(train), length_of(held_out)
-    if not all(sizes) or not all(hasattr(each, "__getitem__") for each in (train, held_out)):
+    size, number = length_of(train), length_of(held_out)
+    if not size or not number or not all(hasattr(each, "__getitem__") for each in (train, held_out)):
         return None
-    read = [
-        [digest_of(sample) for sample in peek(dataset, _positions(size, most))]  # type: ignore[arg-type]
-        for dataset, size, most in zip((train, held_out), sizes, (MOST_TRAINED, MOST_HELD_OUT))
-        if size
-    ]
-    if not all(read):
-        return None
-    return _compared(*read, *sizes, is_continuous=False)  # type: ignore[arg-type]
+    trained, held = (
+        [digest_of(sample) for sample in peek(dataset, _positions(length, most))]  # type: ignore[arg-type]
+        for dataset, length, most in ((train, size, MOST_TRAINED), (held_out, number, MOST_HELD_OUT))
+    )
+    return _compared(trained, held, size, number, is_continuous=False) if trained and held else None
 
 
 def _compared(

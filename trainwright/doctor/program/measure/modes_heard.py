@@ -66,7 +66,7 @@ class Modes(Probe):
             self._feeding = self._fetched
         elif self._depends and (self._fetched is None or self._fetched != self._feeding):
             in_train = root.training and all(self._modules[n].training for n in self._depends)
-            self._passes.add((self._sites.here(), in_train))
+            self._passes.add((self._sites.current, in_train))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step

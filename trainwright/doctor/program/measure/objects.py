@@ -109,12 +109,16 @@ class ObjectsProbe(Probe):
         if training or id(module) in self._copies or not is_a_copy(module, self._roots):
             return
         copy = self._copies[id(module)] = _Copy(module)
-        hook = Hook(module, lambda *called: torch.is_grad_enabled() or copy.called(self._steps, self._sites.here()))
+        hook = Hook(module, lambda *called: self._on_copy(copy))
         self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _on_copy(self, copy: _Copy) -> None:
+        if not torch.is_grad_enabled():
+            copy.called(self._steps, self._sites.here())
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if len(self._called) < MOST_CALLS:
-            self._called.add((self._steps, self._sites.here()))
+            self._called.add((self._steps, self._sites.current))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
