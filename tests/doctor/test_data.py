@@ -337,9 +337,19 @@ def test_walks_may_begin_at_one_place() -> None:
     assert "batches_vary" not in broken(watch, "data")
 
 
+def test_a_number_within_the_batch_is_no_content() -> None:
+    """As the vector that says which graph a node belongs to."""
+    x, graphs = torch.randn(6, 4), torch.tensor([0, 0, 1, 1, 2, 2])
+    other = torch.cat([x[4:], x[:4]])
+    one, again = row_digests([x, graphs]), row_digests([other, graphs])
+    assert one is not None and again is not None
+    assert sorted(one.tolist()) == sorted(again.tolist())
+    assert len(set(row_digests([graphs, x[:, 0]]).tolist())) == 6  # type: ignore[union-attr]
+
+
 def test_equal_rows_have_equal_digests() -> None:
     x = torch.randn(6, 200)
-    tokens = torch.arange(6) % 3
+    tokens = (torch.arange(6) + 1) % 3
     one, other = row_digests([x, tokens]), row_digests([x.flip(0), tokens.flip(0)])
     assert one is not None and other is not None
     assert one.tolist() == other.tolist()[::-1]
