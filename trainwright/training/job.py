@@ -68,7 +68,7 @@ from trainwright.training.own_objects import Live, build_live, memory_note, of_o
 from trainwright.training.own_step import untried
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.watching.look_schedule import last_look_s, looks_s
+from trainwright.watching.budget import predicted_end_s, predicted_s
 from trainwright.world import (
     ALONE,
     ONE,
@@ -256,7 +256,7 @@ def until_of_job(job: Job) -> Until:
         return until_of(job.plan)
     after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
     if is_watched(job):
-        after_s += _of_last_look(job.plan)
+        after_s += predicted_end_s(training_time_s(job.plan) or 0.0)
     return ByTheClock(job.loaded.end_s, after_s)
 
 
@@ -325,7 +325,9 @@ def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
             plan = replace(plan, evaluates_whole=False)
         if plan.evaluate_batches:
             plan = replace(plan, notes=(*plan.notes, evaluation_note(plan, cost)))
-    return replace(plan, seconds={**foretold(plan, cost, used=until_of(plan)(job.state)), **_of_looks(plan, job)})
+    return replace(
+        plan, seconds={**foretold(plan, cost, used=until_of(plan)(job.state)), **_of_examinations(plan, job)}
+    )
 
 
 def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
@@ -345,24 +347,19 @@ def is_watched(job: Job) -> bool:
     return job.recipe.log.doctor and job.world.size == 1
 
 
-def _of_looks(plan: Plan, job: Job) -> dict[str, float]:
+def _of_examinations(plan: Plan, job: Job) -> dict[str, float]:
     training_s = training_time_s(plan)
-    if not is_watched(job) or not training_s or not plan.step_s:
+    if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
         return {}
-    left_s = training_s * (1 - until_of(plan)(job.state))
-    in_seconds = plan.extent.seconds is not None
-    return {"looks": looks_s(plan.step_s, left_s / plan.step_s, left_s, in_seconds=in_seconds)}
+    return {"examinations": predicted_s(training_s * (1 - until_of(plan)(job.state)))}
 
 
 def left_over(job: Job, step_s: float, state: TrainState) -> float:
-    """Seconds by the clock that are left of a run whose steps take ``step_s``; its early looks are over."""
+    """Seconds by the clock that are left of a run whose steps take ``step_s``."""
     plan = replace(job.plan, step_s=step_s)
-    looks = _of_last_look(plan) if is_watched(job) else 0.0
-    return sum(foretold(plan, job.evaluation_cost, used=until_of(plan)(state)).values()) + looks
-
-
-def _of_last_look(plan: Plan) -> float:
-    return last_look_s(plan.step_s or 0.0, training_time_s(plan) or 0.0, in_seconds=plan.extent.seconds is not None)
+    left = foretold(plan, job.evaluation_cost, used=until_of(plan)(state))
+    examinations_s = predicted_s(left.get("training", 0.0)) if is_watched(job) else 0.0
+    return sum(left.values()) + examinations_s
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

@@ -35,7 +35,6 @@ from trainwright.observe.sinks.factories import sink_factories
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
-from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
@@ -275,9 +274,9 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes),
         folder=folder,
         say=say,
-        planned_s=training_time_s(job.plan) or 0.0,
-        in_seconds=job.plan.extent.seconds is not None,
+        examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
+        keeps_last_steps=job.live,  # of a recipe any step can be trained again
         warns_of_spikes=job.recipe.spikes.policy == "warn",
     )
 

@@ -33,7 +33,9 @@ KEPT_RECORDS, UNRECORDED = 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with others has something to tell."""
 ROUNDS = 4
-"""How often the doctor may ask for further experiments in one look."""
+"""How often the doctor may ask for further experiments in one examination."""
+TRIED = ("critical", "warning")
+"""Severities of findings whose remedy is tried."""
 Noted: TypeAlias = tuple[RecordedStep, Numbers] | PlainNumbers
 """A step that is over; of one that has nothing to tell, its numbers: few of these are made into records."""
 
@@ -62,6 +64,7 @@ class FindingsLog:
         self._records, self._complete = list(known), complete
         self._unrecorded: deque[Noted] = deque()
         self._found: dict[str, Found] = {}
+        self._untried: set[str] = set()  # codes of findings whose remedy found no time to be tried
 
     @property
     def records(self) -> list[Record]:
@@ -85,27 +88,32 @@ class FindingsLog:
         *reasons: str,
         limits: Facts | None = None,
         allowed_s: float = math.inf,
+        repeats: bool = True,
         finished: bool = False,
-    ) -> None:
-        """Runs the experiments of these ``reasons`` on ``step`` and asks the doctor, which may request more.
+    ) -> float:
+        """Run the experiments of these ``reasons`` on ``step`` and ask the doctor, which may request more.
 
-        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. With less than
-        ``allowed_s`` of the processor experiments are left out, for a later look to begin with.
+        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. Experiments that
+        do not fit into ``allowed_s`` are left to a later examination. ``repeats``: those are due, too, that run again
+        and again. What the probes have measured is evaluated whatever that takes. Returns the seconds of that.
         """
+        begin_s = self._runner.now_s()
         with muted(), only_newest_collected():
             self._runner.allow(allowed_s)
             self.record_all()
             self.examined(step, self._probed())
             self.examined(step, limits or {})
+            replayed = step if "incident" in reasons else self._runner.nearest(step)
             for reason in reasons:
-                self.examined(step, self._runner.look(step, reason))
+                self.examined(replayed, self._runner.look(replayed, reason, repeats=repeats))
             for _ in range(ROUNDS):
                 diagnosis = diagnose(Case(self._records, finished=finished), self._laws)
-                facts = self._runner.run_requested(step, diagnosis.requests)
+                facts = self._runner.run_requested(replayed, diagnosis.requests)
                 if not facts:
                     break
-                self.examined(step, facts)
-            self._conclude(diagnosis)
+                self.examined(replayed, facts)
+            self._conclude(diagnosis, replayed)
+        return self._runner.now_s() - begin_s - self._runner.replayed_s
 
     def _probed(self) -> Facts:
         """Returns the facts of each probe; one that raises is stopped."""
@@ -126,18 +134,25 @@ class FindingsLog:
             at = values.pop("step", step)
             self.remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
-    def _conclude(self, diagnosis: Diagnosis) -> None:
+    def _conclude(self, diagnosis: Diagnosis, step: int) -> None:
+        """Keep the findings. A new one is written at once, and again when its remedy finds the time to be tried."""
         now = {}
         for each in diagnosis.findings:
             known, found = self._found.get(each.found.code), each.found
-            if known is None:
-                tried = self._runner.try_remedy(found.step, each.trial)
-                where = dataclasses.replace(found.where, source=self._line_of(found))
-                found = dataclasses.replace(found, time_s=time.time(), where=where, tried=(*found.tried, *tried))
-                self._write(found)
-            else:
-                where = dataclasses.replace(found.where, source=found.where.source or known.where.source)
-                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried, where=where)
+            source = self._line_of(found) if known is None else found.where.source or known.where.source
+            found = dataclasses.replace(found, where=dataclasses.replace(found.where, source=source))
+            if known is not None:
+                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried)
+            if known is None or found.code in self._untried:
+                at = found.step if known is None else step
+                tried = self._runner.try_remedy(at, each.trial if found.severity in TRIED else None)
+                (self._untried.add if tried is None else self._untried.discard)(found.code)
+                if known is None:
+                    found = dataclasses.replace(found, time_s=time.time(), tried=(*found.tried, *(tried or ())))
+                    self._write(found)
+                elif tried:
+                    found = dataclasses.replace(found, tried=tried)
+                    self._write(found)
             now[found.code] = found
         self._found = now
 

@@ -90,7 +90,7 @@ def _has_cut(x: Tensor, result: Tensor) -> bool:
     return bool((result.detach().double() - wide).square().mean().sqrt() > CHANGED * wide.std() > 0)
 
 
-@experiment(WithoutCutFacts.experiment, when="requested")
+@experiment(WithoutCutFacts.experiment, when="requested", steps=0.5)
 def without_cuts(session: ReplaySession) -> Facts:
     """The first steps again, as they were and with the data whole, and the losses of the batches after."""
     cuts = list(_cuts_of(session))[:MOST]

@@ -100,13 +100,13 @@ def _is_near(number: float, size: int) -> bool:
     return abs(number - size) <= EXACT * size
 
 
-@experiment(FactorsFacts.experiment, when="first")
+@experiment(FactorsFacts.experiment, when="first", steps=0.5)
 def factors(session: ReplaySession) -> Facts:
     """The odd factors of a forward pass and of what the loop makes of its outputs."""
     return dict(strict(vars(FactorsFacts(tuple(_odd_of(session))))))
 
 
-@experiment(WithoutFactorFacts.experiment, when="requested")
+@experiment(WithoutFactorFacts.experiment, when="requested", steps=60.0)
 def without_factors(session: ReplaySession) -> Facts:
     """The first steps again, as they were and with each odd factor left out, and the losses of the batches after."""
     first, chosen = FirstSteps(session), _odd_of(session)

@@ -35,7 +35,7 @@ def _times(weights: Tensor) -> tuple[float, float]:
     return middle, 0.0 if is_alike else largest / middle
 
 
-@experiment(WithoutOutliersFacts.experiment, when="requested")
+@experiment(WithoutOutliersFacts.experiment, when="requested", steps=0.1)
 def without_outliers(session: ReplaySession) -> Facts:
     """The first steps again, as they were and from smaller outliers, and the losses of the batches after."""
     begin = begin_of(session)

@@ -70,7 +70,7 @@ def _nearest(x: Tensor) -> float:
     return float(values.abs().min()) / size if SHARE <= above <= 1 - SHARE and size else float("inf")
 
 
-@experiment(WithoutPolesFacts.experiment, when="requested")
+@experiment(WithoutPolesFacts.experiment, when="requested", steps=0.5)
 def without_poles(session: ReplaySession) -> Facts:
     """The first steps again, as they were and with such divisors away from 0, and the losses of the batches after."""
     poles = list(_poles_of(session))[:MOST]

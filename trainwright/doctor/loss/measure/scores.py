@@ -250,7 +250,7 @@ def is_of_probabilities(x: Tensor) -> bool:
     return False
 
 
-@experiment("loss", when="checkup")
+@experiment("loss", when="checkup", steps=1.4, value=4.0)
 def loss(session: ReplaySession) -> Facts:
     """The losses and softmaxes of the step with their arguments, shapes that broadcast, and the number of terms."""
     inspector = _Losses(session)
@@ -299,7 +299,7 @@ def loss_course(session: ReplaySession, steps: int, *, lr: float = 1.0, sign: fl
     return inspector.values
 
 
-@experiment("sign", when="requested")
+@experiment("sign", when="requested", steps=16.0)
 def sign(session: ReplaySession) -> Facts:
     """The standard loss itself over four updates on this batch: as it was, with a tenth of the learning rate, and with
     the sign of the gradient inverted as well.

@@ -37,7 +37,7 @@ BIAS = 1.01
 """Times the bound of torch's biases, which is that of its weights: 16-bit types round up."""
 
 
-@experiment(FrozenFacts.experiment, when="requested")
+@experiment(FrozenFacts.experiment, when="requested", steps=3.0)
 def frozen(session: ReplaySession) -> Facts:
     """The frozen matrices that look fresh, and what share of the gradient would be theirs if they were trained."""
     matrices = {name: p for name, p in session.parameters.items() if not p.requires_grad and p.dim() > 1}
