@@ -38,7 +38,7 @@ def session(table: torch.Tensor | None = None) -> tuple[EngineSession, tw.TrainS
     model.table = table
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01))
     written: list[Record] = []
-    return EngineSession(state, make, write=written.append, planned_s=100.0), state, written
+    return EngineSession(state, make, write=written.append), state, written
 
 
 def batch(step: int, label: int = 0) -> StepBatch:
@@ -157,7 +157,7 @@ def test_a_step_is_held_with_its_samples() -> None:
 def test_an_observer_that_is_closed_twice_prints_its_findings_once(tmp_path: Path) -> None:
     _, state, _ = session()
     said: list[str] = []
-    observer = EngineObserver(state, make, folder=RunFolder.create(tmp_path, "run"), say=said.append, planned_s=100.0)
+    observer = EngineObserver(state, make, folder=RunFolder.create(tmp_path, "run"), say=said.append)
     advance = tw.make_step(nn.CrossEntropyLoss(), witness=observer.witness)
     for step in (1, 2):
         bad = batch(step)
@@ -177,7 +177,7 @@ def test_laws_are_judged_by_steps_of_the_engine_that_run_again() -> None:
     model, loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss()
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01), loss=loss)
     written: list[Record] = []
-    watched = EngineSession(state, make, write=written.append, planned_s=100.0)
+    watched = EngineSession(state, make, write=written.append)
     train(watched, state, 30)
     watched.end(None)
     states = {law.name: law.state for law in diagnose(Case(written, finished=True)).laws}

@@ -146,7 +146,8 @@ class EngineBench:
     @property
     def can_record_live(self) -> bool:
         """Whether steps can be recorded while they train: what is compiled would be compiled again with hooks."""
-        return self._recorder.failed is None and not any(map(is_compiled, self.objects.modules))
+        roots = [each for each in (self._state.model, self._state.loss) if each is not None]
+        return self._recorder.failed is None and not any(is_compiled(m) for root in roots for m in root.modules())
 
     def take_live(self) -> RecordedStep:
         """Stop recording, and return the step that was recorded while it trained."""

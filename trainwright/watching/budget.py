@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 
 Examine = Literal["budget", "all"]
 """How much is examined: what the budget allows, or everything."""
+LIFTED_BY = "TRAINWRIGHT_EXAMINE"
+"""The environment variable that lifts the budget of every run: ``TRAINWRIGHT_EXAMINE=all``."""
 FRACTION = 0.03
 """Of the training time so far: the most that examinations and snapshots may take while a run goes on."""
 END_FRACTION, END_S = 0.04, 3.0
@@ -22,6 +25,10 @@ REPEATED_FRACTION = 0.005
 FREE_S = 0.2
 """Seconds that every run may spend, however short it is: about 30 replays of a small model. Until the end each
 examination may take half of what is left of them.
+"""
+EVIDENCE_S = 1.0
+"""Seconds that a run may spend beyond that where something was seen: on what a check requests for an examined step, and
+on remedies of findings.
 """
 INCIDENT_S, INCIDENT_STEPS = 3.0, 8
 """The first step that is not finite may be examined for so many seconds, or as long as so many steps, beyond that."""
@@ -35,14 +42,14 @@ class Budget:
     """Counts seconds of training and seconds of examinations.
 
     On a CPU these are processor seconds of the thread that trains: what is examined does not depend on what else the
-    machine does. On other devices they are seconds of wall time. ``examine="all"`` lifts the limit; everything is
-    counted as well.
+    machine does. On other devices they are seconds of wall time. ``examine="all"``, or the environment, lifts the limit;
+    everything is counted as well.
     """
 
     def __init__(self, device: torch.device, examine: Examine = "budget") -> None:
         self.clock: Callable[[], float] = time.thread_time if device.type == "cpu" else time.perf_counter
-        self.is_lifted = examine == "all"
-        self.trained_s = self.spent_s = 0.0
+        self.is_lifted = "all" in (examine, os.environ.get(LIFTED_BY))
+        self.trained_s = self.spent_s = self.spent_on_evidence_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._had_incident = False
         self.begin()
@@ -72,7 +79,16 @@ class Budget:
         """Seconds that an examination may take now; below 0 where too many were taken."""
         if self.is_lifted:
             return math.inf
-        return max((FREE_S - self.spent_s) / 2, FRACTION * self.trained_s - self.spent_s)
+        return max(self._free_s / 2, FRACTION * self.trained_s - self.spent_s)
+
+    @property
+    def _free_s(self) -> float:
+        return FREE_S - (self.spent_s - self.spent_on_evidence_s)
+
+    @property
+    def left_for_evidence_s(self) -> float:
+        """Seconds that may be spent now, beyond all others, where something was seen."""
+        return EVIDENCE_S - self.spent_on_evidence_s
 
     @property
     def left_at_end_s(self) -> float:
@@ -81,7 +97,7 @@ class Budget:
             return math.inf
         took_s = time.perf_counter() - self._begin_s
         share = min(1.0, (self.trained_s + self.spent_s) / took_s) if took_s > 0 else 1.0  # of the processor
-        return min(share * END_S, max(FREE_S, END_FRACTION * self.trained_s) - self.spent_s)
+        return min(share * END_S, max(self._free_s, END_FRACTION * self.trained_s - self.spent_s))
 
     def left_for_incident_s(self) -> float:
         """Seconds for a step that is not finite: the first of a run gets more than the budget has."""

@@ -81,7 +81,8 @@ class EngineSession:
         made = [each for each in make_probes(objects, loop) if each.name not in NEEDS_A_LIVE_LOOP]
         self._probes: list[Probe] = [*made, *probes_of_families(objects, loop, live=False)]
         self._bench.probes = self._probes
-        begin_all(self._probes, WatchSite(bundles.parent if bundles else None, write, lambda line: None))
+        site = WatchSite(bundles.parent if bundles else None, write, lambda line: None, self.budget.is_lifted)
+        begin_all(self._probes, site)
         self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)
         self._schedule, self._snapshots = ExaminationSchedule(self.step, self.budget), SnapshotSchedule(KEEP)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -173,7 +174,8 @@ class ExperimentRunner:
         facts: Facts = {}
         known = [each for each in requests if each.experiment in EXPERIMENTS] if self._replays else []
         for request in sorted(known, key=lambda each: (each.step is None, EXPERIMENTS[each.experiment].rank)):
-            facts |= self._run([request.experiment], request.step or step)
+            with self._spending_on_evidence(request.step is not None):
+                facts |= self._run([request.experiment], request.step or step)
             if request.step is None:
                 self._standing[request.experiment] = None
             if not self._runs[request.experiment]:
@@ -250,26 +252,43 @@ class ExperimentRunner:
         """
         if trial is None or step == 0 or trial.name not in trials.TRIALS:
             return ()
-        predicted_s, left_s = LEAST_S + trials.TRIALS[trial.name].steps * self._budget.step_s, self._left_s
-        if predicted_s > left_s:
-            self._trials.add(trial.name)
+        with self._spending_on_evidence(True):
+            result = self._tried(step, trial)
+        (self._trials.add if result is None else self._trials.discard)(trial.name)
+        if result is None:
             return None
-        begin_s = self.now_s()
+        return (Tried(remedy=trial.name.replace("_", " "), result=result),) if result else ()
+
+    def _tried(self, step: int, trial: RemedyTrial) -> str | None:
+        """The outcome in words, "" where the remedy cannot be tried; None where there is no time for it."""
+        predicted_s, begin_s = LEAST_S + trials.TRIALS[trial.name].steps * self._budget.step_s, self.now_s()
+        if predicted_s > self._left_s:
+            return None
         self._announce(begin_s - self._begin_s + predicted_s)
         try:
-            with self.replayer.deadline.within(left_s):
-                result = trials.attempt(trial.name, self._session_of(step), trial.args)
+            with self.replayer.deadline.within(self._left_s):
+                return trials.attempt(trial.name, self._session_of(step), trial.args)
         except TimeIsUp:
-            self._trials.add(trial.name)
             return None
         except (NotReplayable, NotTried):
-            return ()
+            return ""
         except Exception as error:
-            result = f"the trial itself failed: {self._without_what_it_held(error)}"
+            return f"the trial itself failed: {self._without_what_it_held(error)}"
         finally:
             self.replayed_s += self.now_s() - begin_s
-        self._trials.discard(trial.name)
-        return (Tried(remedy=trial.name.replace("_", " "), result=result),)
+
+    @contextmanager
+    def _spending_on_evidence(self, is_evidence: bool) -> Iterator[None]:
+        """A context in which more time may be spent, where something was seen."""
+        until_s, begin_s = self._until_s, self.now_s()
+        if is_evidence:
+            self._until_s = max(until_s, begin_s + self._budget.left_for_evidence_s)
+        try:
+            yield
+        finally:
+            self._until_s = until_s
+            if is_evidence:
+                self._budget.spent_on_evidence_s += self.now_s() - begin_s
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""

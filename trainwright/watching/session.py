@@ -102,11 +102,12 @@ class WatchSession:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._options, self._roots, self._begin_s, self.step = options, list(roots), 0.0, 0
-        self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
+        folder = options.bundles.parent if options.bundles else None
         self._open = ExitStack()
         parameters = parameters_of(roots, optimizers)
         self.budget = Budget(parameters[0].device if parameters else torch.device("cpu"), options.examine)
         self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
+        self._site = WatchSite(folder, write, say, self.budget.is_lifted)
         self.recording = NotingRecorder(
             roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
         )
