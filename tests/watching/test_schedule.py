@@ -10,8 +10,10 @@ import torch
 
 from trainwright.recorder.engine_changes import EngineChanges
 from trainwright.recorder.program_changes import KnownPrograms
-from trainwright.watching.budget import Budget
+from trainwright.watching.budget import Budget, Examine
 from trainwright.watching.schedule import AT_ONCE, CANDIDATES, ExaminationSchedule, SnapshotSchedule
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -28,67 +30,92 @@ class Costs:
         return self.repeated
 
 
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.fixture
-def budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.delenv("TRAINWRIGHT_EXAMINE")
-    return Budget(torch.device("cpu"))
+    return Clock()
 
 
-def examined(budget: Budget, steps: int, step_s: float, overhead_s: float, costs: Costs) -> list[int]:
+@pytest.fixture
+def budget(clock: Clock) -> Budget:
+    return Budget(CPU, clock=clock)
+
+
+def train(budget: Budget, clock: Clock, seconds: float) -> None:
+    clock.now_s += seconds
+    budget.train()
+
+
+def examined(
+    clock: Clock, steps: int, step_s: float, overhead_s: float, costs: Costs, examine: Examine = "budget"
+) -> list[int]:
     """The steps that are due in a run of so many; each examination takes ``overhead_s`` alone."""
+    budget = Budget(CPU, examine, clock)
     schedule, found = ExaminationSchedule(0, budget), []
     for step in range(steps):
         due = schedule.is_next_due(step)
-        budget.trained_s += step_s
+        train(budget, clock, step_s)
         if schedule.wants(step + 1, 1.0, bad=False, spiked=False):
             assert due
             found.append(step + 1)
-            budget.spent_s += overhead_s
+            with budget.spending():
+                clock.now_s += overhead_s
             schedule.plan_next(overhead_s, costs)
     return found
 
 
-def test_cheap_examinations_are_made_at_all_candidates_however_fast_the_steps_are(budget: Budget) -> None:
-    assert examined(budget, 64, 1e-5, 0.004, Costs()) == list(CANDIDATES)
+def test_cheap_examinations_are_made_at_all_candidates_however_fast_the_steps_are(clock: Clock) -> None:
+    assert examined(clock, 64, 1e-5, 0.004, Costs()) == list(CANDIDATES)
 
 
-def test_an_examination_that_is_not_cheap_waits_until_it_is_earned(budget: Budget) -> None:
-    found = examined(budget, 2000, 0.1, 0.5, Costs())
+def test_an_examination_that_is_not_cheap_waits_until_it_is_earned(clock: Clock) -> None:
+    found = examined(clock, 2000, 0.1, 0.5, Costs())
     assert found[0] == 1 and all(step * 0.1 * 0.03 >= 0.5 * number for number, step in enumerate(found[1:], 2))
 
 
-def test_what_waits_for_its_time_is_begun_when_the_budget_has_it(budget: Budget) -> None:
-    found = examined(budget, 4000, 0.01, 0.004, Costs(wanted=1.0, repeated=1.0))
+def test_what_waits_for_its_time_is_begun_when_the_budget_has_it(clock: Clock) -> None:
+    found = examined(clock, 4000, 0.01, 0.004, Costs(wanted=1.0, repeated=1.0))
     later = [step for step in found if step > CANDIDATES[-1]]
     assert later[0] % AT_ONCE == 1 and 0.03 * later[0] * 0.01 >= 1.0
 
 
-def test_experiments_that_are_repeated_take_a_small_part(budget: Budget) -> None:
-    found = examined(budget, 20000, 0.01, 0.004, Costs(repeated=0.096))
+def test_experiments_that_are_repeated_take_a_small_part(clock: Clock) -> None:
+    found = examined(clock, 20000, 0.01, 0.004, Costs(repeated=0.096))
     later = [step for step in found if step > CANDIDATES[-1]]
     assert later and min(b - a for a, b in zip(later, later[1:])) * 0.01 >= 0.1 / 0.005 - 0.01 * AT_ONCE
 
 
-def test_a_lifted_budget_examines_all_candidates_whatever_that_takes() -> None:
-    assert examined(Budget(torch.device("cpu"), "all"), 64, 1e-5, 9.0, Costs(repeated=9.0)) == list(CANDIDATES)
+def test_a_lifted_budget_examines_all_candidates_whatever_that_takes(clock: Clock) -> None:
+    assert examined(clock, 64, 1e-5, 9.0, Costs(repeated=9.0), "all") == list(CANDIDATES)
 
 
-def test_a_program_that_has_changed_waits_for_its_time(budget: Budget) -> None:
+def test_a_program_that_has_changed_waits_for_its_time(clock: Clock, budget: Budget) -> None:
     schedule = ExaminationSchedule(0, budget)
-    budget.spent_s = 1.0
+    with budget.spending():
+        clock.now_s += 1.0
     schedule.plan_next(0.01, Costs())
     assert not schedule.wants(100, 1.0, bad=False, spiked=False, changed=True)
-    budget.trained_s = 100.0
+    train(budget, clock, 100.0)
     assert schedule.wants(101, 1.0, bad=False, spiked=False)
     assert not schedule.wants(102, 1.0, bad=False, spiked=False)
 
 
-def test_between_two_busy_steps_nothing_is_due(budget: Budget) -> None:
+def test_between_two_busy_steps_nothing_is_due(clock: Clock, budget: Budget) -> None:
     schedule, snapshots = ExaminationSchedule(5, budget), SnapshotSchedule(32)
     snapshots.paid(80, 1.0, 0.001)
     busy_at = 0
     for step in range(5, 400):
-        budget.trained_s = 2.0 * step
+        train(budget, clock, 2.0)
         is_due, is_compared = schedule.is_next_due(step), KnownPrograms().is_next_due(step - 5)
         if step < busy_at:
             assert not (is_due or is_compared or snapshots.is_due(step)), step

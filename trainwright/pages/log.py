@@ -35,6 +35,7 @@ from trainwright.runlog.records import (
     Started,
     Step,
     Telemetry,
+    Unexamined,
     Watched,
 )
 
@@ -42,7 +43,10 @@ CHUNK = 2**20
 BUCKETS = 800
 """Spans of the run that are told apart once there are more rows than MOST_ROWS."""
 MOST_ROWS, MOST_NOTES = 16_000, 2000
-NOTED = (Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged)
+NOTED = (
+    *(Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged),
+    Unexamined,
+)
 """Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry readings; others
 are left out."""
 

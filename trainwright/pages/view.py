@@ -14,6 +14,7 @@ from trainwright.pages.documents import RunDocuments
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.report.findings import line_of_unexamined
 from trainwright.report.runs import state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import (
@@ -29,6 +30,7 @@ from trainwright.runlog.records import (
     Saved,
     Skipped,
     Started,
+    Unexamined,
 )
 
 FRESH_S = 60.0
@@ -144,6 +146,12 @@ class RunView(RunDocuments):
         by_code = {each.code: each for each in self.log.notes(Found) if isinstance(each, Found)}
         rank = {severity: number for number, severity in enumerate(SEVERITIES)}
         return sorted(by_code.values(), key=lambda each: (rank.get(each.severity, 3), _since(each)))
+
+    @property
+    def unexamined(self) -> str | None:
+        """What found no time to be examined; None where everything did, or the run does not say."""
+        notes = [each for each in self.log.notes(Unexamined) if isinstance(each, Unexamined)]
+        return line_of_unexamined(notes[-1], Path("RUN")) if notes else None
 
     @property
     def pins(self) -> list[Pin]:

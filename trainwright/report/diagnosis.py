@@ -14,7 +14,7 @@ from trainwright.report.findings import LookedAt, exit_code, lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
 from trainwright.runlog.reader import LogContents, read_newest
-from trainwright.runlog.records import FORMAT_VERSION, Ended, Examined, Found, Started, Watched
+from trainwright.runlog.records import FORMAT_VERSION, Ended, Examined, Found, Started, Unexamined, Watched
 from trainwright.version import __version__
 
 
@@ -49,9 +49,10 @@ class Report:
         lines = [head, *self._not_read()]
         if not self.looked_at.steps and not self.findings:
             return [*lines, "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)"]
-        lines += lines_of(self.findings, None, self.looked_at)
+        of_findings = lines_of(self.findings, self.run, self.looked_at)
         if self.findings:
-            lines.append(f"more: trainwright explain {self.findings[0].code}")
+            of_findings[-1] = f"more: trainwright explain {self.findings[0].code}"
+        lines += of_findings
         if self.experiments and self.can_be_trained_again:
             lines.append(f"a closer look would tell more: trainwright replay {self.run} --step {self.step}")
         return lines
@@ -79,6 +80,7 @@ class Report:
             "ended": self.ended,
             "watched": self.looked_at.steps,
             "looked_at": list(self.looked_at.closely),
+            "unexamined": list(self.looked_at.unexamined.experiments) if self.looked_at.unexamined else [],
             "unreadable": self.unreadable,
             "unknown": self.unknown,
             "format": self.format_version,
@@ -90,7 +92,7 @@ class Report:
 
 def diagnosis_of(folder: RunFolder) -> Report:
     """Reads the log and runs every check again; the results of remedies that the run itself tried are kept."""
-    kinds = (Watched, Examined, Found, Ended)
+    kinds = (Watched, Examined, Unexamined, Found, Ended)
     log = read_newest(folder.log, kinds) if folder.log.is_file() else LogContents((), 0, torn=False)
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.records import Examined, Found, Record, Watched, Where
+from trainwright.runlog.records import Examined, Found, Record, Unexamined, Watched, Where
 
 CRITICAL = 3
 """The exit code of a verb, or of a run that is otherwise well, with a critical finding."""
@@ -23,10 +23,14 @@ _OF_LOOKS = {"casts", "batch", "again"}
 
 @dataclass(frozen=True)
 class LookedAt:
-    """How many steps were recorded, and which of them were run again and looked at closely."""
+    """How many steps were recorded, and which of them were run again and looked at closely.
+
+    ``unexamined`` is what found no time; None: the run does not say.
+    """
 
     steps: int
     closely: tuple[int, ...]
+    unexamined: Unexamined | None = None
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> LookedAt:
@@ -34,7 +38,9 @@ class LookedAt:
         every = tuple(records)
         again = [each for each in every if isinstance(each, Examined) and each.experiment in _OF_LOOKS]
         closely = dict.fromkeys(each.step for each in again if "blind" not in each.values)
-        return cls(sum(isinstance(each, Watched) for each in every), tuple(closely))
+        unexamined = [each for each in every if isinstance(each, Unexamined)]
+        steps = sum(isinstance(each, Watched) for each in every)
+        return cls(steps, tuple(closely), unexamined[-1] if unexamined else None)
 
     def __str__(self) -> str:
         steps = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
@@ -43,14 +49,30 @@ class LookedAt:
 
 def lines_of(findings: Sequence[Found], run: Path | None, looked_at: LookedAt | None = None) -> list[str]:
     """The diagnosis for a person, the first cause first."""
+    left = None if looked_at is None or looked_at.unexamined is None else line_of_unexamined(looked_at.unexamined, run)
     if not findings:
-        return [f"diagnosis: nothing found {looked_at or ''}".rstrip()]
+        return [f"diagnosis: nothing found {looked_at or ''}".rstrip(), *([left] if left else [])]
     lines = [f"diagnosis: {len(findings)} finding{'s' if len(findings) > 1 else ''}, the first cause first"]
     for number, found in enumerate(findings, 1):
         lines += _one(number, found)
+    lines += [left] if left else []
     if run is not None:
         lines.append(f"more: trainwright explain {findings[0].code}; trainwright diagnose {run}")
     return lines
+
+
+def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
+    """What found no time, and how it is examined later; None where everything did. ``run`` None: it has no folder."""
+    count = len(unexamined.experiments)
+    if not count:
+        return None
+    later = (
+        'tw.watch(..., examine="all") takes the time' if run is None else f"later: trainwright diagnose {run} --deep"
+    )
+    return (
+        f"time: {count} examination{'' if count == 1 else 's'} found none: {unexamined.examined_s:.2g} s were spent on "
+        f"others in {unexamined.trained_s:.2g} s of training; {later}"
+    )
 
 
 def _one(number: int, found: Found) -> Iterator[str]:

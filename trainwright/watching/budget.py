@@ -43,14 +43,17 @@ class Budget:
 
     On a CPU these are processor seconds of the thread that trains: what is examined does not depend on what else the
     machine does. On other devices they are seconds of wall time. ``examine="all"``, or the environment, lifts the limit;
-    everything is counted as well.
+    everything is counted as well. ``clock`` returns seconds.
     """
 
-    def __init__(self, device: torch.device, examine: Examine = "budget") -> None:
-        self.clock: Callable[[], float] = time.thread_time if device.type == "cpu" else time.perf_counter
+    def __init__(
+        self, device: torch.device, examine: Examine = "budget", clock: Callable[[], float] | None = None
+    ) -> None:
+        self.clock = clock or (time.thread_time if device.type == "cpu" else time.perf_counter)
         self.is_lifted = "all" in (examine, os.environ.get(LIFTED_BY))
-        self.trained_s = self.spent_s = self.spent_on_evidence_s = 0.0
+        self.spent_s = self.spent_on_evidence_s = self._trained_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._steps = 0  # since the clock was read last
         self._had_incident = False
         self.begin()
 
@@ -59,19 +62,28 @@ class Budget:
         self._since_s, self._begin_s = self.clock(), time.perf_counter()
 
     def train(self) -> None:
-        """A step is over."""
-        now_s = self.clock()
-        step_s = now_s - self._since_s
-        self._since_s = now_s
-        if not self.trained_s:
-            self._recent.append(max(step_s - COLD_S, step_s / COLD_TIMES))
-        else:
-            self._recent.append(step_s)
-        self.trained_s += step_s
+        """A step is over. The clock is not read: that takes longer than all else here."""
+        self._steps += 1
+
+    def _count(self) -> None:
+        """Count the training since the clock was read last."""
+        if self._steps:
+            now_s, steps, self._steps = self.clock(), self._steps, 0
+            step_s = (now_s - self._since_s) / steps
+            is_first = not self._recent
+            self._recent.append(max(step_s - COLD_S, step_s / COLD_TIMES) if is_first else step_s)
+            self._trained_s += now_s - self._since_s
+            self._since_s = now_s
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training so far."""
+        self._count()
+        return self._trained_s
 
     @property
     def step_s(self) -> float:
-        """Seconds that a step takes. 0 before the first one."""
+        """Seconds that a step takes, when the clock was read last. 0 before the first one."""
         return min(self._recent, default=0.0)
 
     @property
@@ -109,6 +121,7 @@ class Budget:
     @contextmanager
     def spending(self) -> Iterator[None]:
         """A context whose time is spent on an examination, and not on training."""
+        self._count()
         begin_s = self.clock()
         try:
             yield

@@ -89,7 +89,7 @@ class EngineSession:
         self._recorded_live: dict[int, RecordedStep] = {}  # until they are examined
         self._late = lateness(self.device)
         self._unjudged: deque[Unjudged] = deque()
-        self._warns, self._went_back, self._write = warns_of_spikes, -1, write
+        self._warns, self._went_back = warns_of_spikes, -1
         self._last_steps = bundles if keeps_last_steps else None
         self._newest_replayed = 0  # the newest step whose program the probes have received
         self._blind = objects.is_closed  # why no step can be run again
@@ -271,7 +271,7 @@ class EngineSession:
                 self._make_program(newest, Numbers.of((loss,), loss, norm), allowed_s, is_incident=False)
             allowed_s -= self.budget.clock() - begin_s
             self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
-            keep_rest(self.runner, self.budget, self.step, self._last_steps, self._write)
+            keep_rest(self.runner, self.budget, self.step, self._last_steps, self.log.remember)
 
     def _examine_unfinished(self, error: Exception) -> bool:
         """Finds the operation that raised, by running the step again with hooks and tape on. False: it cannot."""

@@ -105,7 +105,10 @@ class ExperimentRunner:
     def nearest(self, step: int) -> int:
         """The step to examine instead of ``step``: the one after the newest state, where it is far from there."""
         snapshot = next((each for each in reversed(self._ring.snapshots) if each.step <= step), None)
-        if snapshot is None or (step - snapshot.step) * self._budget.step_s <= NEAR * self._left_s:
+        if snapshot is None:
+            return step
+        is_whole = not any(each.is_light for each in self._ring.steps if snapshot.step <= each.step <= step)
+        if is_whole and (step - snapshot.step) * self._budget.step_s <= NEAR * self._left_s:
             return step
         return snapshot.step
 

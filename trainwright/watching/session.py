@@ -23,6 +23,7 @@ from trainwright.recorder.calls import parts_of
 from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
+from trainwright.recorder.light import LightSteps
 from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.numbers import Numbers, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
@@ -47,6 +48,8 @@ from trainwright.watching.unread import ReadStep, UnreadSteps, is_bad
 
 MANY = 64
 """So many of the steps that wait before the recorder counts them would fill its budget: 16 are little beyond it."""
+LIGHT_SNAPSHOTS = 32
+"""Steps between two snapshots where most steps are not recorded: the step after each of them is."""
 _URGENT = operator.attrgetter("urgent")
 
 
@@ -138,7 +141,8 @@ class WatchSession:
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self.budget.begin()
         begin_all(self._probes, self._site)
-        self._open.enter_context(listening(self._group, self._roots))
+        hooks = self._open.enter_context(listening(self._group, self._roots))
+        self._light = LightSteps(self.recording, [hooks], is_off=self.budget.is_lifted)
         self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
@@ -146,11 +150,12 @@ class WatchSession:
         if not self._listens_to_children:
             self._listens_to_children = True
             parts = [part for root in self._roots for part in parts_of(root)]
-            self._open.enter_context(listening_to_calls(self._group, parts))
+            self._light.add(self._open.enter_context(listening_to_calls(self._group, parts)))
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.stop_modes()
+        self._light.end()
         self._closing.tell()
         self.ring.add_those()
         end_all(self._probes, error)
@@ -165,7 +170,7 @@ class WatchSession:
                 with self.budget.spending():
                     left_s = self.budget.left_at_end_s
                     self.findings_log.look(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
-                    keep_rest(self.runner, self.budget, self.step, self._options.bundles, self._site.write)
+                    keep_rest(self.runner, self.budget, self.step, self._options.bundles, self.findings_log.remember)
         except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
             self.recording.fail(failure)
         finally:
@@ -193,6 +198,7 @@ class WatchSession:
     def _closed(self, step: RecordedStep) -> None:
         self.step = step.step
         self.budget.train()
+        self._light.closed(step, self.budget.step_s)
         step.blind = self._blind or step.blind
         self._closing.close(step)
         self.ring.add_later(step)
@@ -202,6 +208,7 @@ class WatchSession:
             if step.step % AT_ONCE == 1:  # it was heard whole
                 self._resting.prepare_next(step.step)
                 self._changes.prepare_next(step.step)
+                self._light.prepare_next(step.step, is_needed=False)
             return
         self._closing.tell()
         self.ring.add_those()
@@ -246,6 +253,8 @@ class WatchSession:
         odd, changed = "spike" in values, "changed" in values
         if bad or urgent or odd or changed:
             self._resting.disturb(step.step)
+        if bad:
+            self._light.had_incident(step.step)
         if changed:
             self.runner.begin_again()
         if self._schedule.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
@@ -272,7 +281,11 @@ class WatchSession:
         self._veto.begin()
         self.recording.careful = is_examined = self._schedule.is_next_due(step)
         self._resting.prepare_next(step)
-        is_due = is_examined or self._snapshots.is_due(step) or self._went_back == step
+        every = LIGHT_SNAPSHOTS if self._light.is_wanted else 1
+        is_due = is_examined or (self._snapshots.is_due(step) and step % every == 0) or self._went_back == step
+        self._light.prepare_next(step, is_needed=is_due)
+        if self._light.is_light:
+            self._resting.rest()
         if is_due and not self.ring.refused_bytes and self._blind is None:
             begin_s = time.perf_counter()
             with self.budget.spending():
