@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -20,7 +21,7 @@ class Experiment:
     ``memory``: how many times what ``ReplayMemory`` predicts for the step it takes at most.
     ``by_samples``: where there is less, it may run on some samples of each micro-batch.
     ``steps``: about how many training steps it takes as long as. ``value``: experiments with a larger ``value / steps``
-    run first.
+    run first. ``latest`` is the last step that it tells anything about.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Experiment:
     by_samples: bool
     steps: float
     value: float
+    latest: float
 
     @property
     def rank(self) -> float:
@@ -51,6 +53,7 @@ def experiment(
     when: When,
     steps: float = USUAL_STEPS,
     value: float = 1.0,
+    latest: float = math.inf,
     memory: float = USUAL_MEMORY,
     by_samples: bool = False,
 ) -> Callable[[Run], Run]:
@@ -62,7 +65,7 @@ def experiment(
 
     def register(run: Run) -> Run:
         assert name not in EXPERIMENTS, name
-        EXPERIMENTS[name] = Experiment(name, when, run, memory, by_samples, steps, value)
+        EXPERIMENTS[name] = Experiment(name, when, run, memory, by_samples, steps, value, latest)
         return run
 
     return register

@@ -41,6 +41,11 @@ class ReplayMemory:
         self._of_size: dict[int, int] = {}
         self._free, self._asked_at = 0, 0  # bytes, at the look at which step: to ask takes a millisecond
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step was measured: the first experiment that replays one takes a forward pass more."""
+        return bool(self._of_size)
+
     def rows_for(self, session: ReplaySession, times: float, *, can_be_fewer: bool) -> range | None:
         """The samples of each micro-batch for which ``times`` what the step takes is there; None: all of them.
 

@@ -230,8 +230,8 @@ def prepare(
         keep_blocks()
     if not earlier:
         state.scaler = job.precision.scaler(device)
-    if loaded.end_s is not None:
-        job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
+    if loaded.within_s is not None:
+        job.plan = replace(job.plan, ends_in_s=loaded.within_s)
     return job
 
 
@@ -252,12 +252,12 @@ def until_of(plan: Plan) -> Until:
 
 def until_of_job(job: Job) -> Until:
     """As ``until_of``; where the whole run must be over at some time, its seconds are those of the clock."""
-    if job.loaded.end_s is None:
+    if job.loaded.within_s is None:
         return until_of(job.plan)
     after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
     if is_watched(job):
         after_s += predicted_end_s(training_time_s(job.plan) or 0.0)
-    return ByTheClock(job.loaded.end_s, after_s)
+    return ByTheClock(job.loaded.within_s, after_s)
 
 
 def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
@@ -320,8 +320,9 @@ def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
     """The plan with how long the run takes, and how much of the validation set is evaluated in its course."""
     cost = job.evaluation_cost = _evaluation_cost(plan, job)
     if cost is not None and job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
-        plan = replace(plan, evaluate_batches=affordable_batches(plan, cost))
-        if job.loaded.end_s is not None and without_whole(plan, cost, job.loaded.end_s - time.perf_counter()):
+        within_s = job.loaded.within_s
+        plan = replace(plan, evaluate_batches=affordable_batches(plan, cost, within_s))
+        if within_s is not None and without_whole(plan, cost, within_s):
             plan = replace(plan, evaluates_whole=False)
         if plan.evaluate_batches:
             plan = replace(plan, notes=(*plan.notes, evaluation_note(plan, cost)))

@@ -259,7 +259,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
 def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
     """Where the run need not be over at some time, and a step was timed."""
     foretold_s = job.plan.step_s
-    if foretold_s is not None and job.loaded.end_s is None:
+    if foretold_s is not None and job.loaded.within_s is None:
         yield EndTime(
             lambda step_s, state: left_over(job, step_s, state),
             lambda step_s, left_s, now_s: corrected(step_s, foretold_s, left_s, now_s),

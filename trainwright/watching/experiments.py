@@ -38,10 +38,14 @@ OwnLaw: TypeAlias = Callable[[ReplaySession], str | None]
 """A law of the user's own: returns in words how a step breaks it, None where it holds. Its docstring states it."""
 LEAST_S = 0.002
 """Seconds that an experiment takes beside its replays: measured on a small MLP, most take 1 to 5 ms more."""
+MEASURING_STEPS = 0.5
+"""Training steps that it takes as long as to measure what memory a replay needs: once for each size of the inputs."""
 NEAR = 0.2
 """Of the time of an examination: what the replays of the steps before the examined one may take."""
 FOR_REQUESTS = 0.5
-"""Of the time of an examination: what is kept for experiments that checks request, and for remedies."""
+"""Of the time of an examination: what is kept for experiments that checks request, and for remedies, unless the next one
+needs it.
+"""
 ANNOUNCED_S = 1.0
 """Seconds: a longer examination is announced."""
 
@@ -78,6 +82,7 @@ class ExperimentRunner:
         self._until_s = math.inf
         self.replayed_s = 0.0  # in this examination, on experiments and trials
         self._is_announced = False
+        self._step = 0  # that was examined last
         self._left_out: dict[str, None] = {}  # what a check had requested, and what found no time
         self._standing: dict[str, None] = {}  # what a check had requested for no step of its own
         self._trials: set[str] = set()  # remedies that found no time
@@ -121,13 +126,19 @@ class ExperimentRunner:
             return {}
         if why == "incident":
             return self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
-        until_s = self._until_s
+        until_s, self._step = self._until_s, step
         if until_s != math.inf:
-            self._until_s -= FOR_REQUESTS * self._left_s
+            self._until_s -= max(0.0, min(FOR_REQUESTS * self._left_s, self._left_s - self.wanted_s()))
         try:
             return self._run(self._due(repeats), step) | (self._look_at_own(step) if repeats else {})
         finally:
             self._until_s = until_s
+
+    def is_measured(self, name: str, step: int) -> None:
+        """A probe has measured at ``step`` what the experiment ``name`` measures."""
+        if name in EXPERIMENTS:
+            self._done.add((name, step))
+            self._runs[name] += 1
 
     def begin_again(self) -> None:
         """The loop does something else now: what was run once is due again, also what a check had requested."""
@@ -143,12 +154,17 @@ class ExperimentRunner:
         return [*sorted(waiting, key=lambda name: EXPERIMENTS[name].rank), *again]
 
     def _waiting(self) -> list[str]:
+        """What has not run, of itself or as a check requested it, and may still."""
+        return [name for name in self._left() if EXPERIMENTS[name].latest >= self._step]
+
+    def _left(self) -> list[str]:
         of_itself = [e.name for e in EXPERIMENTS.values() if e.when in ("first", "checkup") and not self._runs[e.name]]
         return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
 
     def wanted_s(self) -> float:
-        """What the cheapest experiment takes that waits for its time; infinite where none does."""
-        return min(map(self._predicted_s, self._waiting()), default=math.inf)
+        """What the next experiment takes that waits for its time; infinite where none does."""
+        following = min(self._waiting(), key=lambda name: EXPERIMENTS[name].rank, default=None)
+        return math.inf if following is None else self._predicted_s(following)
 
     def repeated_s(self) -> float:
         """What the experiments take that are repeated."""
@@ -158,7 +174,7 @@ class ExperimentRunner:
 
     def not_run(self) -> list[str]:
         """Names of experiments that found no time in the whole run, and of remedies that were not tried for it."""
-        return [name for name in self._waiting() if not self._runs[name]] + sorted(self._trials)
+        return [name for name in self._left() if not self._runs[name]] + sorted(self._trials)
 
     def _look_at_own(self, step: int) -> Facts:
         """What the laws of the user's own say of a step."""
@@ -170,26 +186,32 @@ class ExperimentRunner:
         return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
-        """Runs what a check requests, unless it was run on that step before; returns the facts by name.
+        """Run what checks request, unless it was run on that step before; return the facts by name.
 
-        First what is requested for a step that was examined: something was seen there.
+        What is requested for a step that was examined comes first: something was seen there. The rest waits for its
+        time with all others.
         """
         facts: Facts = {}
         known = [each for each in requests if each.experiment in EXPERIMENTS] if self._replays else []
-        for request in sorted(known, key=lambda each: (each.step is None, EXPERIMENTS[each.experiment].rank)):
-            with self._spending_on_evidence(request.step is not None):
-                facts |= self._run([request.experiment], request.step or step)
-            if request.step is None:
-                self._standing[request.experiment] = None
-            if not self._runs[request.experiment]:
-                self._left_out[request.experiment] = None
-        return facts
+        for request in sorted(known, key=lambda each: EXPERIMENTS[each.experiment].rank):
+            name = request.experiment
+            if request.step is not None:
+                with self._spending_on_evidence(True):
+                    facts |= self._run([name], request.step)
+            else:
+                self._standing[name] = None
+            if not self._runs[name] or (request.step is None and (name, step) not in self._done):
+                self._left_out[name] = None
+        return facts | self._run(self._due(repeats=False), step)
 
     def _run(self, names: Iterable[str], step: int) -> Facts:
+        """The facts of experiments, up to the first that finds no time."""
         facts: Facts = {}
         for name in names:
-            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS or not self._is_time_for(name):
+            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS:
                 continue
+            if not self._is_time_for(name):
+                break
             self._done.add((name, step))
             self._left_out.pop(name, None)
             facts |= self._measured(name, step, partial(self._run_within_memory, EXPERIMENTS[name]))
@@ -223,6 +245,8 @@ class ExperimentRunner:
         if name in self._cost_s:
             return self._cost_s[name]
         steps = EXPERIMENTS[name].steps if name in EXPERIMENTS else USUAL_STEPS
+        if steps and not self._memory.is_measured:
+            steps += MEASURING_STEPS
         return LEAST_S + steps * self._budget.step_s
 
     def _is_time_for(self, name: str) -> bool:
@@ -239,6 +263,8 @@ class ExperimentRunner:
             self._say(f"examining a step: it is replayed for more than {ANNOUNCED_S:.0f} s{limit}")
 
     def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
+        if not experiment.steps:  # it replays nothing
+            return experiment.run(session)
         rows = self._memory.rows_for(session, experiment.memory, can_be_fewer=experiment.by_samples)
         with self.replayer.only(rows):
             return experiment.run(session)

@@ -126,6 +126,7 @@ class FindingsLog:
                 continue
             if facts is not None:
                 found[probe.name] = facts
+                self._runner.is_measured(probe.name, int(facts.get("step", 0)))
         return found
 
     def examined(self, step: int, outcomes: Facts) -> None:

@@ -22,6 +22,8 @@ CHEAP_S = 0.05
 """An examination without experiments that takes no longer is always made at the candidates: it shows the order of
 calls, modes, and what is shared, from records alone. Of a model of a million weights it takes 3 to 5 ms.
 """
+FIRST = 4
+"""Where steps are longer than SHORT_S, only the first of these candidates are."""
 LEAST_WORTH = 4
 """An examination runs experiments that take so many times what it costs without any."""
 
@@ -30,7 +32,7 @@ class Costs(Protocol):
     """What experiments take."""
 
     def wanted_s(self) -> float:
-        """Seconds of the cheapest experiment that waits for its time; infinite where none does."""
+        """Seconds of the next experiment that waits for its time; infinite where none does."""
         ...
 
     def repeated_s(self) -> float:
@@ -68,8 +70,9 @@ class ExaminationSchedule:
         return step % AT_ONCE == 0 or self._budget.step_s > SHORT_S
 
     def _is_worth(self, step: int) -> bool:
-        budget, is_early = self._budget, step - self._first_step < CANDIDATES[-1]
-        if is_early and (budget.is_lifted or self._overhead_s <= CHEAP_S):
+        budget, taken = self._budget, step - self._first_step
+        is_cheap = self._overhead_s <= CHEAP_S and (taken < FIRST or budget.step_s <= SHORT_S)
+        if taken < CANDIDATES[-1] and (budget.is_lifted or is_cheap):
             return True
         if budget.is_lifted:
             return budget.trained_s >= self._repeat_at_s
@@ -132,8 +135,8 @@ class ExaminationSchedule:
         if self.is_repeat_due:
             repeated_s = overhead_s + runner.repeated_s()
             self._repeat_at_s = self._budget.trained_s + repeated_s / REPEATED_FRACTION
-        self._overhead_s = overhead_s
-        self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * overhead_s)
+        self._overhead_s = min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s  # once it may be slow
+        self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
 
     def _jumped(self, step: int, loss: float) -> bool:
         """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""

@@ -354,7 +354,7 @@ def _alike(weight: Tensor, grad: Tensor) -> float:
     return float(share)
 
 
-@experiment("initial", when="first", steps=0.5)
+@experiment("initial", when="first", steps=0.5, latest=4)
 def initial(session: ReplaySession) -> Facts:
     """The first loss, and the loss with weights of the usual size."""
     inspector = _Outputs(session)

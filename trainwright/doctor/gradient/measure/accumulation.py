@@ -85,7 +85,7 @@ class _Means:
         return True, float(target.numel()) if isinstance(target, Tensor) else None
 
 
-@experiment("accumulation", when="checkup", steps=0.1)
+@experiment("accumulation", when="checkup", steps=0.0)
 def accumulation(session: ReplaySession) -> Facts:
     """For a step of several backward passes: whether each has its own batch, the weight and the count of each."""
     backwards = [each for each in session.recorded_step.program if isinstance(each, Backward)]
