@@ -45,9 +45,13 @@ class LightSteps:
             calls = step.kinds.count("forward")
             self.is_wanted = calls >= MIN_CALLS and step_s < SMALL_CALL_S * calls
 
+    def may_be_light(self, step: int) -> bool:
+        """Whether the step after ``step`` is light, unless it is needed."""
+        return self.is_wanted and step >= self._full_until and not self._recording.saw_others
+
     def prepare_next(self, step: int, *, is_needed: bool) -> None:
         """Must be called when ``step`` is over. ``is_needed``: the next one may be replayed."""
-        is_light = self.is_wanted and not is_needed and step >= self._full_until and not self._recording.saw_others
+        is_light = not is_needed and self.may_be_light(step)
         if is_light == self.is_light:
             return
         self.is_light = is_light

@@ -54,7 +54,7 @@ class Budget:
         self.spent_s = self.spent_on_evidence_s = self._trained_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps = 0  # since the clock was read last
-        self._had_incident = False
+        self.has_replayed_incident = False
         self.begin()
 
     def begin(self) -> None:
@@ -111,11 +111,11 @@ class Budget:
         share = min(1.0, (self.trained_s + self.spent_s) / took_s) if took_s > 0 else 1.0  # of the processor
         return min(share * END_S, max(self._free_s, END_FRACTION * self.trained_s - self.spent_s))
 
+    @property
     def left_for_incident_s(self) -> float:
-        """Seconds for a step that is not finite: the first of a run gets more than the budget has."""
-        if self._had_incident:
+        """Seconds for a step that is not finite: until one was replayed, more than the budget has."""
+        if self.has_replayed_incident:
             return self.left_s
-        self._had_incident = True
         return max(self.left_s, INCIDENT_S, INCIDENT_STEPS * self.step_s)
 
     @contextmanager

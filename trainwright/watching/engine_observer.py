@@ -171,7 +171,7 @@ class EngineSession:
 
     def _examine(self, step: RecordedStep, numbers: Numbers) -> None:
         bad, begin_s = not numbers.are_finite, self.budget.clock()
-        allowed_s = self.budget.left_for_incident_s() if bad else self.budget.left_s
+        allowed_s = self.budget.left_for_incident_s if bad else self.budget.left_s
         with self.budget.spending():
             made_s = self._make_program(step, numbers, allowed_s, is_incident=bad)
             overhead_s = self.log.look(

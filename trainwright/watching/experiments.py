@@ -125,7 +125,9 @@ class ExperimentRunner:
         if not self._replays:
             return {}
         if why == "incident":
-            return self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
+            facts = self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
+            self._budget.has_replayed_incident |= any("blind" not in each for each in facts.values())
+            return facts
         until_s, self._step = self._until_s, step
         if until_s != math.inf:
             self._until_s -= max(0.0, min(FOR_REQUESTS * self._left_s, self._left_s - self.wanted_s()))

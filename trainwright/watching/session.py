@@ -257,8 +257,9 @@ class WatchSession:
         odd, changed = "spike" in values, "changed" in values
         if bad or urgent or odd or changed:
             self._resting.disturb(step.step)
-        if bad:
+        if bad and self._light.is_wanted:
             self._light.had_incident(step.step)
+            self._went_back = step.step  # the next steps can only be replayed from the state after this one
         if changed:
             self.runner.begin_again()
         if self._schedule.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
@@ -269,7 +270,7 @@ class WatchSession:
         return bad
 
     def _examine(self, step: int, why: str) -> None:
-        allowed_s = self.budget.left_for_incident_s() if why == "incident" else self.budget.left_s
+        allowed_s = self.budget.left_for_incident_s if why == "incident" else self.budget.left_s
         with self.budget.spending():
             overhead_s = self.findings_log.look(
                 step, why, limits=self._limits(), allowed_s=allowed_s, repeats=self._schedule.is_repeat_due
@@ -285,8 +286,9 @@ class WatchSession:
         self._veto.begin()
         self.recording.careful = is_examined = self._schedule.is_next_due(step)
         self._resting.prepare_next(step)
-        every = LIGHT_SNAPSHOTS if self._light.is_wanted else 1
-        is_due = is_examined or (self._snapshots.is_due(step) and step % every == 0) or self._went_back == step
+        is_rare = self._light.may_be_light(step)
+        is_snapshot_due = step % LIGHT_SNAPSHOTS == 0 if is_rare else self._snapshots.is_due(step)
+        is_due = is_examined or is_snapshot_due or self._went_back == step
         self._light.prepare_next(step, is_needed=is_due)
         if self._light.is_light:
             self._resting.rest()
