@@ -108,6 +108,8 @@ def test_after_a_step_that_is_not_finite_the_next_ones_are_recorded_in_full() ->
     """The first of them cannot be replayed; the second can, and its operation is found."""
     watch, weights = train(rewarded, watched, bad=(70, 75))
     assert all(torch.isfinite(each).all() for each in weights), "both updates were left out"
-    traced = {each.step: each.values for each in watch.records if isinstance(each, Examined) and each.experiment == "trace"}
+    traced = {
+        each.step: each.values for each in watch.records if isinstance(each, Examined) and each.experiment == "trace"
+    }
     assert "most of its steps are not recorded" in traced[70]["blind"]
     assert "blind" not in traced[75]

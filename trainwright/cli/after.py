@@ -39,7 +39,9 @@ def diagnose(
 
         examine_later(folder, model=model, say=say_to(as_json))
     elif model is not None:
-        raise UsageError("--model builds what --deep replays", remedy=f"trainwright diagnose {run} --deep --model {model}")
+        raise UsageError(
+            "--model builds what --deep replays", remedy=f"trainwright diagnose {run} --deep --model {model}"
+        )
     answer(diagnosis_of(folder), as_json)
 
 

@@ -174,9 +174,13 @@ class ExperimentRunner:
             self._predicted_s(e.name) for e in EXPERIMENTS.values() if e.when == "checkup" and self._runs[e.name]
         )
 
-    def not_run(self) -> list[str]:
-        """Names of experiments that found no time in the whole run, and of remedies that were not tried for it."""
-        return [name for name in self._left() if not self._runs[name]] + sorted(self._trials)
+    def not_run(self, *, is_later: bool = False) -> list[str]:
+        """Names of experiments that found no time in the whole run, and of remedies that were not tried for it.
+
+        ``is_later``: without those that tell something of its first steps alone, where these are over.
+        """
+        left = self._waiting() if is_later else self._left()
+        return [name for name in left if not self._runs[name]] + sorted(self._trials)
 
     def _look_at_own(self, step: int) -> Facts:
         """What the laws of the user's own say of a step."""

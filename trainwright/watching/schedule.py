@@ -135,7 +135,9 @@ class ExaminationSchedule:
         if self.is_repeat_due:
             repeated_s = overhead_s + runner.repeated_s()
             self._repeat_at_s = self._budget.trained_s + repeated_s / REPEATED_FRACTION
-        self._overhead_s = min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s  # once it may be slow
+        self._overhead_s = (
+            min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s
+        )  # once it may be slow
         self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
 
     def _jumped(self, step: int, loss: float) -> bool:

@@ -15,7 +15,7 @@ def look_closely(done: Rerun, runner: ExperimentRunner, known: Iterable[Record])
     """Every experiment of an incident and a checkup, and those that the doctor asks for; then its findings."""
     log = FindingsLog(runner, (), done.examined.append, known=known)
     log.look(done.step, "incident", "checkup")
-    done.records, done.findings, done.unexamined = log.records, log.findings(), runner.not_run()
+    done.records, done.findings, done.unexamined = log.records, log.findings(), runner.not_run(is_later=True)
     if not done.same_bits and done.compared and not (done.settings or done.inexact):
         done.findings.append(_not_reproducible(done))
 
