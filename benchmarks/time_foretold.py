@@ -4,8 +4,8 @@
 
 Each recipe trains in a process of its own, as it stands but for its length. ``step`` is the time of a step that came,
 as a share of the one foretold, ``run`` that from the first step to the end, and ``left`` that of what was left after
-50 steps. ``demo_budget`` is the time of ``demo --budget 20s`` from its first step to its end, as a share of the 20 s, and
-``demo_training`` the share of that time in which it trained.
+50 steps. ``demo_budget`` is the time of ``demo --budget 20s`` from its first step to its end, as a share of the 20 s,
+and ``demo_training`` the share of that time in which it trained.
 """
 
 from __future__ import annotations

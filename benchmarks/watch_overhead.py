@@ -6,10 +6,11 @@ Programs: an MLP of about half a millisecond, a GPT (4 blocks of 128, 12 x 64 to
 minute, and three that call the model many times in a step: REINFORCE (50 calls with gradients), an actor-critic that
 acts without them, and a language model that generates 24 tokens before each step.
 
-``total`` is the ratio of whole runs, with everything that the watch does: entering and leaving it, its run folder and its
-page, and all examinations. ``work`` is the same in processor time, which other programs disturb less. ``step`` is the ratio of the median steps after the first 64. ``examined`` is what the
-examinations took of the training time. ``memory`` is what the recorder held of its budget, ``collections`` how often
-Python's garbage collector went through all objects: each time takes 0.1 s or more.
+``total`` is the ratio of whole runs, with everything that the watch does: entering and leaving it, its run folder and
+its page, and all examinations. ``work`` is the same in processor time, which other programs disturb less. ``step`` is
+the ratio of the median steps after the first 64. ``examined`` is what the examinations took of the training time.
+``memory`` is what the recorder held, ``collections`` how often Python's garbage collector went through all objects:
+each time takes 0.1 s or more.
 """
 
 from __future__ import annotations

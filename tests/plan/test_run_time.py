@@ -108,9 +108,9 @@ def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     plan = replace(planned("60s", "0.2run"), seconds={"training": 60.0, "evaluation": 5.0})
     lines = preflight(plan, now_s)
     assert (
-        "length      60 s of training: steps and waiting for data; evaluation, saving, examinations and samples come on top"
-        in lines
-    )
+        "length      60 s of training: steps and waiting for data; "
+        "evaluation, saving, examinations and samples come on top"
+    ) in lines
     assert "end         about 14:31:05, after 65 s: training 60 s, evaluation 5 s" in lines
     assert not any(line.startswith("end ") for line in preflight(replace(plan, seconds={}), now_s))
 

@@ -15,7 +15,7 @@ SMALL_CALL_S = 0.002
 FIRST = 8
 """Until this step all are recorded in full."""
 COUNTED = 64
-"""Steps whose forward calls are counted; later, those that are recorded in full of a loop that calls its model often."""
+"""Steps whose forward calls are counted. Later only those are that such a loop records in full."""
 AFTER_INCIDENT = 64
 """Steps that are recorded in full after one that was not finite: the next of its kind can be replayed."""
 

@@ -1,4 +1,4 @@
-"""The memory that a replay takes: predicted before it begins, so that an examination takes nothing that training needs."""
+"""The memory that a replay takes, predicted before it begins: an examination takes nothing that training needs."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class Budget:
     """Counts seconds of training and seconds of examinations.
 
     On a CPU these are processor seconds of the thread that trains: what is examined does not depend on what else the
-    machine does. On other devices they are seconds of wall time. ``examine="all"``, or the environment, lifts the limit;
-    everything is counted as well. ``clock`` returns seconds.
+    machine does. On other devices they are seconds of wall time. ``examine="all"``, or the environment, lifts the
+    limit; everything is counted as well. ``clock`` returns seconds.
     """
 
     def __init__(

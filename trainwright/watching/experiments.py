@@ -31,8 +31,8 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
 from trainwright.state.names import named_parameters
 from trainwright.state.snapshot import LiveObjects
-from trainwright.watching.budget import Budget
 from trainwright.watching import families as _families  # noqa: F401  registers experiments and trials
+from trainwright.watching.budget import Budget
 
 OwnLaw: TypeAlias = Callable[[ReplaySession], str | None]
 """A law of the user's own: returns in words how a step breaks it, None where it holds. Its docstring states it."""
@@ -43,8 +43,8 @@ MEASURING_STEPS = 0.5
 NEAR = 0.2
 """Of the time of an examination: what the replays of the steps before the examined one may take."""
 FOR_REQUESTS = 0.5
-"""Of the time of an examination: what is kept for experiments that checks request, and for remedies, unless the next one
-needs it.
+"""Of the time of an examination: what is kept for experiments that checks request and for remedies, unless the next
+experiment needs it.
 """
 ANNOUNCED_S = 1.0
 """Seconds: a longer examination is announced."""
@@ -336,7 +336,9 @@ class ExperimentRunner:
         """
         ring = self._ring
         snapshot = next((each for each in reversed(ring.snapshots) if each.step <= step), None)
-        for last in (step, snapshot.step) if snapshot is not None else ():
+        if snapshot is None:
+            return None
+        for last in (step, snapshot.step):
             steps = [each for each in ring.steps if snapshot.step <= each.step <= last]
             num_bytes = snapshot.num_bytes + sum(each.num_bytes for each in steps)
             if steps and all(each.program and not each.blind for each in steps) and num_bytes <= max_bytes:

@@ -101,7 +101,7 @@ class Unjudged(NamedTuple):
 
 
 def are_calm(steps: Sequence[Unjudged], schedule: ExaminationSchedule) -> bool:
-    """Whether none of them has something to tell or is looked at, as it is nearly always: ``schedule`` has passed over."""
+    """Whether none of them is to be reported or examined, as in nearly all cases: ``schedule`` has passed over them."""
     if not steps or True in [each.is_new or each.spike is not None for each in steps]:
         return False
     losses = [each.numbers.loss for each in steps]

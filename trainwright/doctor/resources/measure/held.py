@@ -117,8 +117,8 @@ class Memory(Probe):
     def _scan(self) -> None:
         """Counts tensors with a graph, and other modules of the roots' classes and shapes.
 
-        After the first scan these take at most SCAN_SHARE of the time. An object refers to its class, so the referrers of the
-        classes hold all modules and tensors: in half the time that a list of all objects takes.
+        All but the first scan take at most SCAN_SHARE of the time. An object refers to its class, so the referrers of
+        the classes hold all modules and tensors: in half the time that a list of all objects takes.
         """
         begin_s = time.perf_counter()
         if self._steps < self._next_scan or begin_s < self._next_scan_s:
