@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainwright.recorder.callers import caller, calling_frame, line_of
 from trainwright.recorder.figure_program import FigureProgram
-from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.pausable import PausableMode, without_users_modes
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
@@ -113,9 +113,12 @@ class EscapeTape(PausableMode):
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         is_heard = self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST
-        before = self.program.before(function, args) if is_heard else None
+        if not is_heard:
+            return function(*args, **(kwargs or {}))
+        with without_users_modes():
+            before = self.program.before(function, args)
         result = function(*args, **(kwargs or {}))
-        if is_heard:
+        with without_users_modes():
             self._note(getattr(function, "__name__", "?"), args, kwargs or {}, result)
             self.program.add(function, args, kwargs or {}, result, before)
         return result

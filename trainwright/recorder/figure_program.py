@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.plain_tensors import is_dense, num_bytes
-from trainwright.recorder.program import Slot, mapped, tensors_of
+from trainwright.recorder.program import Slot, mapped, others_in, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 BYTES = 64 << 20
@@ -161,6 +161,11 @@ class FigureProgram:
     def calls(self) -> list[FigureCall]:
         """The functions in their order."""
         return [each for each in self._steps if isinstance(each, FigureCall)]
+
+    @property
+    def others(self) -> list[tuple[str, object]]:
+        """The arguments of the functions that are neither tensors nor plain values, such as generators."""
+        return [other for call in self.calls for other in others_in((call.args, call.kwargs))]
 
     @property
     def output_slots(self) -> list[list[int]]:

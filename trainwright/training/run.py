@@ -279,6 +279,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         in_seconds=job.plan.extent.seconds is not None,
         accumulation=job.plan.batch.accumulation,
         warns_of_spikes=job.recipe.spikes.policy == "warn",
+        functions=[each for each in (job.parts.loss, job.parts.advance) if each is not None],
     )
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class EngineSession:
     Pass ``witness`` to the step function that trains. ``make_step`` makes the same step function with another witness;
     it runs a step again, with hooks and tape on. ``write`` is called with every record. ``planned_s`` is the planned
     length of the run in seconds, ``in_seconds`` whether it was asked for in seconds. ``warns_of_spikes`` is true where
-    the step function has no SpikeGuard.
+    the step function has no SpikeGuard. ``say`` prints a line. ``functions`` are those of the user that a step calls.
     """
 
     def __init__(
@@ -61,9 +61,12 @@ class EngineSession:
         accumulation: int | None = None,
         bundles: Path | None = None,
         warns_of_spikes: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+        functions: Sequence[object] = (),
     ) -> None:
-        self._state, self.step = state, state.step
+        self._state, self.step, self._say = state, state.step, say
         self._bench = EngineBench(state, make_step)
+        self._bench.objects.further = {id(each): each for each in functions}
         objects = self._bench.objects
         self.device = objects.parameters[0].device
         self.witness: StepWitness
@@ -159,6 +162,7 @@ class EngineSession:
         allowed_s -= time.thread_time() - begin_s
         self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits(), allowed_s=allowed_s)
         self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
+        self._end_replays()
 
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
         """Runs the step again on the bench, where the probes hear it."""
@@ -198,6 +202,13 @@ class EngineSession:
             if not is_out_of_memory(error):
                 raise
             self.let_go()
+        self._end_replays()
+
+    def _end_replays(self) -> None:
+        """From here on no step is replayed, if something cannot be put back."""
+        if self._blind is None and self._bench.objects.is_closed is not None:
+            self._blind = self._bench.objects.is_closed
+            self._say(f"doctor: no step of this run is replayed: {self._blind}")
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step; at the one that raised ``error`` too."""
@@ -255,6 +266,7 @@ class EngineObserver:
         in_seconds: bool = False,
         accumulation: int | None = None,
         warns_of_spikes: bool = True,
+        functions: Sequence[object] = (),
     ) -> None:
         self._folder, self._say = folder.path, say
         self._journal = Journal(LogWriter(folder.log), say)
@@ -269,6 +281,8 @@ class EngineObserver:
             accumulation=accumulation,
             bundles=folder.bundles,
             warns_of_spikes=warns_of_spikes,
+            say=say,
+            functions=functions,
         )
 
     @property

@@ -24,8 +24,9 @@ from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.numbers import Numbers, lateness
+from trainwright.recorder.pausable import without_users_modes
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import RecordedStep, others_of
 from trainwright.recorder.program_changes import ProgramChanges
 from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.resting import Resting
@@ -57,7 +58,7 @@ def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
         ring.keep_state(objects, step)
     except Exception as error:  # a kind of tensor that torch cannot copy so
         return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
-    return None
+    return objects.is_closed
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,15 @@ class WatchSession:
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
         self._group = [self.recording, self._closing, *self._probes]
-        self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
+        self._say, self._blind = say, what_is_shared(roots, parameters) or self._objects.is_closed
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
-        begin_all(self._probes, self._site)
-        self._open.enter_context(listening(self._group, self._roots))
-        self._prepare_next(self.step)
+        with without_users_modes():
+            begin_all(self._probes, self._site)
+            self._open.enter_context(listening(self._group, self._roots))
+            self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
         """Listens to the direct children of the roots too: a loop may call these and never the root."""
@@ -141,6 +143,10 @@ class WatchSession:
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
+        with without_users_modes():
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         self.recording.stop_modes()
         self._closing.tell()
         self.ring.add_those()
@@ -241,6 +247,7 @@ class WatchSession:
             why = "incident" if bad else "checkup"
             self.findings_log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
+            self._end_replays(self._objects.is_closed)
         if bad:
             self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
         return bad
@@ -257,9 +264,17 @@ class WatchSession:
         self._resting.prepare_next(step)
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
-            self._blind = _why_not_kept(self.ring, self._objects, step + 1)
+            newest = self.ring.steps[-1].program if self.ring.steps else []
+            self._objects.further = {id(each): each for _, each in others_of(newest)}
+            self._end_replays(_why_not_kept(self.ring, self._objects, step + 1))
             self._snapshots.paid(step, time.perf_counter() - now_s, self._trained_s / max(1, step))
         self._changes.prepare_next(step)
+
+    def _end_replays(self, why: str | None) -> None:
+        """From here on no step is replayed. ``why`` is None where nothing speaks against it."""
+        if why is not None and self._blind is None:
+            self._blind = why
+            self._say(f"watch: no step of this run is replayed: {why}")
 
     @property
     def failures(self) -> list[str]:

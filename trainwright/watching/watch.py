@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.doctor.diagnose import choose_laws
@@ -50,8 +52,8 @@ class Watch:
         self,
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        objects: LoopObjects,
-        options: WatchOptions,
+        objects: Callable[[], LoopObjects],
+        options: Callable[[], WatchOptions],
         *,
         folder: RunFolder | None,
         console: Console | None,
@@ -64,21 +66,39 @@ class Watch:
         self._log: Journal | None = None
         self._source = CallerSource()
         self._told: dict[str, float] = {}
-        self.session = WatchSession(
-            roots,
-            optimizers,
+        self._roots, self._optimizers, self._objects, self._options = roots, optimizers, objects, options
+        self._has_begun = False
+        if not self._is_lazy():
+            self.session  # noqa: B018  raises here what it raises
+
+    @cached_property
+    def session(self) -> WatchSession:
+        """The session that records and examines the loop."""
+        return WatchSession(
+            self._roots,
+            self._optimizers,
             replace(
-                objects,
+                self._objects(),
                 numbers=self._numbers,
                 modules=self._source.modules,
                 values=self._source.values,
                 code=self._source.code,
             ),
-            options,
+            self._options(),
             write=self._write,
             point_at=self._source.line_of,
             say=self._say,
         )
+
+    def _is_lazy(self) -> bool:
+        """Whether parameters have no shape before the first forward pass (torch.nn.LazyLinear)."""
+        return any(is_lazy(p) for root in self._roots for p in root.parameters())
+
+    def _begin(self, *_: object) -> None:
+        """Begins the session, with lazy parameters after the first update."""
+        if not self._has_begun and not self._is_lazy():
+            self._has_begun = True
+            self.session.begin()
 
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
@@ -86,7 +106,9 @@ class Watch:
             self._open.enter_context(self._telling.opened(self.folder, self._config, self._say))
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
-        self.session.begin()
+        self._begin()
+        for optimizer in () if self._has_begun else self._optimizers:
+            self._open.callback(optimizer.register_step_post_hook(self._begin).remove)
         return self
 
     def __exit__(
@@ -94,6 +116,9 @@ class Watch:
     ) -> None:
         self._open.callback(self._source.forget)
         with self._open:
+            if not self._has_begun:
+                self._say("watch: nothing was watched: the model has lazy parameters, and no update was made")
+                return
             if self.session.is_forked:
                 self.session.leave()
                 return
@@ -136,7 +161,8 @@ class Watch:
         numbers = {name: _figure(name, value) for name, value in figures.items()}
         self._told |= {f"log.{name}": value for name, value in numbers.items()}
         at = self.step if step is None else step
-        self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
+        if self._has_begun:
+            self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
 
     def _numbers(self) -> dict[str, float]:
         return self._source.numbers() | self._told
@@ -144,21 +170,21 @@ class Watch:
     @property
     def step(self) -> int:
         """Optimizer steps that were seen."""
-        return self.session.step
+        return self.session.step if self._has_begun else 0
 
     @property
     def records(self) -> list[Record]:
         """The records that are kept in memory: of a long run not every step."""
-        return self.session.findings_log.records
+        return self.session.findings_log.records if self._has_begun else []
 
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
-        return self.session.held_bytes
+        return self.session.held_bytes if self._has_begun else 0
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
-        return self.session.findings()
+        return self.session.findings() if self._has_begun else []
 
     def _write(self, record: Record) -> None:
         if self._log is not None:
@@ -249,28 +275,28 @@ def watch(
         folder.write_json("model.json", model_facts(roots))
     optimizers = _several(optimizer, Optimizer, "optimizer")
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
-    by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
-    further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
-    options = WatchOptions(
-        on_nonfinite,
-        on_spike,
-        keep,
-        memory_bytes or enough_bytes(roots),
-        folder.bundles if folder else None,
-        _to_skip(skip),
-        *judged_by,
-    )
-    return Watch(
-        roots,
-        optimizers,
-        LoopObjects(
+    bundles, to_skip = folder.bundles if folder else None, _to_skip(skip)
+
+    def objects() -> LoopObjects:
+        by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
+        further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
+        return LoopObjects(
             loaders=_listed(loader),
             scalers=_listed(scaler),
             schedulers=_listed(scheduler),
             accumulation=accumulation,
             patience_s=patience_s,
             probes=tuple(each for each in further if each is not None),
-        ),
+        )
+
+    def options() -> WatchOptions:
+        held_bytes = memory_bytes or enough_bytes(roots)
+        return WatchOptions(on_nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *judged_by)
+
+    return Watch(
+        roots,
+        optimizers,
+        objects,
         options,
         folder=folder,
         console=None if quiet else Console(stderr=True),

@@ -42,6 +42,9 @@ from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Event, Facts, strict
+from trainwright.state.isolation import NotIsolated, isolated
+from trainwright.state.reach import ReachableState
+from trainwright.state.rng import preserved_rng
 
 EACH = 4
 """Evaluations that are recorded, each; then every one whose number is a power of two."""
@@ -231,9 +234,9 @@ class EvaluationsProbe(Probe):
 
     def _run_again(self, figures: Callable[[FigureProgram, Sequence[Escape]], Iterator[Again]]) -> tuple[Again, ...]:
         try:
-            with muted():
+            with muted(), preserved_rng(), isolated(ReachableState(self._tape.program.others)):
                 return tuple(figures(self._tape.program, self._tape.escapes))
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError, NotIsolated):
             return ()  # functions that cannot be run again so: they write, or insist on something
 
     def values(self) -> Facts | None:
