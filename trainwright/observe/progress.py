@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.observe.notebook import NotebookCell
+from trainwright.observe.terminal import Console, Live, Text
 from trainwright.runlog.records import Found
 from trainwright.state.train_state import TrainState
 

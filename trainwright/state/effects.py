@@ -146,7 +146,7 @@ class _Patches:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was, what it is
+        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was (None: inherited), what it is
 
     def enter(self) -> None:
         self._depth += 1
@@ -154,7 +154,7 @@ class _Patches:
             return
         for owner, prefix, names, is_effect in _EFFECTS:
             for name in names:
-                original = vars(owner).get(name)
+                original = getattr(owner, name, None)
                 if original is not None:  # else this system does not have it
                     said = prefix if name.startswith("_") else prefix + name
                     self._replace(owner, name, original, _cached(original, said, is_effect))
@@ -164,15 +164,19 @@ class _Patches:
             self._replace(sys, name, stream, _Silent(stream))
 
     def _replace(self, owner: Any, name: str, original: Any, ours: Any) -> None:
+        self._undo.append((owner, name, original if name in vars(owner) else None, ours))
         setattr(owner, name, ours)
-        self._undo.append((owner, name, original, ours))
 
     def exit(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             undo, self._undo = self._undo, []
             for owner, name, original, ours in undo:
-                if vars(owner).get(name) is ours:  # else somebody else has replaced it
+                if vars(owner).get(name) is not ours:  # somebody else has replaced it
+                    continue
+                if original is None:
+                    delattr(owner, name)
+                else:
                     setattr(owner, name, original)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
+from trainwright.observe.terminal import Console
 from trainwright.pages.report import leave_report
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
