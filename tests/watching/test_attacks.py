@@ -95,6 +95,7 @@ def trained(make: Attack, folder: Path, *, is_watched: bool) -> list[Any]:
     note()
     done.close()
     if watch is not None:
+        assert watch.session.failures == []
         told = [each.code for each in watch.findings() if each.severity != "info"]
         wrong = [code for code in told if code.startswith(ABOUT_GRADIENTS)]
         assert wrong == [], "the backward pass and the updates of these programs are right"

@@ -446,7 +446,7 @@ class TensorData:
     def __init__(self, owner: Tensor) -> None:
         self.owner, self._version, self._is_leaf = owner, owner._version, owner.is_leaf
         self._wants_gradient = owner.requires_grad
-        self.saved = memory_of(owner.detach()).clone()
+        self.saved = memory_of(owner).detach().clone()
 
     @property
     def key(self) -> Hashable:
@@ -458,7 +458,7 @@ class TensorData:
             self.owner.detach_()
         if self.owner.is_leaf and self.owner.requires_grad != self._wants_gradient:
             self.owner.requires_grad_(self._wants_gradient)
-        data = memory_of(self.owner.detach())
+        data = memory_of(self.owner)
         if data.layout != torch.strided or not same_bits(data, self.saved):
             if data.shape != self.saved.shape:
                 return False
@@ -473,10 +473,12 @@ class TensorData:
 
 def memory_of(tensor: Tensor) -> Tensor:
     """A view of a tensor that can be written to: elements that overlap (``expand``) are in it once."""
-    if tensor.layout != torch.strided or tensor.numel() == 0:
-        return tensor
+    if tensor.layout != torch.strided:
+        return tensor  # to detach a sparse tensor makes another one, with values of its own
+    if tensor.numel() == 0:
+        return tensor.detach()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor if tensor.numel() <= span else tensor.as_strided((span,), (1,))
+    return tensor.detach() if tensor.numel() <= span else tensor.detach().as_strided((span,), (1,))
 
 
 class ArrayData:
@@ -525,7 +527,7 @@ def sample_of(value: Any) -> object:
     if isinstance(value, np.ndarray):
         every = max(1, value.size // SAMPLED_ELEMENTS)
         return np.asarray(value.flat[::every]).tobytes()
-    data = memory_of(value.detach()) if value.layout == torch.strided else value.detach().to_dense()
+    data = memory_of(value) if value.layout == torch.strided else value.detach().to_dense()
     few = data.flatten()[:: max(1, data.numel() // SAMPLED_ELEMENTS)].cpu().contiguous()
     return value._version, few.view(torch.uint8).numpy().tobytes()
 
