@@ -115,6 +115,10 @@ CASES: dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], object]]] =
     "array of objects": (np.array([[1], None], dtype=object), lambda a: a[0].append(2), lambda a: a.tolist()),
     "tensor": (torch.arange(3.0), lambda t: t.mul_(2), lambda t: (t.tolist(), t._version)),
     "tensor by its data": (torch.zeros(2), lambda t: t.data.fill_(1), lambda t: t.tolist()),
+    "complex tensor": (torch.zeros(2, dtype=torch.cfloat), lambda t: t.add_(1j), lambda t: t.tolist()),
+    "not a number": (torch.full((2,), torch.nan), lambda t: t.neg_(), lambda t: t.view(torch.int32).tolist()),
+    "sparse tensor": (torch.eye(2).to_sparse(), lambda t: t.mul_(2), lambda t: t.to_dense().tolist()),
+    "booleans": (torch.zeros(2, dtype=torch.bool), lambda t: t.logical_not_(), lambda t: t.tolist()),
     "expanded tensor": (torch.zeros(1, 2).expand(3, 2), lambda t: t[0].fill_(1), lambda t: t.tolist()),
     "leaf": (
         torch.ones(2, requires_grad=True),
@@ -155,7 +159,6 @@ CASES: dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], object]]] =
     "partial": (functools.partial(list.append, []), lambda f: f(1), lambda f: f.args),
     "file in memory": (io.StringIO("ab"), lambda f: f.write("xyz"), lambda f: (f.getvalue(), f.tell())),
     "context variable": (VARIABLE, lambda v: v.set(v.get(0) + 1), lambda v: v.get(0)),
-    "queue": (queue.Queue(), lambda q: q.put(1), lambda q: q.qsize()),
     "module": (
         module(),
         change_module,
@@ -194,6 +197,7 @@ GAPS: dict[str, tuple[Callable[[], Any], str]] = {
     "socket": (socket.socket, "a connection"),
     "executor": (lambda: ThreadPoolExecutor(1), "a thread"),
     "thread": (threading.Thread, "a thread"),
+    "queue": (queue.Queue, "a queue"),
     "simple queue": (queue.SimpleQueue, "a queue"),
     "function of the system": (lambda: os.write, "os.write"),
 }

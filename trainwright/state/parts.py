@@ -459,9 +459,9 @@ class TensorData:
         if self.owner.is_leaf and self.owner.requires_grad != self._wants_gradient:
             self.owner.requires_grad_(self._wants_gradient)
         data = memory_of(self.owner)
-        if data.layout != torch.strided or not same_bits(data, self.saved):
-            if data.shape != self.saved.shape:
-                return False
+        if data.shape != self.saved.shape:
+            return False
+        if data.layout != torch.strided or not _are_same(data, self.saved):
             data.copy_(self.saved)
         if self.owner._version != self._version:
             torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
@@ -469,6 +469,18 @@ class TensorData:
 
     def again(self) -> TensorData:
         return TensorData(self.owner)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element in bytes."""
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits. They are compared on their device."""
+    kind = _INTEGERS.get(one.element_size())
+    if kind is None or one.is_conj() or one.is_neg() or one.is_quantized:
+        return same_bits(one, other)
+    return torch.equal(one.view(kind), other.view(kind))
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -137,8 +138,9 @@ class ReachableState:
                 self.gaps.append(f"{words(trail)} and what refers to it are more than {MAX_OBJECTS:,} objects")
                 break
             self._walked[id(value)] = value
+            is_trainers = _is_of_a_trainer(type(value))
             for name, found, part in handler(self, value, trail):
-                if _handler_of(type(found)) is not None:
+                if _handler_of(type(found)) is not None and not (is_trainers and _is_of_the_loop(found)):
                     waiting.append((found, (trail, name), self._entry if part is None else (part, name)))
         return [part for key, (part, _) in self._parts.items() if key not in before]
 
@@ -226,6 +228,16 @@ def hooks_of_tensors(tensors: Iterable[Tensor]) -> list[tuple[str, object]]:
     ]
 
 
+def _is_of_the_loop(value: object) -> bool:
+    """Whether an object that a trainer refers to belongs to the loop: callbacks, loaders, handlers of signals."""
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return any(map(_is_of_the_loop, islice(value, MAX_FOLLOWED_ITEMS)))
+    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+        return any(map(_is_of_the_loop, islice(value.values(), MAX_FOLLOWED_ITEMS)))
+    is_plain = isinstance(value, Tensor | nn.Module | np.ndarray | types.FunctionType | types.MethodType)
+    return _handler_of(type(value)) is not None and not is_plain and not _is_of_a_trainer(type(value))
+
+
 def is_followed(value: object) -> bool:
     """Whether an object may hold state, so that it is captured or followed."""
     return _handler_of(type(value)) is not None
@@ -259,7 +271,7 @@ _GAPS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((socket.socket, mmap.mmap), "a connection"),
     ((threading.Thread, concurrent.futures.Executor), "a thread"),
     ((subprocess.Popen,), "a process"),
-    ((queue.SimpleQueue,), "a queue"),
+    ((queue.SimpleQueue, queue.Queue), "a queue"),
 )
 
 
@@ -277,6 +289,15 @@ def _once_for_each_class(function: Callable[[type], T]) -> Callable[[type], T]:
         return found[1]
 
     return call
+
+
+@_once_for_each_class
+def _is_of_a_trainer(kind: type) -> bool:
+    """Whether a class belongs to a training library. From its objects only its own objects are followed."""
+    return kind.__module__.startswith(_TRAINERS) and not issubclass(kind, nn.Module)
+
+
+_TRAINERS = ("lightning.", "pytorch_lightning.", "accelerate.", "transformers.trainer")
 
 
 @_once_for_each_class

@@ -67,7 +67,7 @@ class Watch:
         self._source = CallerSource()
         self._told: dict[str, float] = {}
         self._roots, self._optimizers, self._objects, self._options = roots, optimizers, objects, options
-        self._has_begun = False
+        self._has_begun = self._listens_to_children = False
         if not self._is_lazy():
             self.session  # noqa: B018  raises here what it raises
 
@@ -94,11 +94,21 @@ class Watch:
         """Whether parameters have no shape before the first forward pass (torch.nn.LazyLinear)."""
         return any(is_lazy(p) for root in self._roots for p in root.parameters())
 
-    def _begin(self, *_: object) -> None:
-        """Begins the session, with lazy parameters after the first update."""
+    def _begin(self, *step: object) -> None:
+        """Begins the session, with lazy parameters at the end of the first ``step`` of an optimizer."""
         if not self._has_begun and not self._is_lazy():
             self._has_begun = True
             self.session.begin()
+            if step:
+                self.session.recording.current.blind = "the parameters of the model were made in this step"
+            if self._listens_to_children:
+                self.session.listen_to_children()
+
+    def listen_to_children(self) -> None:
+        """Also records calls of the children of the models: a loop may call these and never the model."""
+        self._listens_to_children = True
+        if self._has_begun:
+            self.session.listen_to_children()
 
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
