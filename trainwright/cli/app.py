@@ -21,7 +21,7 @@ from trainwright.report.failure import describe
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from trainwright.observe.terminal import Console
 
 P = ParamSpec("P")
 
@@ -182,7 +182,7 @@ def prints_aside(as_json: bool) -> AbstractContextManager[object]:
 
 def console_for(as_json: bool) -> Console:
     """The console for progress: with --json it is stderr, as stdout is for the object."""
-    from rich.console import Console
+    from trainwright.observe.terminal import Console
 
     return Console(stderr=as_json)
 

@@ -13,14 +13,12 @@ from typing import NamedTuple
 import psutil
 import torch
 from rich.cells import cell_len
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 from torch import Tensor
 
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.observe.notebook import NotebookCell
+from trainwright.observe.terminal import Console, Live, Text
 from trainwright.runlog.figures import figure
 from trainwright.runlog.records import Found
 from trainwright.state.train_state import TrainState

@@ -191,7 +191,7 @@ def _body(
     first, last = snapshot.step, steps[-1].step
     if [each.step for each in steps] != list(range(first, last + 1)):
         writer.lost.append(f"the state right before step {last} is not there, only that before step {first}")
-    state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name != "rng"}
+    state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name not in ("rng", "reach")}
     return {
         "structure": vars(Structure.of(subject, names)),
         "device": str(subject.parameters[0].device if subject.parameters else "cpu"),
@@ -318,7 +318,7 @@ def _snapshot(reader: Reader, body: Facts) -> Snapshot:
     rng = RngBag.from_state_dict(reader.value(body["rng"]))
     with preserved_rng():
         rng.restore()  # raises if a generator refuses its state
-    return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng)
+    return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng, reach=None)
 
 
 def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[RecordedStep]) -> None:

@@ -58,6 +58,7 @@ from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.cursor import StepBatch
 from trainwright.state.ema import Ema
+from trainwright.state.isolation import NotIsolated
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
@@ -307,9 +308,16 @@ def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) 
         chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
         return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, NOT_TRIED))
     together = job.world if job.divides_weights else SOLO
-    plan = first_of(
-        together, _after_dry_run(job, facts, first, asked)
-    )  # ranks that compute together may time otherwise
+    tried, why = job.plan, ""
+    try:
+        tried = _after_dry_run(job, facts, first, asked)
+    except NotIsolated as error:
+        why = f"the dry run would leave a trace: {error}"
+    if not together.least(int(not why)):
+        chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
+        no_run = Note("dry run", "none", f"{why or 'another rank makes none'}; no times, no first loss")
+        return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, no_run))
+    plan = first_of(together, tried)  # ranks that compute together may time otherwise
     if not job.divides_weights:
         pace = peak_samples_s(job.parts, first.micro[0], known_device(job.device), plan.precision)
         job.peak_samples_s = pace and pace * job.world.size
@@ -339,7 +347,10 @@ def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
         return None
     mode = Mode(job.precision_of(plan.precision), plan.threads)
     together = job.world if job.divides_weights else SOLO
-    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
+    try:
+        batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
+    except NotIsolated:
+        return None
     return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, Ema)), batches.count)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
@@ -32,6 +31,7 @@ from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.observe.sinks.factories import sink_factories
+from trainwright.observe.terminal import Console
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
@@ -307,6 +307,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         keeps_last_steps=job.live,  # of a recipe any step can be trained again
         warns_of_spikes=job.recipe.spikes.policy == "warn",
         datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
+        functions=[each for each in (job.parts.loss, job.parts.advance) if each is not None],
     )
 
 

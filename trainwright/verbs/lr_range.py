@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import lr_range
 from trainwright.errors import StorageError, UsageError
+from trainwright.observe.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from rich.console import Console
-
 from trainwright.build.assemble import build_loading, validation_batches
 from trainwright.build.unwrap import length_of
 from trainwright.engine.evaluate import evaluate
@@ -21,6 +19,7 @@ from trainwright.engine.loop import steps
 from trainwright.engine.witness import SILENT
 from trainwright.errors import TrainwrightError, text_of
 from trainwright.observe.progress import Progress
+from trainwright.observe.terminal import Console
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
