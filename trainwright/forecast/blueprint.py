@@ -120,7 +120,7 @@ class Blueprint:
             with at_recipe(self.loaded, "model.freeze"):
                 freeze(model, recipe.model.freeze)
         self.part(model)
-        return model.train()
+        return model if model.training else model.train()
 
     def bare_model(self, device: torch.device) -> nn.Module:
         """The model before adapters are added and weights are frozen. To be called under fake tensors."""

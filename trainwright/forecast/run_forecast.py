@@ -131,7 +131,7 @@ def with_offload(
 def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
     """The recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run of a run may choose another."""
     if device.kind == "cpu":
-        return "fp32" if recipe.precision in ("auto", "tf32") else cast(PrecisionName, recipe.precision)
+        return "fp32" if recipe.precision in (None, "auto", "tf32") else cast(PrecisionName, recipe.precision)
     return choose_precision(recipe.precision, device.kind, device.precisions, {})[0]
 
 

@@ -24,6 +24,7 @@ from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
+from trainwright.state.rng import RngBag
 from trainwright.training.arguments import naming_remedies
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
@@ -49,6 +50,8 @@ SHORT_NAMES = {
     "optimizer": "optimizer.use",
     "schedule": "schedule.use",
     "warmup": "schedule.warmup",
+    "clip": "optimizer.clip.at",
+    "preset": "preset",
     "precision": "precision",
     "device": "device",
     "seed": "seed",
@@ -74,9 +77,11 @@ def fit(
     optimizer: str | OptimizerLike | None = None,
     schedule: str | ScheduleLike | None = None,
     warmup: str | None = None,
+    clip: float | None = None,
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = None,
     device: str | torch.device | None = None,
     seed: int | None = None,
+    preset: Literal["recommended"] | None = None,
     name: str | None = None,
     settings: Mapping[str, object] | None = None,
     resume: str | Path | None = None,
@@ -87,9 +92,12 @@ def fit(
     quiet: bool = False,
     serve: bool = False,
 ) -> Result:
-    """Trains ``model`` in place and writes a run folder.
+    """Train ``model`` in place and write a run folder.
 
-    Every argument that is None keeps the default of a recipe (``trainwright schema`` prints them all).
+    What is not asked for does not change the mathematics: with an optimizer the steps are those of the loop
+    ``for batch in data: optimizer.zero_grad(); loss(...).backward(); optimizer.step()``, except that an update whose
+    gradients are not finite is left out. The start of a run prints every setting and whether it was asked for.
+    docs/fit.md has the table of defaults, and ``tw.verify_plain`` compares with the loop.
 
     Args:
         model: What is trained.
@@ -109,19 +117,24 @@ def fit(
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
         epochs: The same in epochs.
         steps: The same in optimizer steps.
-        lr: Peak learning rate.
+        lr: Peak learning rate; by default that of the optimizer.
         batch: Samples per optimizer step.
         accumulation: Micro-batches per optimizer step. Without ``batch``, a DataLoader's batch is a micro-batch.
-        optimizer: A name such as ``"adamw"``, or ``"package.module:callable"``; an optimizer over parameters of the
+        optimizer: A name such as ``"adamw"`` (the default, with the defaults of ``torch.optim.AdamW``), or ``"package.module:callable"``; an optimizer over parameters of the
             model, whose groups and rates stay; several over disjoint parameters, which are stepped together; or a
             class, partial or function that makes them (see docs/fit.md).
         schedule: A name such as ``"cosine"``, or ``"package.module:callable"``; an LRScheduler of torch, or a class,
             partial or function that makes one for ``optimizer``; or a function of the step, or of (step, fraction),
             that gives the factor on the learning rate.
-        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``.
-        precision: Arithmetic of the forward and backward pass.
+        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``; by default none.
+        clip: The largest global norm of the gradients; by default they are not clipped.
+        precision: Arithmetic of the forward and backward pass; by default float32. ``"auto"``: the fastest that the
+            device has.
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
-        seed: Seed of all random numbers.
+        seed: Seed of all random numbers, whose generators are put back at the end. By default training draws from the
+            generators of the process as they are; the order of data that are no loader is that of the seed 1337.
+        preset: ``"recommended"``: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms and
+            biases; each unless another argument says otherwise.
         name: Name of the run and of its folder.
         settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
         resume: The folder of an earlier run of the same call, which is continued.
@@ -137,6 +150,7 @@ def fit(
 
     Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
     """
+    generators = RngBag.capture()
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
@@ -154,6 +168,8 @@ def fit(
         "optimizer": None if objects.optimizer is not None else optimizer,
         "schedule": None if objects.schedule is not None else schedule,
         "warmup": warmup,
+        "clip": clip,
+        "preset": preset,
         "precision": precision,
         "device": None if device is None else str(device),
         "seed": seed,
@@ -187,6 +203,7 @@ def fit(
         metrics=metrics,
         more_val={name: each for name, each in sets.items() if name != val_name},
         val_name=val_name or "val",
+        generators=None if "seed" in loaded.asked else generators,
     )
     with noting_what_looks_like_batches(data):
         return train(

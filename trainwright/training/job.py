@@ -18,18 +18,19 @@ from trainwright.build.assemble import (
     build_loading,
     build_parts,
     gather_facts,
+    is_live,
     training_batches,
     validation_sets,
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
-from trainwright.build.resolve import LIVE, find
+from trainwright.build.resolve import find
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
-from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.engine.precision import MatmulMode, Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
@@ -105,6 +106,7 @@ class Job:
     machine: Machine
     batches: Iterator[StepBatch]
     provenance: dict[str, Any]
+    matmul: MatmulMode
     accepted: list[str] = field(default_factory=list)
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
@@ -138,7 +140,13 @@ class Job:
     @property
     def live(self) -> bool:
         """Whether its model was handed over in Python, so that no file can build it."""
-        return self.recipe.model.use.startswith(f"{LIVE}:")
+        return is_live(self.recipe)
+
+    @property
+    def lr(self) -> float:
+        """The base learning rate of the first parameter group."""
+        assert self.plan.lr is not None, "it is known once the optimizer is made"
+        return self.plan.lr
 
     @property
     def precision(self) -> Precision:
@@ -177,7 +185,8 @@ def prepare(
     mind_limits()
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device, launch.local_rank)
-    set_deterministic(loaded.recipe.deterministic)
+    if loaded.recipe.deterministic:
+        set_deterministic()
     share = nominal_cpu(machine).of_ranks(world.size) if device.type == "cpu" else None
     resolved = first_of(world, _resolved(loaded, parts, earlier, share, world.size))
     loaded, recipe = resolved.loaded, resolved.loaded.recipe
@@ -205,11 +214,14 @@ def prepare(
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
     }
-    seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
-    precision, accepted = str(recipe.precision), list[str]()
+    if parts.generators is None:
+        seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
+    else:
+        parts.generators.restore()
+    precision, accepted = recipe.precision, list[str]()
     if earlier:
-        precision = chosen = earlier.precision(recipe.precision, facts)
-        state.scaler = Precision(chosen, device.type).scaler(device)
+        precision = earlier.precision(recipe.precision, facts)
+        state.scaler = Precision(precision, device.type).scaler(device)
         accepted = first_of(world, earlier.load(state, recipe, precision, provenance))
     _require_something_left(recipe, plan, state)
     if earlier:
@@ -222,7 +234,10 @@ def prepare(
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     plan = replace(plan, notes=(*plan.notes, *notes_of_data(provenance, data.resumed)))
     stream = chain([first], batches)
-    job = Job(loaded, parts, plan, live, device, machine, stream, provenance, accepted, mesh, stages, read_s=read_s)
+    matmul = MatmulMode.asked(recipe.precision)
+    job = Job(
+        loaded, parts, plan, live, device, machine, stream, provenance, matmul, accepted, mesh, stages, read_s=read_s
+    )
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
     job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else plan)
@@ -267,7 +282,7 @@ def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> No
         raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
 
 
-def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
+def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Plan:
     """Returns the plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     together = job.world if job.divides_weights else SOLO
@@ -300,7 +315,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     )
 
 
-def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) -> Plan:
+def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None, kept: Kept) -> Plan:
     if job.parts.advance is not None:
         return untried(job.plan, job.recipe)
     if job.stages is not None:
@@ -382,7 +397,7 @@ def make_advance(
 ) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
-    job.precision.set_matmul_mode()
+    job.matmul.set()
     torch.set_num_threads(job.plan.threads)
     if job.parts.advance is not None:
         return make_own_step(job.parts.advance, schedule=job.built.schedule, witness=witness, keeper=keeper)

@@ -12,7 +12,7 @@ from trainwright.errors import UsageError
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import Recipe
 
-FULL = ("auto", "fp32", "tf32")
+FULL = (None, "auto", "fp32", "tf32")
 
 
 def no_loss(model: nn.Module, batch: Batch) -> Loss:

@@ -58,7 +58,7 @@ def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded)
     samples = _samples(recipe)
-    precision = cast(PrecisionName, "fp32" if recipe.precision in ("auto", "tf32") else recipe.precision)
+    precision = cast(PrecisionName, "fp32" if recipe.precision in (None, "auto", "tf32") else recipe.precision)
     make = partial(blueprint.traced_objects, samples=samples, chunked=blueprint.chunked(samples))
     profile = profile_graph(make, precision=precision)
     headline = Headline(
