@@ -62,10 +62,15 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     setting = recipe.model.activation_checkpointing
-    layouts = survey.layouts(POLICIES)
+    chunked = blueprint.chunked(1 if recipe.batch.micro == "auto" else batch.micro, device)
+    layouts = survey.layouts(POLICIES, chunked=chunked)
     moved = offloaded(layouts, device) if may_offload else []
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
+    if not choice.fits and not chunked and may_chunk(blueprint):
+        in_chunks = survey.layouts(POLICIES, chunked=True)
+        also_moved = offloaded(in_chunks, device) if may_offload else []
+        choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
     allowed = with_offload(recipe, layouts, moved, by_default=False)
     policies = {layout.checkpointing for layout in allowed}
     policy = setting if setting in policies else choice.best.layout.checkpointing
@@ -85,7 +90,9 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
         choice=choice,
         trace=shown.layout.scaled.at(shown.micro, shown.accumulation),
         remedies=() if choice.fits else remedies(_held(blueprint, choice.best, device), device),
-        settings=settings(recipe, choice.best) if choice.fits else (),
+        settings=settings(recipe, choice.best, chunked=blueprint.chunked(choice.best.micro, device))
+        if choice.fits
+        else (),
         notes=(*choice.notes, *_other_memory(recipe, choice.best)),
     )
 
@@ -100,8 +107,8 @@ def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) ->
     if policy not in POLICIES or recipe.batch.micro == "auto" or recipe.optimizer.offload:
         return None
     survey = LayoutSurvey(make_blueprint(loaded, parts), device, precision_on(recipe, device))
-    (layout,) = survey.layouts([policy])
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    (layout,) = survey.layouts([policy], chunked=survey.blueprint.chunked(batch.micro, device))
     return weigh(layout, device, batch.size, batch.micro)
 
 
@@ -135,8 +142,13 @@ def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
     return choose_precision(recipe.precision, device.kind, device.precisions, {})[0]
 
 
-def settings(recipe: Recipe, best: Option) -> tuple[str, ...]:
-    """What to change in the recipe to run as ``best``."""
+def may_chunk(blueprint: Blueprint) -> bool:
+    """Whether the recipe leaves it to the plan to compute the loss in chunks, and model and loss can."""
+    return blueprint.loaded.recipe.loss.chunked == "auto" and blueprint.classes is not None
+
+
+def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
+    """What to change in the recipe to run as ``best``. ``chunked``: a run would compute the loss in chunks by itself."""
     found = []
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     if recipe.batch.micro == "auto" or best.micro != batch.micro:
@@ -144,6 +156,8 @@ def settings(recipe: Recipe, best: Option) -> tuple[str, ...]:
         found += ["batch.accumulation=null"] if recipe.batch.accumulation is not None else []
     if best.layout.checkpointing != recipe.model.activation_checkpointing:
         found.append(f"model.activation_checkpointing={best.layout.checkpointing}")
+    if recipe.batch.micro != "auto" and best.layout.chunked != chunked:
+        found.append(f"loss.chunked={'true' if best.layout.chunked else 'false'}")
     if best.layout.offload and recipe.optimizer.offload is False:
         found.append("optimizer.offload=true")
     return tuple(found)

@@ -10,6 +10,7 @@ from typing import Literal, cast
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.plan.header import RunHeader
 from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Recipe
@@ -84,7 +85,7 @@ class Plan:
     course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
     ``evaluates_whole``, the whole set follows at the end. ``seconds`` is what is left of the run by the clock, by what
     it is spent on; ``ends_in_s`` is when it must be over, if it must. ``settled`` is what the recipe left open and was
-    resolved before the model was built.
+    resolved before the model was built. ``header`` names every setting and who decided it.
     """
 
     device: str
@@ -114,6 +115,7 @@ class Plan:
     spent: Spent = Spent()
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    header: RunHeader = RunHeader()
 
     def to_json(self) -> dict[str, object]:
         """For plan.json."""

@@ -19,7 +19,8 @@ from trainwright.build.unwrap import Unwrapped, noting_what_looks_like_batches, 
 from trainwright.engine.loss import OfModel, require_callable
 from trainwright.engine.metrics import metric_set
 from trainwright.engine.observer import as_observer
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, require_choice
+from trainwright.observe.signals import hand_over
 from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
@@ -89,6 +90,7 @@ def fit(
     metrics: Mapping[str, Metric | Callable[..., object]] | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     restore_best: bool = False,
+    on_interrupt: Literal["raise", "return"] = "raise",
     quiet: bool = False,
     serve: bool = False,
 ) -> Result:
@@ -145,11 +147,16 @@ def fit(
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
+        on_interrupt: What follows when a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
+            ``"raise"``: KeyboardInterrupt for Ctrl-C; for the others the handler of your program is called, or the
+            process exits with 75 if it has none. ``"return"``: the result, whose ``interrupted_by`` names the signal.
         quiet: Prints nothing.
         serve: Shows the run in a browser while it trains: a process of its own, whose address is printed.
 
-    Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
+    Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy. Raises
+    KeyboardInterrupt after Ctrl-C, when the run is saved.
     """
+    require_choice("on_interrupt", on_interrupt, ("raise", "return"))
     generators = RngBag.capture()
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
@@ -206,7 +213,7 @@ def fit(
         generators=None if "seed" in loaded.asked else generators,
     )
     with noting_what_looks_like_batches(data):
-        return train(
+        result = train(
             loaded,
             parts=parts,
             resume=None if resume is None else RunFolder.open(resume),
@@ -214,6 +221,10 @@ def fit(
             quiet=quiet,
             serve=serve,
         )
+    if result.interrupted_by and on_interrupt == "raise":
+        go_on = f"tw.fit(..., resume={str(result.run)!r})"
+        hand_over(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
+    return result
 
 
 def _by_name(val: object) -> dict[str, object]:

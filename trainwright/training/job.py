@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,7 @@ from trainwright.build.assemble import (
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
-from trainwright.build.resolve import find
+from trainwright.build.resolve import find, parameters_of
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
@@ -43,7 +44,7 @@ from trainwright.observe.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, make_plan, with_dry_run
-from trainwright.plan.memory import memory_bytes
+from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import (
     LAST_EVALUATION,
@@ -64,6 +65,7 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, first_of, require_same_data
 from trainwright.training.first_batch import try_batch
+from trainwright.training.header import run_header
 from trainwright.training.layout import NOT_TRIED, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
@@ -188,7 +190,8 @@ def prepare(
     if loaded.recipe.deterministic:
         set_deterministic()
     share = nominal_cpu(machine).of_ranks(world.size) if device.type == "cpu" else None
-    resolved = first_of(world, _resolved(loaded, parts, earlier, share, world.size))
+    memory = share or local_device(probe=False)  # as it is before the model is there
+    resolved = first_of(world, _resolved(loaded, parts, earlier, memory, world.size))
     loaded, recipe = resolved.loaded, resolved.loaded.recipe
     if parts is None:
         parts = build_parts(loaded, device, resolved.planned)
@@ -204,7 +207,8 @@ def prepare(
     begin_alike(parts.model, parts.loss, world)
     loss_module = parts.loss if isinstance(parts.loss, nn.Module) else None
     parts, stages, cuts = lay_out(parts, loaded, mesh, device)
-    plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes, *cuts))
+    settled = {**resolved.to_json(), **first_of(world, _logits(parts, resolved, facts, memory, earlier))}
+    plan = replace(plan, settled=settled, notes=(*resolved.notes, *plan.notes, *cuts))
     live = build_live(parts, loaded, plan)
     plan, state = live.plan, live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), mesh.stages
@@ -214,6 +218,8 @@ def prepare(
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
     }
+    if "max_logits_bytes" in settled:
+        parts = replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
     if parts.generators is None:
         seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     else:
@@ -245,19 +251,45 @@ def prepare(
         keep_blocks()
     if not earlier:
         state.scaler = job.precision.scaler(device)
+    job.plan = replace(job.plan, header=run_header(job, first, earlier))
     if loaded.end_s is not None:
         job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
     return job
 
 
-def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None, ranks: int) -> Resolved:
+def _logits(
+    parts: Parts, resolved: Resolved, facts: RunFacts, memory: Device, earlier: Earlier | None
+) -> dict[str, int | None]:
+    """How large the logits of a language model may be before its loss is computed in chunks; {} for other losses.
+
+    An earlier part of the run has decided it: chunks have other last bits.
+    """
+    if resolved.loaded.recipe.loss.chunked != "auto" or "max_logits_bytes" not in parameters_of(parts.loss):
+        return {}
+    if earlier and "max_logits_bytes" in earlier.resolved:
+        return {"max_logits_bytes": earlier.resolved["max_logits_bytes"]}
+    if resolved.chunked is not None:
+        return {"max_logits_bytes": 0 if resolved.chunked else None}
+    recipe = resolved.loaded.recipe
+    held = memory_bytes(
+        recipe.optimizer.use,
+        recipe.optimizer.args,
+        parameters=facts.parameters,
+        trainable=facts.trainable,
+        activations=0,
+        offloaded=recipe.optimizer.offload is True and facts.device != "cpu",
+    )
+    return {"max_logits_bytes": room_for_logits(memory.usable_bytes, sum(held.values()))}
+
+
+def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
     if not left_open(loaded.recipe, ranks):
         return Resolved(loaded)
     if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
         return resolved_before(loaded, kept)
     with at_recipe(loaded, "model"):
-        return resolve(loaded, cpu or local_device(probe=False), parts=parts, ranks=ranks)
+        return resolve(loaded, memory, parts=parts, ranks=ranks)
 
 
 def until_of(plan: Plan) -> Until:

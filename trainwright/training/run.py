@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,8 +120,15 @@ def train(
             signals.listen()
             start = Start(loaded, parts, resume, tuple(accept), launch, world, serve)
             if world.rank > 0:
-                return Result.of_follower(follow(start, signals))
-            return _lead(start, progress, signals, closing_down, extras)
+                result = Result.of_follower(follow(start, signals))
+            else:
+                result = _lead(start, progress, signals, closing_down, extras)
+            return replace(result, interrupted_by=signals.received_name or _interrupted_by(result))
+
+
+def _interrupted_by(result: Result) -> str:
+    """The signal that another rank got, "" for none."""
+    return result.reason if result.reason in signal.Signals.__members__ else ""
 
 
 def _lead(
@@ -217,7 +225,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
     with alerting(job.recipe.alerts, folder, progress.say) as alerts, logbook:
         restored = stage.earlier.checkpoint if stage.earlier else None
         heartbeat = Heartbeat(stage.lock, state)
-        logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
+        logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted, plan.header.in_words())
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
