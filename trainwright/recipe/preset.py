@@ -41,7 +41,8 @@ def stated_paths(recipe: object, above: str = "") -> Iterator[str]:
     """Yield the dotted path of every value that a raw recipe states; a bare name of a section states its ``use``."""
     if isinstance(recipe, Mapping) and above.count(".") < MAX_KEYS - 1:
         for key, value in recipe.items():
-            yield from stated_paths(value, f"{above}.{key}" if above else str(key))
+            if isinstance(key, str):
+                yield from stated_paths(value, f"{above}.{key}" if above else key)
     elif isinstance(recipe, str) and above in SHORT_FORMS:
         yield f"{above}.use"
     elif above:
