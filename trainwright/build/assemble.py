@@ -263,11 +263,11 @@ def build_loading(
 ) -> Loading:
     """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad.
 
-    The order of a loader that was passed in Python is the one that a loop over it gets; not of several ranks, which must
-    all draw the same.
+    The order of a loader that was passed in Python is the one that a loop over it gets. It follows from (seed, epoch)
+    where a seed is asked for, and on several ranks, which must all draw the same.
     """
     pin, own = recipe.data.pin_memory, parts.train.own_batches
-    live = is_live(recipe) and world.size == 1 and not recipe.parallel.exact
+    live = parts.generators is not None and world.size == 1 and not recipe.parallel.exact
     is_cut = own is None or isinstance(recipe.batch.micro, int)
     return Loading(
         batch_size=plan.batch.size,

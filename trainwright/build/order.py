@@ -128,6 +128,11 @@ class LoaderOrder(OwnOrder):
         self._loader = loader
         self._held = HeldGenerators([loader.generator, sampler])
 
+    @property
+    def has_generator(self) -> bool:
+        """Whether the loader was given a generator."""
+        return self._loader.generator is not None
+
     def begin(self, epoch: int) -> tuple[EpochStart, Iterator[Ids]]:
         """Begin an epoch; returns the random state before, from which ``again`` draws the same positions."""
         start = EpochStart(RngBag.capture(), self._held.read())

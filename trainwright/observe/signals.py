@@ -180,7 +180,7 @@ class Signals:
             raise StopRequest(self._stop(self.received))
 
     def _stop(self, number: int) -> Stop:
-        return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED)
+        return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED, by_signal=True)
 
     def _speak(self) -> None:
         news = self._news.get()

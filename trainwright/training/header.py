@@ -148,8 +148,8 @@ class _Header:
         train, recipe = self.job.parts.train, self.job.recipe
         if isinstance(train.dataset, ReadyBatches):
             return Setting("order", "as the data come", "asked")
-        if train.loader is not None and self.job.live and self.job.world.size == 1:
-            return Setting("order", "as the DataLoader gives it", "asked")
+        if train.loader is not None and self.job.draws_as_a_loop:
+            return Setting("order", "as a loop over the DataLoader", "asked")
         if train.order is not None:
             return Setting("order", f"that of the {type(train.order.sampler).__name__}", "asked")
         if recipe.data.shuffle:

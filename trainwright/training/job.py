@@ -145,6 +145,11 @@ class Job:
         return is_live(self.recipe)
 
     @property
+    def draws_as_a_loop(self) -> bool:
+        """Whether what the user's loader draws comes from the generators of the process, as in a loop over it."""
+        return self.parts.generators is not None and self.world.size == 1 and not self.recipe.parallel.exact
+
+    @property
     def lr(self) -> float:
         """The base learning rate of the first parameter group."""
         assert self.plan.lr is not None, "it is known once the optimizer is made"
@@ -244,9 +249,13 @@ def prepare(
     job = Job(
         loaded, parts, plan, live, device, machine, stream, provenance, matmul, accepted, mesh, stages, read_s=read_s
     )
+    if parts.train.order is None and parts.train.loader and parts.train.loader.has_generator:
+        if not job.draws_as_a_loop:
+            why = "the order follows from the seed of the run, on any number of processes"
+            job.plan = replace(job.plan, notes=(*job.plan.notes, Note("not used", "generator of the DataLoader", why)))
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
-    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else plan)
+    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else job.plan)
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
     if not earlier:

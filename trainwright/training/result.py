@@ -74,6 +74,7 @@ class Result:
             dict(evaluated.metrics) if evaluated else {},
             seen.job.state,
             is_first=False,
+            interrupted_by=outcome.stop.reason if outcome.stop and outcome.stop.by_signal else "",
             loss_fn=seen.job.parts.loss,
             metric_set=seen.job.built.metrics,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -123,12 +122,7 @@ def train(
                 result = Result.of_follower(follow(start, signals))
             else:
                 result = _lead(start, progress, signals, closing_down, extras)
-            return replace(result, interrupted_by=signals.received_name or _interrupted_by(result))
-
-
-def _interrupted_by(result: Result) -> str:
-    """The signal that another rank got, "" for none."""
-    return result.reason if result.reason in signal.Signals.__members__ else ""
+            return replace(result, interrupted_by=signals.received_name or result.interrupted_by)
 
 
 def _lead(
@@ -378,6 +372,7 @@ def _closed(
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
         findings,
+        interrupted_by=outcome.stop.reason if outcome.stop and outcome.stop.by_signal else "",
         loss_fn=job.parts.loss,
         metric_set=job.built.metrics,
     )
