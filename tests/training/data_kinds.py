@@ -120,7 +120,7 @@ class Unrepeatable(CountsEpochs):
     """Draws from the machine's entropy."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng(3).permutation(SIZE).tolist())
+        return iter(np.random.default_rng().permutation(SIZE).tolist())
 
 
 class ByLength(Sampler[list[int]]):
