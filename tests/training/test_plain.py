@@ -1,4 +1,4 @@
-"""``tw.fit`` without further settings gives the bits of the five-line loop; ``verify plain`` proves it on any objects."""
+"""``tw.fit`` without further settings gives the bits of the five-line loop; ``verify plain`` proves it of objects."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ def test_verify_plain_says_where_the_data_draw_random_numbers() -> None:
 
 def test_verify_plain_of_what_cannot_be_copied() -> None:
     model, data, loss = objects("MLP")
-    model.file = open(__file__)  # type: ignore[assignment]  # noqa: SIM115
+    model.file = Path(__file__).open()  # type: ignore[assignment]  # noqa: SIM115
     try:
         with pytest.raises(tw.TrainwrightError, match="cannot be copied") as caught:
             tw.verify_plain(model, data, loss)

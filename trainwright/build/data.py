@@ -37,8 +37,8 @@ class Loading:
     None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
-    With an ``order`` of batches, or ready batches, ``joined`` of them are a step. ``live``: what the user's loader draws
-    at the beginning of an epoch comes from the random generators of the process, as in a loop over it; else from
+    With an ``order`` of batches, or ready batches, ``joined`` of them are a step. ``live``: what the user's loader
+    draws at the beginning of an epoch comes from the random generators of the process, as in a loop over it; else from
     generators that are seeded by (seed, epoch). ``loader`` is its order then, where it is a DataLoader.
     ``rank`` is which of ``ranks`` shares of every step is read, of ready batches which rows; where that is ``exact``,
     a step has the same micro-batches on any number of ranks.
@@ -396,8 +396,8 @@ def _one_by_one(source: Fetch, epochs: Iterator[Iterator[Key]]) -> Iterator[Fetc
 def _apart(epochs: Iterator[Iterator[Key]], ahead: int) -> Iterator[Iterator[Key]]:
     """The same epochs, each followed by as many empty keys as workers read ahead.
 
-    A key is asked for when the batch that lies so many before it has been taken. So the order of an epoch is drawn after
-    the last step of the epoch before, as in a loop over the loader.
+    A key is asked for when the batch that lies so many before it has been taken. So the order of an epoch is drawn
+    after the last step of the epoch before, as in a loop over the loader.
     """
     for keys in epochs:
         yield keys

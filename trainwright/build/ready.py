@@ -295,7 +295,7 @@ class ReadyStream:
         self._said: set[str] = set()
 
     def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
-        """Yields the batches of each optimizer step, ``joined`` of them or what is left of an epoch; None at its end."""
+        """Yields the batches of each step, ``joined`` of them or what is left of an epoch, and None at its end."""
         first = self.start.epoch
         for epoch in count(first) if self.epochs is None else range(first, self.epochs):
             one = self._begun(epoch)

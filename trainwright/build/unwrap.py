@@ -38,8 +38,8 @@ from trainwright.plan.own_batches import OwnBatches
 class Unwrapped:
     """A dataset, and the settings of the DataLoader that it came in; None where there was none.
 
-    ``order`` is that of a sampler of the user's own, and ``loader`` the order of a loop over the whole DataLoader. Where
-    the data come in batches of their own, ``dataset`` is a
+    ``order`` is that of a sampler of the user's own, and ``loader`` the order of a loop over the whole DataLoader.
+    Where the data come in batches of their own, ``dataset`` is a
     ReadyBatches, or ``order`` gives batches. ``not_used`` says which settings of the loader have no effect, and why.
     """
 

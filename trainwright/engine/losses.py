@@ -36,8 +36,8 @@ def language_model(
     """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
 
     ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
-    ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a run
-    knows; None: never. Raises UsageError when ``chunked`` is asked for and cannot be.
+    ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a
+    run knows; None: never. Raises UsageError when ``chunked`` is asked for and cannot be.
     """
     ids_BT, target_BT = batch
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):

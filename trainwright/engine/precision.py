@@ -53,7 +53,7 @@ class MatmulMode(NamedTuple):
 
     @classmethod
     def asked(cls, precision: PrecisionName | Literal["auto"] | None) -> MatmulMode:
-        """Return the mode for the precision of a recipe: tf32 allows TF32, fp32 forbids it, others leave it as it is."""
+        """Return the mode for the precision of a recipe: tf32 allows TF32, fp32 forbids it, others leave it."""
         if precision not in ("fp32", "tf32"):
             return cls.read()
         return cls("high" if precision == "tf32" else "highest", precision == "tf32")

@@ -148,7 +148,7 @@ def may_chunk(blueprint: Blueprint) -> bool:
 
 
 def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
-    """What to change in the recipe to run as ``best``. ``chunked``: a run would compute the loss in chunks by itself."""
+    """What to change in the recipe to run as ``best``. ``chunked``: a run computes the loss in chunks by itself."""
     found = []
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     if recipe.batch.micro == "auto" or best.micro != batch.micro:

@@ -16,7 +16,7 @@ ALL_COUNTED = "the start, training, evaluation, looks, samples and the last save
 
 
 def preflight(plan: Plan, now_s: float) -> list[str]:
-    """The header, and one line for each further fact and decision. ``now_s`` is unix time, when the first step begins."""
+    """The header, and a line for each further fact and decision. ``now_s`` is unix time of the first step."""
     lines = [
         f"device      {plan.device} ({plan.device_name})",
         f"parameters  {plan.parameters:,}{_share(plan.trainable, plan.parameters)}",

@@ -115,7 +115,7 @@ class Plan:
     spent: Spent = Spent()
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
-    header: RunHeader = RunHeader()
+    header: RunHeader = field(default_factory=RunHeader)
 
     def to_json(self) -> dict[str, object]:
         """For plan.json."""

@@ -44,5 +44,5 @@ def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
 
 
 def room_for_logits(usable_bytes: int, held_bytes: int) -> int:
-    """How many bytes of logits fit beside ``held_bytes`` of weights, gradients and optimizer and the other activations."""
+    """Bytes of logits that fit beside ``held_bytes`` of weights, gradients and optimizer, and other activations."""
     return max(0, int(SHARE_OF_LOGITS * (usable_bytes - held_bytes)))

@@ -199,7 +199,8 @@ class Optimizer(Part):
         examples=[0.1],
     )
     decay_norms_and_biases: bool = Field(
-        default=True, description="false: no weight decay on norms and biases, which get a parameter group of their own."
+        default=True,
+        description="false: no weight decay on norms and biases, which get a parameter group of their own.",
     )
     groups: Annotated[tuple[Group, ...], Field(strict=False)] = Field(
         default=(), description="Settings by parameter name; the first that matches counts."
@@ -365,8 +366,8 @@ class Recipe(Section):
     )
     preset: Literal["recommended"] | None = Field(
         default=None,
-        description="recommended: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms and "
-        "biases, momentum 0.9 for sgd; each unless the recipe says otherwise. null: nothing beyond what is stated.",
+        description="recommended: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms "
+        "and biases, momentum 0.9 for sgd; each unless the recipe says otherwise. null: nothing beyond what is stated.",
         examples=["recommended"],
     )
     seed: int = Field(default=1337, ge=0, le=LARGEST_INT, description="Seed of all random numbers.")

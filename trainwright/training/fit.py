@@ -122,9 +122,10 @@ def fit(
         lr: Peak learning rate; by default that of the optimizer.
         batch: Samples per optimizer step.
         accumulation: Micro-batches per optimizer step. Without ``batch``, a DataLoader's batch is a micro-batch.
-        optimizer: A name such as ``"adamw"`` (the default, with the defaults of ``torch.optim.AdamW``), or ``"package.module:callable"``; an optimizer over parameters of the
-            model, whose groups and rates stay; several over disjoint parameters, which are stepped together; or a
-            class, partial or function that makes them (see docs/fit.md).
+        optimizer: A name such as ``"adamw"`` (the default, with the defaults of ``torch.optim.AdamW``), or
+            ``"package.module:callable"``; an optimizer over parameters of the model, whose groups and rates stay;
+            several over disjoint parameters, which are stepped together; or a class, partial or function that makes
+            them (see docs/fit.md).
         schedule: A name such as ``"cosine"``, or ``"package.module:callable"``; an LRScheduler of torch, or a class,
             partial or function that makes one for ``optimizer``; or a function of the step, or of (step, fraction),
             that gives the factor on the learning rate.

@@ -45,7 +45,9 @@ class _Origins:
             return "asked"
         if self.before is not None:
             return self.before.get(name, "default")
-        return "recommended" if any(_covers(path, each) for each in self.loaded.by_preset for path in paths) else "default"
+        return (
+            "recommended" if any(_covers(path, each) for each in self.loaded.by_preset for path in paths) else "default"
+        )
 
 
 def _covers(path: str, stated: str) -> bool:
@@ -121,7 +123,10 @@ class _Header:
 
     def _precision(self) -> Setting:
         ask, job = self.job.recipe.precision, self.job
-        tf32 = [name for name, on in (("matmuls", job.matmul.matmul != "highest"), ("convolutions", job.matmul.convolutions))]
+        tf32 = [
+            name
+            for name, on in (("matmuls", job.matmul.matmul != "highest"), ("convolutions", job.matmul.convolutions))
+        ]
         value = job.plan.precision
         if job.device.type == "cuda" and value == "fp32" and tf32:
             value += f", TF32 in {' and '.join(tf32)}"
@@ -169,9 +174,9 @@ class _Header:
         """What computes the same but for rounding, and was chosen by the plan."""
         job, ask = self.job, self.job.recipe.optimizer
         groups = job.state.optimizer.param_groups
-        if ask.use in OPTIMIZERS and not {"fused", "foreach"} & ask.args.keys():
-            if any(group.get("fused") for group in groups):
-                yield Setting("update", "fused kernel", "planned", "the same update but for rounding")
+        is_free = ask.use in OPTIMIZERS and not {"fused", "foreach"} & ask.args.keys()
+        if is_free and any(group.get("fused") for group in groups):
+            yield Setting("update", "fused kernel", "planned", "the same update but for rounding")
         if (size := self._chunked_logits()) is not None:
             why = f"the logits of a micro-batch would take {human_bytes(size)}"
             yield Setting("loss", "computed in chunks", "planned", why)

@@ -249,10 +249,10 @@ def prepare(
     job = Job(
         loaded, parts, plan, live, device, machine, stream, provenance, matmul, accepted, mesh, stages, read_s=read_s
     )
-    if parts.train.order is None and parts.train.loader and parts.train.loader.has_generator:
-        if not job.draws_as_a_loop:
-            why = "the order follows from the seed of the run, on any number of processes"
-            job.plan = replace(job.plan, notes=(*job.plan.notes, Note("not used", "generator of the DataLoader", why)))
+    loader = parts.train.loader if parts.train.order is None and not job.draws_as_a_loop else None
+    if loader is not None and loader.has_generator:
+        why = "the order follows from the seed of the run, on any number of processes"
+        job.plan = replace(job.plan, notes=(*job.plan.notes, Note("not used", "generator of the DataLoader", why)))
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
     job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else job.plan)

@@ -24,7 +24,8 @@ class Result:
     ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
     else 0. ``state`` is the live state, the average of the weights (``state.ema``) included. ``is_first``: of several
     ranks this is the one that wrote the run folder. ``restored`` is the step whose weights the model has, where it got
-    back the best ones. ``interrupted_by`` is the signal that came, such as SIGINT, else "". ``loss_fn`` and ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
+    back the best ones. ``interrupted_by`` is the signal that came, such as SIGINT, else "". ``loss_fn`` and
+    ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
     """
 
     run: Path

@@ -178,8 +178,8 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 def process_settings(*, seeds: bool = True) -> Iterator[None]:
     """Restores what a run changes of the process: settings of torch, and the random generators where it ``seeds`` them.
 
-    A run that does not seed them leaves them where its training has brought them, as a loop does. Inside, a crash prints
-    where Python was.
+    A run that does not seed them leaves them where its training has brought them, as a loop does. Inside, a crash
+    prints where Python was.
     """
     names_crashes = faulthandler.is_enabled()
     if not names_crashes:

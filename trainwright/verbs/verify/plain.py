@@ -108,7 +108,7 @@ def verify_plain(
     *,
     steps: int = STEPS,
 ) -> PlainProof:
-    """Compare the first steps of ``tw.fit(model, data, loss, optimizer=optimizer)`` with the five-line loop, bit by bit.
+    """Compare the first steps of ``tw.fit(model, data, loss, optimizer=optimizer)`` with the five-line loop.
 
     Both train copies, so the objects stay as they are, and so do the random generators. Data that are no DataLoader
     have no order of their own: the loop then gets the batches of ``tw.fit``.
@@ -202,8 +202,8 @@ def _compared(result: Result, seen: _Seen, plain: _Objects, planned: dict[str, A
             return _proof(result, seen, reference, trial.model, loop, planned, notes)
         random.restore()
         notes.append(
-            f"the loader alone gives another batch in step {at + 1}: the random numbers of a dataset or a collate function "
-            "follow from (seed, epoch, position) in a run"
+            f"the loader alone gives another batch in step {at + 1}: the random numbers of a dataset or a collate "
+            "function follow from (seed, epoch, position) in a run"
         )
     loop = "the five-line loop over the batches of tw.fit"
     reference = _run(plain, state, iter(seen.batches), device)
@@ -230,9 +230,7 @@ class _Reference:
     batches: list[tuple[Any, ...]]
 
 
-def _run(
-    objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]], device: torch.device
-) -> _Reference:
+def _run(objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]], device: torch.device) -> _Reference:
     """The loop by hand. Optimizers that are named or made are those of torch, with the kernels of the run."""
     model = objects.model.to(device)
     if not model.training:
