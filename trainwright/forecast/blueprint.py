@@ -84,10 +84,16 @@ class Blueprint:
 
     def chunked(self, samples: int, device: Device) -> bool:
         """Whether a run on ``device`` computes the logits of a micro-batch of so many samples in chunks."""
-        setting = self.loaded.recipe.loss.chunked
-        if self.classes is None or setting is False:
-            return False
-        return setting is True or logits_bytes(samples * self.targets, self.classes) > self._room_for_logits(device)
+        setting, plain_up_to = self.loaded.recipe.loss.chunked, self.plain_up_to(device)
+        if plain_up_to is None:
+            return setting is True and self.classes is not None
+        return samples > plain_up_to
+
+    def plain_up_to(self, device: Device) -> int | None:
+        """How many samples the whole logits fit the device for; None where that is not left to the plan."""
+        if self.classes is None or self.loaded.recipe.loss.chunked != "auto":
+            return None
+        return self._room_for_logits(device) // logits_bytes(self.targets, self.classes)
 
     def _room_for_logits(self, device: Device) -> int:
         section, (parameters, trainable) = self.loaded.recipe.optimizer, self.counts

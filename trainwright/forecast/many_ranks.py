@@ -198,7 +198,7 @@ def rank_model(
         short = blueprint.bare_model(torch.device("cpu"))
         is_long = len(paths) > TRACED_BLOCKS and _shorten(short)
     if not is_long:
-        layouts = {each.checkpointing: each for each in survey.layouts(policies, chunked=chunked)}
+        layouts = {each.checkpointing: each for each in survey.layouts_of(policies, chunked=chunked)}
         return RankModel(weights, dict.fromkeys(layouts, Activations()), layouts, None)
     shorter = replace(survey, blueprint=replace(blueprint, live=short, part=divided))
     samples = shorter.blueprint.sizes(chunked=chunked)[1]

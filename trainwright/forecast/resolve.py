@@ -28,7 +28,7 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Option, choose, offloaded
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.recipe import Loaded, Recipe
@@ -99,15 +99,15 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     fixed = None if recipe.batch.micro == "auto" else batch.micro
 
-    def chosen(*, chunked: bool) -> Choice:
-        layouts = survey.layouts((setting,) if setting in POLICIES else POLICIES, chunked=chunked)
-        moved = offloaded(layouts, device) if may_offload else []
-        allowed = with_offload(recipe, layouts, moved, by_default=False)
-        return choose(allowed, budget, -(-batch.size // shares), micro=fixed)
+    size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
 
-    choice = chosen(chunked=blueprint.chunked(fixed or 1, device))
+    def chosen(layouts: Sequence[Layout]) -> Choice:
+        moved = offloaded(layouts, device) if may_offload else []
+        return choose(with_offload(recipe, layouts, moved, by_default=False), budget, size, micro=fixed)
+
+    choice = chosen(survey.layouts(policies, micro_sizes(size) if fixed is None else [fixed]))
     if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
-        choice = chosen(chunked=True)
+        choice = chosen(survey.layouts_of(policies, chunked=True))
     if not choice.fits:
         raise _too_large(choice, budget)
     best, planned, notes = choice.best, None, _notes(recipe, choice.notes)

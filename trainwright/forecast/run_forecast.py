@@ -18,7 +18,7 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, offloaded, weigh
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded, weigh
 from trainwright.plan.make import Note, choose_precision
 from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.plan.remedies import Held, Remedy, remedies
@@ -62,19 +62,20 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     setting = recipe.model.activation_checkpointing
-    chunked = blueprint.chunked(1 if recipe.batch.micro == "auto" else batch.micro, device)
-    layouts = survey.layouts(POLICIES, chunked=chunked)
+    layouts = survey.layouts(POLICIES, [*micro_sizes(batch.size), batch.micro])
     moved = offloaded(layouts, device) if may_offload else []
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
-    if not choice.fits and not chunked and may_chunk(blueprint):
-        in_chunks = survey.layouts(POLICIES, chunked=True)
+    if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
+        in_chunks = survey.layouts_of(POLICIES, chunked=True)
         also_moved = offloaded(in_chunks, device) if may_offload else []
         choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
     allowed = with_offload(recipe, layouts, moved, by_default=False)
-    policies = {layout.checkpointing for layout in allowed}
-    policy = setting if setting in policies else choice.best.layout.checkpointing
-    options = [weigh(layout, device, batch.size, batch.micro) for layout in allowed if layout.checkpointing == policy]
+    fixed = [layout for layout in allowed if layout.is_of(batch.micro)]
+    policies = [layout.checkpointing for layout in fixed]
+    policy = next((each for each in (setting, choice.best.layout.checkpointing) if each in policies), policies[-1])
+    of_policy = [layout for layout in fixed if layout.checkpointing == policy]
+    options = [weigh(layout, device, batch.size, batch.micro) for layout in of_policy]
     written = next((option for option in options if option.fits), options[0])
     if recipe.batch.micro == "auto":
         written = choice.best
@@ -108,7 +109,7 @@ def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) ->
         return None
     survey = LayoutSurvey(make_blueprint(loaded, parts), device, precision_on(recipe, device))
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
-    (layout,) = survey.layouts([policy], chunked=survey.blueprint.chunked(batch.micro, device))
+    (layout,) = survey.layouts([policy], [batch.micro])
     return weigh(layout, device, batch.size, batch.micro)
 
 

@@ -61,7 +61,7 @@ class _Header:
     origins: _Origins
 
     def settings(self) -> Iterator[Setting]:
-        yield self._setting("optimizer", self._optimizer(), "optimizer.use", "optimizer.args", "optimizer.weight_decay")
+        yield self._setting("optimizer", self._optimizer(), *OF_OPTIMIZER)
         yield self._learning_rate()
         yield self._schedule()
         yield self._clip()
@@ -214,6 +214,7 @@ class _Header:
             yield self._setting("ranks", str(plan.degrees), "parallel")
 
 
+OF_OPTIMIZER = ("optimizer.use", "optimizer.args", "optimizer.weight_decay", "optimizer.decay_norms_and_biases")
 _SHOWN = ("momentum", "nesterov")
 
 
