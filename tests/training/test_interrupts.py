@@ -45,7 +45,9 @@ def saved_steps(run: Path) -> list[str]:
 
 
 def test_ctrl_c_saves_and_raises(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 3; continue it with tw.fit\(..., resume='runs/run'"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"stopped after step 3; continue it with tw.fit\(..., resume='runs/run'"
+    ):
         fitted(signal.SIGINT, quiet=False)
     assert "step-00000003" in saved_steps(Path("runs/run"))
     assert "next     tw.fit(..., resume='runs/run')" in capsys.readouterr().out

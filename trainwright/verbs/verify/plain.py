@@ -50,7 +50,7 @@ WHERE = Source("verify plain")
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlainDifference:
     """The first value that differs: ``what`` is a loss or the name of a weight, after ``step`` steps."""
 
     step: int
@@ -74,7 +74,7 @@ class PlainProof:
     tensors: int
     loop: str
     precision: str
-    difference: Difference | None = None
+    difference: PlainDifference | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -323,15 +323,15 @@ def _proof(
 
 def _first_difference(
     losses: Sequence[Tensor], plain_losses: Sequence[Tensor], ours: dict[str, Tensor], plain: dict[str, Tensor]
-) -> Difference | None:
+) -> PlainDifference | None:
     for step, (one, other) in enumerate(zip(losses, plain_losses, strict=True), start=1):
         if not _same(one.float(), other.float()):
-            return Difference(step, "loss", float(one), float(other))
+            return PlainDifference(step, "loss", float(one), float(other))
     for name, tensor in ours.items():
         if not _same(tensor, plain[name]):
             at = int((tensor != plain[name]).flatten().nonzero()[0])
             values = [float(each.flatten()[at]) for each in (tensor, plain[name])]
-            return Difference(len(losses), f"{name}, element {at}", *values)
+            return PlainDifference(len(losses), f"{name}, element {at}", *values)
     return None
 
 
