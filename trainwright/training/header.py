@@ -127,7 +127,7 @@ class _Header:
             name
             for name, on in (("matmuls", job.matmul.matmul != "highest"), ("convolutions", job.matmul.convolutions))
         ]
-        value = job.plan.precision
+        value: str = job.plan.precision
         if job.device.type == "cuda" and value == "fp32" and tf32:
             value += f", TF32 in {' and '.join(tf32)}"
         if ask == "auto":

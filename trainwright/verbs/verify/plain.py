@@ -166,7 +166,7 @@ def _copied(model: object, data: object, loss: object, optimizer: object) -> tup
     """Copies of all but the samples. Raises UsageError where that is not possible."""
     samples = data.dataset if isinstance(data, DataLoader) else data
     try:
-        return copy.deepcopy((model, data, loss, optimizer), {id(samples): samples})  # type: ignore[no-any-return]
+        return copy.deepcopy((model, data, loss, optimizer), {id(samples): samples})
     except Exception as error:
         raise UsageError(
             f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}",
