@@ -125,6 +125,7 @@ def test_an_evaluation_needs_a_loss() -> None:
     [
         ({"precision": "bf16"}, "precision is bf16"),
         ({"settings": {"spikes.policy": "skip"}}, "spikes.policy is skip"),
+        ({"clip": 1.0}, "clipping by norm is asked for"),
     ],
 )
 def test_what_cannot_be_done_inside_of_it_is_refused_before_the_run(options: dict[str, Any], said: str) -> None:
@@ -134,10 +135,10 @@ def test_what_cannot_be_done_inside_of_it_is_refused_before_the_run(options: dic
 
 
 def test_several_processes_are_refused() -> None:
-    recipe = from_mapping({"model": "mlp", "data": {"train": "digits"}}).recipe
-    require_own_step_fits(recipe, 1)
+    loaded = from_mapping({"model": "mlp", "data": {"train": "digits"}, "preset": "recommended"})
+    require_own_step_fits(loaded, 1)
     with pytest.raises(UsageError, match="it runs in 2 processes"):
-        require_own_step_fits(recipe, 2)
+        require_own_step_fits(loaded, 2)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_without_one() -> None:

@@ -40,9 +40,6 @@ class RunHeader:
         """The settings by name, for the log: ``{"clip": "none (default)"}``."""
         return {each.name: f"{each.value} ({each.origin})" for each in self.settings}
 
-    def __getitem__(self, name: str) -> Setting:
-        return next(each for each in self.settings if each.name == name)
-
 
 def origins_in(plan: Mapping[str, Any]) -> dict[str, Origin]:
     """Who decided each setting of an earlier part of the run, from its plan.json; {} for one of an older version."""

@@ -118,7 +118,7 @@ class _Header:
     def _clip(self) -> Setting:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.advance is not None:
-            return Setting("clip", "as the step function does", "asked")
+            return Setting("clip", "as the step function clips", "asked")
         return self._setting("clip", ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}", "optimizer.clip")
 
     def _precision(self) -> Setting:
@@ -130,7 +130,9 @@ class _Header:
         value: str = job.plan.precision
         if job.device.type == "cuda" and value == "fp32" and tf32:
             value += f", TF32 in {' and '.join(tf32)}"
-        if ask == "auto":
+        if job.parts.advance is not None:
+            value += " outside of torch.autocast in the step function"
+        elif ask == "auto":
             return Setting("precision", value, "planned", self._why("precision"))
         return self._setting("precision", value, "precision")
 
