@@ -76,6 +76,9 @@ def test_objects_are_asked_for() -> None:
     assert found["schedule"] == ("constant", "default") and "update" not in found
 
 
+ADAMW, IN_GROUPS = "AdamW, weight decay 0.01", "AdamW, weight decay 0 to 0.01 in 2 groups"
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
     [
@@ -83,8 +86,8 @@ def test_objects_are_asked_for() -> None:
         ("lr", {"lr": 0.5}, ("0.5", "asked")),
         ("lr", {"optimizer": partial(AdamW, lr=0.25)}, ("0.25", "asked")),
         ("lr", {"optimizer": AdamW}, ("0.001", "default")),
-        ("optimizer", {"optimizer": "adamw", "settings": {"optimizer.args": {"eps": 1e-6}}}, ("AdamW, weight decay 0.01, eps 1e-06", "asked")),
-        ("optimizer", {"settings": {"optimizer.decay_norms_and_biases": False}}, ("AdamW, weight decay 0 to 0.01 in 2 groups", "asked")),
+        ("optimizer", {"settings": {"optimizer.args": {"eps": 1e-6}}}, (f"{ADAMW}, eps 1e-06", "asked")),
+        ("optimizer", {"settings": {"optimizer.decay_norms_and_biases": False}}, (IN_GROUPS, "asked")),
         ("schedule", {"schedule": "wsd", "warmup": "1steps"}, ("wsd, warm-up 1 steps, floor 0", "asked")),
         ("schedule", {"schedule": partial(StepLR, step_size=1)}, ("StepLR, stepped every 1steps", "asked")),
         ("schedule", {"warmup": "1steps"}, ("constant, warm-up 1 steps", "asked")),

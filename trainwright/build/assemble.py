@@ -252,6 +252,11 @@ def _steps_between(every: Duration, plan: Plan) -> int:
     return interval(every, plan.extent, pace, "schedule.every").steps or 1
 
 
+def draws_as_a_loop(parts: Parts, recipe: Recipe, plan: Plan) -> bool:
+    """Whether the user's loader draws from the generators of the process, as in a loop over it, and not from a seed."""
+    return parts.generators is not None and plan.degrees.ranks == 1 and not recipe.parallel.exact
+
+
 def build_loading(
     parts: Parts,
     recipe: Recipe,
@@ -267,7 +272,7 @@ def build_loading(
     where a seed is asked for, and on several ranks, which must all draw the same.
     """
     pin, own = recipe.data.pin_memory, parts.train.own_batches
-    live = parts.generators is not None and world.size == 1 and not recipe.parallel.exact
+    live = draws_as_a_loop(parts, recipe, plan)
     is_cut = own is None or isinstance(recipe.batch.micro, int)
     return Loading(
         batch_size=plan.batch.size,

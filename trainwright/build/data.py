@@ -154,7 +154,9 @@ class StepBatches:
             raise _none_left(bad)
 
     def _with_start(self, cursor: Cursor) -> Cursor:
-        return cursor if self._start is None else replace(cursor, start=self._start)
+        return (
+            cursor if self._start is None else Cursor(cursor.epoch, cursor.position, cursor.digest, start=self._start)
+        )
 
     def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed | None]:
         """``found`` holds the samples that could not be read; it grows while iterating, and they are not read again."""

@@ -173,13 +173,20 @@ class LoaderOrder(OwnOrder):
 
 
 def _copied(sampler: _Sampler) -> _Sampler:
-    """A copy with copies of the samplers inside it, so that one that counts its epochs does not count a trial."""
+    """A copy with what it writes to: a trial must not count as an epoch, nor shuffle a list that the sampler holds.
+
+    The dataset is not copied. An iterator, which cannot be, is returned itself.
+    """
     try:
         twin = copy.copy(sampler)
         for name, value in (vars(twin) if hasattr(twin, "__dict__") else {}).items():
             if isinstance(value, Sampler):
                 setattr(twin, name, _copied(value))
-    except Exception:  # the user's own __copy__, or a sampler that is an iterator
+            elif isinstance(value, list | dict | set | np.ndarray) and name != "data_source":
+                setattr(twin, name, copy.copy(value))
+            elif isinstance(value, torch.Tensor):
+                setattr(twin, name, value.clone())
+    except Exception:  # the user's own __copy__
         return sampler
     return twin
 

@@ -18,6 +18,7 @@ from trainwright.build.assemble import (
     at_recipe,
     build_loading,
     build_parts,
+    draws_as_a_loop,
     gather_facts,
     is_live,
     training_batches,
@@ -146,8 +147,8 @@ class Job:
 
     @property
     def draws_as_a_loop(self) -> bool:
-        """Whether what the user's loader draws comes from the generators of the process, as in a loop over it."""
-        return self.parts.generators is not None and self.world.size == 1 and not self.recipe.parallel.exact
+        """Whether the user's loader draws from the generators of the process, as in a loop over it."""
+        return draws_as_a_loop(self.parts, self.recipe, self.plan)
 
     @property
     def lr(self) -> float:

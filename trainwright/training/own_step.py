@@ -57,9 +57,7 @@ def require_own_step_fits(loaded: Loaded, ranks: int) -> None:
 
 def untried(plan: Plan, recipe: Recipe) -> Plan:
     """The plan of a step that was not tried beforehand: it updates the weights."""
-    return replace(
-        plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *_notes())
-    )
+    return replace(plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *_notes()))
 
 
 def _notes() -> Iterator[Note]:
