@@ -23,8 +23,10 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
         f"length      {_length(plan)}",
         *plan.header.lines(),
     ]
-    shown = TOPICS if plan.header.settings else frozenset[str]()
-    lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in plan.notes if note.topic not in shown]
+    topics = TOPICS if plan.header.settings else frozenset[str]()
+    reasons = {each.why for each in plan.header.settings}
+    notes = [note for note in plan.notes if note.topic not in topics and note.why not in reasons]
+    lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in notes]
     if plan.memory_bytes is not None:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in plan.memory_bytes.items() if size)
         lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")
