@@ -15,18 +15,27 @@ from trainwright.build.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.layouts import POLICIES, LayoutSurvey
-from trainwright.forecast.run_forecast import can_offload, planner_for, precision_on, with_budget, with_offload
+from trainwright.forecast.run_forecast import (
+    can_offload,
+    may_chunk,
+    planner_for,
+    precision_on,
+    with_budget,
+    with_offload,
+)
 from trainwright.forecast.spread import spread
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Option, choose, offloaded
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.parallel import PLANNED
+
+CHECKPOINTING = "model.activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -34,13 +43,15 @@ class Resolved:
     """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
     ``planned`` is the activation checkpointing for ``build_parts``, None where the recipe names a fixed policy.
-    ``degrees`` are the axes of several ranks, None where they were not decided here.
+    ``degrees`` are the axes of several ranks, and ``chunked`` is whether the loss is computed in chunks; None where
+    that was not decided here.
     """
 
     loaded: Loaded
     planned: Checkpointing | None = None
     notes: tuple[Note, ...] = ()
     degrees: Mapping[str, int] | None = None
+    chunked: bool | None = None
 
     def to_json(self) -> dict[str, object]:
         """For plan.json, so that a resumed run does the same. Its key ``recompute`` is activation checkpointing."""
@@ -69,7 +80,8 @@ def _is_checkpointing_planned(recipe: Recipe) -> bool:
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
     """Decides what the recipe leaves open, for the free memory of ``device``. Costs nothing where nothing is open.
 
-    Of several ``ranks`` that may divide the weights, each has such a device.
+    Of several ``ranks`` that may divide the weights, each has such a device. ``by_plan`` of the recipe that is returned
+    names what was decided.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
@@ -88,11 +100,17 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=shares)
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
-    layouts = survey.layouts((setting,) if setting in POLICIES else POLICIES)
-    moved = offloaded(layouts, device) if may_offload else []
-    layouts = with_offload(recipe, layouts, moved, by_default=False)
     fixed = None if recipe.batch.micro == "auto" else batch.micro
-    choice = choose(layouts, budget, -(-batch.size // shares), micro=fixed)
+
+    size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
+
+    def chosen(layouts: Sequence[Layout]) -> Choice:
+        moved = offloaded(layouts, device) if may_offload else []
+        return choose(with_offload(recipe, layouts, moved, by_default=False), budget, size, micro=fixed)
+
+    choice = chosen(survey.layouts(policies, micro_sizes(size) if fixed is None else [fixed]))
+    if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
+        choice = chosen(survey.layouts_of(policies, chunked=True))
     if not choice.fits:
         raise _too_large(choice, budget)
     best, planned, notes = choice.best, None, _notes(recipe, choice.notes)
@@ -100,7 +118,9 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         planned, note = _planned(blueprint, survey, budget, best)
         notes.append(note)
     offload = best.layout.offload is not None if recipe.optimizer.offload == "auto" else None
-    return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes))
+    chunked = best.layout.chunked if may_chunk(blueprint) else None
+    changed = _decided(loaded, micro=best.micro, offload=offload, is_checkpointing_decided=planned is not None)
+    return Resolved(changed, planned, tuple(notes), chunked=chunked)
 
 
 def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> Resolved:
@@ -119,7 +139,10 @@ def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded
     recipe = loaded.recipe
     parallel = recipe.parallel.model_copy(update=dict(degrees))
     model = recipe.model.model_copy(update={"activation_checkpointing": policy})
-    return replace(loaded, recipe=recipe.model_copy(update={"parallel": parallel, "model": model}))
+    by_plan = {f"parallel.{axis}" for axis in recipe.parallel.open_axes}
+    by_plan |= {CHECKPOINTING} if _is_checkpointing_planned(recipe) else set()
+    changed = recipe.model_copy(update={"parallel": parallel, "model": model})
+    return replace(loaded, recipe=changed, by_plan=loaded.by_plan | by_plan)
 
 
 def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
@@ -146,7 +169,8 @@ def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
         layout = {"context": 1, **layout} if loaded.recipe.parallel.context == "auto" else layout  # of an older version
         changed = _decided(_laid_out(loaded, layout, stored["policy"]), micro=micro, offload=offload)
         return Resolved(changed, None, degrees=layout)
-    return Resolved(_decided(loaded, micro=micro, offload=offload), planned)
+    changed = _decided(loaded, micro=micro, offload=offload, is_checkpointing_decided=planned is not None)
+    return Resolved(changed, planned)
 
 
 def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
@@ -162,15 +186,21 @@ def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: O
     return found.checkpointing, Note("checkpointing", f"{found.checkpointing.count} blocks", why)
 
 
-def _decided(loaded: Loaded, *, micro: int | None = None, offload: bool | None = None) -> Loaded:
-    """The recipe with these values in place of its own; None leaves its own."""
-    recipe = loaded.recipe
+def _decided(
+    loaded: Loaded, *, micro: int | None = None, offload: bool | None = None, is_checkpointing_decided: bool = False
+) -> Loaded:
+    """The recipe with these values instead of its own; None leaves its own."""
+    recipe, by_plan = loaded.recipe, set(loaded.by_plan)
     changed: dict[str, object] = {}
     if micro is not None:
         changed["batch"] = recipe.batch.model_copy(update={"micro": micro})
+        by_plan |= {"batch.micro"} if recipe.batch.micro == "auto" else set()
     if offload is not None:
         changed["optimizer"] = recipe.optimizer.model_copy(update={"offload": offload})
-    return replace(loaded, recipe=recipe.model_copy(update=changed)) if changed else loaded
+        by_plan |= {"optimizer.offload"} if recipe.optimizer.offload == "auto" else set()
+    if is_checkpointing_decided:
+        by_plan.add(CHECKPOINTING)
+    return replace(loaded, recipe=recipe.model_copy(update=changed), by_plan=frozenset(by_plan))
 
 
 def _too_large(choice: Choice, device: Device) -> UsageError | RecipeError:
