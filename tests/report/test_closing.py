@@ -44,7 +44,8 @@ def test_a_healthy_run() -> None:
     [
         ({"ended": replace(ENDED, val_loss=math.nan)}, "the loss is not finite"),
         ({"ended": replace(ENDED, skipped=3)}, "3 of 100 updates were skipped"),
-        ({"wait_share": 0.5, "wait_s": 0.1}, "50% of the time went into waiting for data (raise data.workers)"),
+        ({"wait_share": 0.5, "wait_s": 0.1}, "50% of the time went into waiting for data"),
+        ({"wait_share": 0.5, "wait_s": 0.1, "reads_faster": "sort it"}, "waiting for data (sort it)"),
         ({"saved": False}, "the last state could not be saved"),
         ({"findings": [found("critical")]}, "finished, but the doctor found loss.wrong_sign (critical)"),
         ({"findings": [found("info"), found("warning")]}, "finished, but the doctor found loss.wrong_sign (warning)"),

@@ -91,10 +91,16 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
-        at_once = self._at_once()
+        at_once = self.at_once
         return steps if at_once == 1 else _ahead(steps, at_once)
 
-    def _at_once(self) -> int:
+    @property
+    def reads_in_workers(self) -> bool:
+        """Whether worker processes read the samples. Ready batches come from an iterator of their own."""
+        return self.loading.workers > 0 and not isinstance(self.dataset, ReadyBatches)
+
+    @property
+    def at_once(self) -> int:
         """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
         loading = self.loading
         if isinstance(self.dataset, ReadyBatches):  # of a list nothing is copied, unless to another device
@@ -122,17 +128,19 @@ class StepBatches:
         window: list[MicroBatch] = []
         bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
+        read_s = 0.0
         for fetched in self._fetched(found):
             if isinstance(fetched, Failed):
                 raise fetched.error()
             if fetched.bad:
                 bad += fetched.bad
                 found.update(each.id for each in fetched.bad)
+            read_s += fetched.read_s
             if len(fetched.ids) or not fetched.key.counted:
                 window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
             if fetched.key.closes and window:
-                yield StepBatch(tuple(window), fetched.key.cursor, tuple(bad), fetched.key.of_all)
-                window, bad = [], []
+                yield StepBatch(tuple(window), fetched.key.cursor, tuple(bad), fetched.key.of_all, read_s)
+                window, bad, read_s = [], [], 0.0
         if bad and self.loading.epochs is None:
             raise _none_left(bad)
 

@@ -78,7 +78,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step, with the ``wait_s`` for its batch.
 
     An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
     ``evaluates_whole``, the whole set follows at the end. ``seconds`` is what is left of the run by the clock, by what
@@ -106,6 +106,7 @@ class Plan:
     initial_loss: float | None = None
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
+    wait_s: float = 0.0
     evaluates_whole: bool = True
     seconds: Mapping[str, float] = field(default_factory=dict)
     ends_in_s: float | None = None

@@ -32,7 +32,7 @@ class Ending:
     longer: str
     findings: Sequence[Found] = ()
     wait_s: float = 0.0
-    reads_faster: str = "raise data.workers"
+    reads_faster: str = ""
 
 
 def closing(ending: Ending) -> list[str]:
@@ -60,7 +60,8 @@ def verdict(ending: Ending) -> str:
     if ended.skipped:
         troubles.append(f"{ended.skipped} of {ended.step} updates were skipped (log.jsonl names each)")
     if ending.wait_share > 0.3 and ending.wait_s > WAITS_S:
-        troubles.append(f"{ending.wait_share:.0%} of the time went into waiting for data ({ending.reads_faster})")
+        what_to_do = f" ({ending.reads_faster})" if ending.reads_faster else ""
+        troubles.append(f"{ending.wait_share:.0%} of the time went into waiting for data{what_to_do}")
     if not ending.saved:
         troubles.append("the last state could not be saved")
     if faults := [f"{found.code} ({found.severity})" for found in ending.findings if found.severity != "info"]:

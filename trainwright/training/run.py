@@ -31,10 +31,12 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
+from trainwright.observe.step_log import StepLog
 from trainwright.observe.sinks.factories import sink_factories
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
+from trainwright.plan.reading import ReadingPace
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
@@ -330,6 +332,13 @@ def _ended(outcome: Outcome, evaluation: PeriodicEvaluation | None, logbook: Log
     )
 
 
+def _reads_faster(job: Job, seen: StepLog) -> str:
+    """What to do about waiting for data, from what this run measured."""
+    if isinstance(job.parts.train.dataset, ReadyBatches):
+        return "time a loop over the loader alone, with num_workers=0 and with more"
+    return ReadingPace(job.recipe.data.workers, seen.wait_s, seen.read_s).advice()
+
+
 def _closed(
     job: Job, stage: Stage, outcome: Outcome, logbook: Logbook, saved: Path | None, findings: tuple[Found, ...]
 ) -> Result:
@@ -350,9 +359,7 @@ def _closed(
         longer="" if job.live else doubled(job.recipe.until),
         findings=findings,
         wait_s=recorder.wait_s,
-        reads_faster="let the loader read ahead"
-        if isinstance(job.parts.train.dataset, ReadyBatches)
-        else "raise data.workers",
+        reads_faster=_reads_faster(job, recorder),
     )
     for line in closing(ending):
         progress.say(line)

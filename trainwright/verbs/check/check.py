@@ -237,8 +237,8 @@ def _check_training(progress: _Progress, job: Job) -> None:
     torch.set_num_threads(job.plan.threads)
     sandbox.keep(budget.read_s)
     step_s = _step_s(job)
-    computing_s = step_s - job.read_s
-    progress.add(resources.speed(sandbox, progress.train, computing_s))
+    computing_s = step_s - job.reading.wait_s
+    progress.add(resources.speed(sandbox, computing_s))
     found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
     moved = learning.first_update(sandbox)
     fits = _learn_one_batch(progress, sandbox, found)
@@ -258,7 +258,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
 
 def _step_s(job: Job) -> float:
     """Seconds of a step by the dry run: reading, forward and backward, which is nearly all of it."""
-    return max(job.plan.step_s or 0.0, 1e-4 + job.read_s)
+    return max(job.plan.step_s or 0.0, 1e-4 + job.reading.wait_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:

@@ -258,7 +258,9 @@ def by_heart(fits: Sequence[BatchFit], lr: float, *, inputs_vary: bool, chance: 
     elif fit.steps < LEAST_STEPS:
         yield Verdict("cannot tell", "one batch", f"too few steps in the time: {message}")
     elif fit.fell < NOT_AT_ALL and fit.steps >= ENOUGH_STEPS:
-        remedy = "fix this first: a model that cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
+        remedy = (
+            "fix this first: a model that cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
+        )
         yield Verdict("fail", "one batch", f"cannot be learned by heart: {message}", remedy)
     elif not fit.took_all_steps:
         yield Verdict("cannot tell", "one batch", f"not learned in the time: {message}")

@@ -60,7 +60,9 @@ class RateEvidence:
         if (lower := self.learns_only_below) is not None:
             signs.append(f"one batch is learned at {lower.lr:.2g} and not at this rate")
         if self.smoke.is_worse_than_a_guess and self.smoke.peak_lr >= 0.5 * self.lr:
-            signs.append(f"the smoke run ends at a loss of {self.smoke.ends[1]:.4g}, a guess has {self.smoke.guess:.4g}")
+            signs.append(
+                f"the smoke run ends at a loss of {self.smoke.ends[1]:.4g}, a guess has {self.smoke.guess:.4g}"
+            )
         if self.smoke.diverges:
             signs.append("the smoke run diverges")
         return signs

@@ -1,0 +1,139 @@
+"""How long a step waits for its data is measured before the first step, and advice follows from the measurement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainwright.plan.explain import preflight
+from trainwright.plan.reading import ReadingPace
+from trainwright.recipe import from_mapping
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.training.job import prepare
+from trainwright.training.reading import time_workers
+
+SLOW_S = 2e-3
+
+
+class Rows(Dataset[Any]):
+    """Rows whose reading takes a given time."""
+
+    def __init__(self, sleep_s: float = 0.0) -> None:
+        self.sleep_s = sleep_s
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.sleep_s)
+        return torch.full((8,), float(index)), torch.tensor(index % 3)
+
+
+def recipe(tmp_path: Path, sleep_s: float = 0.0, **data: Any) -> dict[str, Any]:
+    train = {"use": "tests.training.test_reading:Rows", "args": {"sleep_s": sleep_s}}
+    return {
+        "until": "100steps",
+        "precision": "fp32",
+        "folder": str(tmp_path),
+        "model": {"use": "mlp", "args": {"sizes": [8, 8, 3]}},
+        "data": {"train": train, **data},
+        "batch": {"size": 8, "micro": 4},
+    }
+
+
+class Clock:
+    """Moves on by a microsecond at each look, and by what a batch takes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+def stream(clock: Clock, wait_s: float, read_s: float, ready: int) -> Iterator[StepBatch]:
+    """Batches of two micro-batches; the first ``ready`` are there at once."""
+    for n in range(1000):
+        clock.now_s += wait_s if n >= ready else 0.0
+        micro = MicroBatch(torch.zeros(4), np.arange(4))
+        yield StepBatch((micro, micro), read_s=read_s)
+
+
+def test_what_was_ready_before_does_not_count() -> None:
+    clock = Clock()
+    pace, _ = time_workers(
+        stream(clock, 0.01, 0.002, ready=3), workers=2, prefetch=2, compute_s=1e-4, start_s=0.2, clock=clock
+    )
+    assert pace.wait_s == pytest.approx(0.01, rel=1e-2) and pace.read_s == pytest.approx(0.002)
+    assert pace.steps == 8 and pace.start_s == 0.2
+
+
+def test_no_batch_is_lost() -> None:
+    clock = Clock()
+    ids = [StepBatch((MicroBatch(n, np.array([n])),)) for n in range(100)]
+    _, batches = time_workers(iter(ids), workers=1, prefetch=2, compute_s=0.0, start_s=0.0, clock=clock)
+    assert [batch.data for batch in batches] == list(range(100))
+
+
+def test_slow_batches_end_the_measurement() -> None:
+    """Where none came after those that were ready, the wait is estimated, and not called a measurement."""
+    clock = Clock()
+    pace, _ = time_workers(
+        stream(clock, 5.0, 4.0, ready=0), workers=2, prefetch=2, compute_s=0.5, start_s=5.0, clock=clock
+    )
+    assert pace.steps == 0 and pace.wait_s == pytest.approx(4.0 / 2 - 0.5)
+    assert pace.notes() == ()
+
+
+@pytest.mark.parametrize(
+    ("pace", "words", "not_words"),
+    [
+        (ReadingPace(2, wait_s=0.013, read_s=0.002, steps=8), "data.workers: 0", "profile"),
+        (ReadingPace(2, wait_s=0.013, read_s=0.030, steps=8), "profile", "data.workers: 0"),
+        (ReadingPace(0, wait_s=0.013, read_s=0.013), "profile", "data.workers: "),
+    ],
+    ids=["cheap items", "slow items", "no workers"],
+)
+def test_no_number_of_workers_is_recommended_without_a_measurement(
+    pace: ReadingPace, words: str, not_words: str
+) -> None:
+    assert words in pace.advice() and not_words not in pace.advice()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_plan_times_the_workers(tmp_path: Path) -> None:
+    job = prepare(from_mapping(recipe(tmp_path, SLOW_S, workers=1)))
+    assert job.reading.steps and job.reading.read_s >= 8 * SLOW_S
+    assert job.plan.step_s is not None and job.plan.wait_s == job.reading.wait_s > 0
+    assert job.plan.step_s > job.plan.wait_s
+    lines = preflight(job.plan, 0.0)
+    assert any(line.startswith("workers     1: measured in the dry run") for line in lines)
+    assert any(line.startswith("time ") and "waiting for data" in line for line in lines)
+    first = next(job.batches)
+    assert first.cursor.position == 8 and first.read_s >= 8 * SLOW_S
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_items_that_are_read_fast_need_no_workers(tmp_path: Path) -> None:
+    job = prepare(from_mapping(recipe(tmp_path, 0.0, workers=1)))
+    assert "data.workers: 0" in job.reading.advice()
+
+
+def test_tensors_that_are_read_several_steps_at_once_cost_each_step_its_part(tmp_path: Path) -> None:
+    """The first batch of a TensorDataset is taken out of it together with the next ones."""
+    asked = recipe(tmp_path)
+    asked["data"]["train"] = {"use": "tests.verbs.check.parts:blobs"}
+    asked["model"] = {"use": "tests.verbs.check.parts:net"}
+    job = prepare(from_mapping(asked))
+    assert job.reading.wait_s == pytest.approx(job.reading.start_s / 32)
