@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from trainwright import recipe
 from trainwright.build.optim.choose import accepted_args
 from trainwright.build.resolve import imported
+from trainwright.errors import install_remedy
 from trainwright.plan.devices import Device, known_devices
 
 HEAD = """# What ships in the box
@@ -57,7 +58,7 @@ def device(each: Device) -> list[str]:
 def page() -> str:
     optimizers = ("name", "what it is", "weight decay", "state per weight", "fused", "offload", "args")
     sinks = (
-        [f"`{row.name}`", row.doc, f"`trainwright[{row.extra}]`" if row.extra else "trainwright"]
+        [f"`{row.name}`", row.doc, f"`{install_remedy(row.package)}`" if row.package else "trainwright"]
         for row in recipe.SINKS.values()
     )
     return "\n\n".join(

@@ -20,7 +20,7 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.resolve import imported
 from trainwright.doctor.precision.measure.formats import NO_MASTER_WEIGHTS
-from trainwright.errors import RecipeError, UsageError
+from trainwright.errors import RecipeError, UsageError, install_remedy
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import find_device, known_devices, load_devices
 from trainwright.plan.memory import memory_bytes
@@ -226,9 +226,9 @@ def test_the_page_of_the_catalog_has_every_row() -> None:
 def test_every_sink_has_its_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for row in SINKS.values():
-        if row.extra:
-            [package] = project["optional-dependencies"][row.extra]
-            assert package.startswith(row.module or row.extra), row.name
+        if row.package:
+            [requirement] = project["optional-dependencies"][row.name]
+            assert install_remedy(row.package) == f'pip install "{requirement}"'
 
 
 def stepped(name: str, args: Mapping[str, object], decay: float = 0.0) -> tuple[nn.Module, Optimizer]:

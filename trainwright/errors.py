@@ -22,6 +22,36 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 
+OPTIONAL = (
+    "scikit-learn>=1.5",
+    "tensorboard>=2.18",
+    "wandb>=0.19",
+    "mlflow>=3.0",
+    "trackio>=0.30",
+    "prometheus_client>=0.20",
+    "transformers>=5.0",
+    "pyarrow>=15.0",
+    "pillow>=10.0",
+    "peft>=0.18",
+    "liger-kernel>=0.5",
+    "ipython>=8.20",
+    "lightning>=2.5",
+    "accelerate>=1.2",
+)
+"""The packages of the extras in pyproject.toml, with the versions that they need."""
+_DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "PIL": "pillow",
+    "yaml": "PyYAML",
+    "cv2": "opencv-python",
+    "skimage": "scikit-image",
+    "bs4": "beautifulsoup4",
+    "liger_kernel": "liger-kernel",
+    "google.protobuf": "protobuf",
+}
+"""Modules whose package has another name."""
+
+
 class TrainwrightError(Exception):
     """Base of the tree. ``message`` says what is wrong, ``remedy`` what to do about it."""
 
@@ -76,10 +106,9 @@ class RecipeError(UsageError):
 class MissingExtra(UsageError):
     """An optional package is needed and not installed."""
 
-    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+    def __init__(self, package: str, *, needed_for: str) -> None:
         super().__init__(
-            f"{needed_for} needs the package {package!r}, which is not installed",
-            remedy=f'pip install "trainwright[{extra}]"',
+            f"{needed_for} needs the package {package!r}, which is not installed", remedy=install_remedy(package)
         )
 
 
@@ -165,6 +194,23 @@ def text_of(error: BaseException, *, lines: int | None = None) -> str:
     except Exception as another:
         shown = [f"(its text cannot be shown: {type(another).__name__})"]
     return ": ".join([type(error).__name__, *filter(None, ["\n".join(shown)])])
+
+
+def install_remedy(module: str) -> str:
+    """The command that installs the package of a module, with the version that is needed where one is known.
+
+    It names the package itself: an extra of Trainwright could be installed only from where Trainwright came from.
+    """
+    name = _DISTRIBUTIONS.get(module) or _DISTRIBUTIONS.get(module.partition(".")[0]) or module.partition(".")[0]
+    for requirement in OPTIONAL:
+        package = requirement.partition(">=")[0]
+        if _plain(package) == _plain(name):
+            return f'pip install "{requirement}"'
+    return f"pip install {name}"
+
+
+def _plain(package: str) -> str:
+    return package.lower().replace("_", "-")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

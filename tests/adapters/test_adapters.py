@@ -276,5 +276,5 @@ def test_what_accelerate_has_prepared_is_seen_through(fault: str, tmp_path: Path
 
 
 def test_a_package_that_is_missing() -> None:
-    with pytest.raises(MissingExtra, match="trainwright\\[adapters\\]"):
+    with pytest.raises(MissingExtra, match="pip install no_such_package_at_all"):
         required("no_such_package_at_all", needed_for="this test")

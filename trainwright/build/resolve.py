@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, text_of
+from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, install_remedy, text_of
 from trainwright.recipe import Row
 
 LIVE = "live"
@@ -62,7 +62,7 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
             places = " and ".join(dict.fromkeys([here, beside]))
             remedy = f"check the spelling; it is looked for in {places} and the installed packages"
             raise problem(f"there is no module {module_name!r}", remedy) from None
-        raise problem(f"{module_name} needs the module {error.name!r}", f"pip install {error.name}") from None
+        raise problem(f"{module_name} needs the module {error.name!r}", install_remedy(error.name or "")) from None
     except Exception as error:
         raise problem(f"importing {module_name} raised {_described(error)}", "make the module importable") from None
     for part in attribute.split("."):

@@ -79,7 +79,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "sklearn":
             raise  # scikit-learn is installed and broken: its own message says more
-        raise MissingExtra("scikit-learn", extra="digits", needed_for="digits") from None
+        raise MissingExtra("scikit-learn", needed_for="digits") from None
     pixels, labels = load_digits(return_X_y=True)
     is_val = _validation_part(labels, val_share)
     train = pixels[~is_val]

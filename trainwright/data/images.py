@@ -28,7 +28,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         try:
             import PIL.Image  # noqa: F401
         except ModuleNotFoundError:
-            raise MissingExtra("Pillow", extra="images", needed_for="a folder of images") from None
+            raise MissingExtra("Pillow", needed_for="a folder of images") from None
         if size < 1:
             raise UsageError(f"size={size} is no number of pixels", remedy="try size=64")
         if not root.is_dir():

@@ -99,7 +99,7 @@ def _read(path: Path) -> Frame:
     try:
         from pyarrow import feather, parquet
     except ModuleNotFoundError:
-        raise MissingExtra("pyarrow", extra="tables", needed_for=f"{path.suffix} files") from None
+        raise MissingExtra("pyarrow", needed_for=f"{path.suffix} files") from None
     if path.suffix == ".parquet":
         return parquet.read_table(path)
     if path.suffix in (".feather", ".arrow"):

@@ -25,7 +25,7 @@ def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.M
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise  # transformers is installed and broken: its own message says more
-        raise MissingExtra("transformers", extra="hf", needed_for="hf_model") from None
+        raise MissingExtra("transformers", needed_for="hf_model") from None
     config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
     if config_class is None:
         names = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]

@@ -113,7 +113,7 @@ class Job:
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
     evaluation_cost: EvaluationCost | None = None
-    reading: ReadingPace = ReadingPace()
+    reading: ReadingPace = field(default_factory=ReadingPace)
     peak_samples_s: float | None = None
 
     @property

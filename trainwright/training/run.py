@@ -31,8 +31,8 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
-from trainwright.observe.step_log import StepLog
 from trainwright.observe.sinks.factories import sink_factories
+from trainwright.observe.step_log import StepLog
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight

@@ -1,4 +1,4 @@
-"""The verdict on the learning rate, from everything that was trained: range test, first update, one batch, smoke run."""
+"""The verdict on the learning rate, from all that was trained: range test, first update, one batch, smoke run."""
 
 from __future__ import annotations
 
