@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import MissingExtra, UsageError, suggest_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -32,7 +32,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         if size < 1:
             raise UsageError(f"size={size} is no number of pixels", remedy="try size=64")
         if not root.is_dir():
-            raise UsageError(f"{folder} is no folder", remedy=f"relative paths start at {Path.cwd()}")
+            raise UsageError(f"{folder} is no folder", remedy=suggest_file(root, "a folder of images"))
         found = {
             each.name: sorted(file for file in each.rglob("*") if file.suffix.lower() in SUFFIXES)
             for each in sorted(root.iterdir())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import MissingExtra, UsageError, suggest_file
 
 Frame: TypeAlias = Any
 """A pandas or polars DataFrame, a pyarrow Table, or a mapping from names to columns."""
@@ -94,7 +94,7 @@ def _read(path: Path) -> Frame:
         with path.open("rb"):
             pass
     except OSError as error:
-        remedy = f"give the path of a table; relative ones start at {Path.cwd()}"
+        remedy = suggest_file(path, "a table")
         raise UsageError(f"cannot read the table {path}: {error.strerror}", remedy=remedy) from None
     try:
         from pyarrow import feather, parquet

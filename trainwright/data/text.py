@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, suggest_file
 
 Split: TypeAlias = Literal["train", "val"]
 STDLIB_SKIPPED = ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__")
@@ -207,6 +207,6 @@ def text_file(
         remedy = f"convert it: iconv -t UTF-8 {path}"
         raise UsageError(f"{path} is not UTF-8 at byte {error.start}", remedy=remedy) from None
     except OSError as error:
-        remedy = f"give the path of a text file; relative ones start at {Path.cwd()}"
+        remedy = suggest_file(Path(path).expanduser(), "a text file")
         raise UsageError(f"cannot read the text {path}: {error.strerror}", remedy=remedy) from None
     return CharText(text, split=split, block_size=block_size, val_share=val_share, stride=stride)

@@ -69,6 +69,7 @@ from trainwright.training.first_batch import try_batch
 from trainwright.training.layout import NOT_TRIED, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
+from trainwright.training.problems import all_at_once
 from trainwright.training.reading import time_workers
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
@@ -171,12 +172,24 @@ def prepare(
 ) -> Job:
     """Builds and plans a run and does a dry run; nothing is trained and the random generators stay as they are.
 
-    Of several ranks the first one decides; the others do as it does.
+    Of several ranks the first one decides. Raises RecipeError with all problems of the recipe.
 
     The batch of the dry run is the first that will be trained on: a stream is read only once. What an ``earlier`` part
     of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead of what the recipe
     names. ``say`` is told what the data have to say, also later on.
     """
+    with all_at_once(loaded, parts, world.size):
+        return _prepared(loaded, parts, earlier, world, launch, say)
+
+
+def _prepared(
+    loaded: Loaded,
+    parts: Parts | None,
+    earlier: Earlier | None,
+    world: World,
+    launch: Launch,
+    say: Callable[[str], None],
+) -> Job:
     machine = read_machine()
     mind_limits()
     with at_recipe(loaded, "device"):

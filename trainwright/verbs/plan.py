@@ -21,6 +21,7 @@ from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
 from trainwright.training.job import prepare
+from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 
 LONGEST_S = 2.0
@@ -211,7 +212,8 @@ def show_plan(
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
     target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
-    made = forecast(loaded, target)
+    with all_at_once(loaded):
+        made = forecast(loaded, target)
     points: Sequence[Point] = frontier(made, loaded) if with_frontier else ()
     is_here = device is None and memory is None
     measured, why_not = _dry_run(loaded, made) if is_here else (None, "")

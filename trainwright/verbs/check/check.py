@@ -23,6 +23,7 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.job import Job, prepare
+from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 from trainwright.verbs.check import data, learning, resources
 from trainwright.verbs.check.alignment import alignment, contradictions
@@ -99,7 +100,8 @@ def check(loaded: Loaded, *, budget: Budget = Budget(), tell: Callable[[str], No
         warnings.simplefilter("ignore")
         progress = _Progress(quick, choose_device(recipe.device), budget, checkup)
         try:
-            checkup.complete = _check_all(progress)
+            with all_at_once(quick):
+                checkup.complete = _check_all(progress)
         except _CannotContinue:
             checkup.complete = False
         except (RecipeError, MissingExtra):
