@@ -1,0 +1,32 @@
+"""Where a model is wrong, in words: a heading says how many samples its list has."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.report.bad_cases import BadCase, BadCases
+
+
+def section(likely: int, others: int) -> list[str]:
+    """The lines about labels, without those of the samples."""
+    labels = tuple(BadCase(n, 1.0, label="1", predicted="2", likely=n < likely) for n in range(likely + others))
+    return BadCases("val", 100, 1.0, likely_wrong=likely, labels=labels).lines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("likely", "others", "expected"),
+    [
+        (2, 3, {"labels that are likely wrong: 2": 2, "not likely wrong, and next in order": 3}),
+        (2, 0, {"labels that are likely wrong: 2": 2}),
+        (0, 3, {"no label is likely wrong; these come first": 3}),
+        (0, 0, {}),
+    ],
+)
+def test_labels_that_are_called_wrong_are_listed_apart(likely: int, others: int, expected: dict[str, int]) -> None:
+    found: dict[str, int] = {}
+    for line in section(likely, others):
+        if line.startswith("  "):
+            found[list(found)[-1]] += 1
+        else:
+            found[line] = 0
+    assert found == expected
