@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import runpy
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_the_page_of_the_catalog_has_every_row() -> None:
     page = (ROOT / "docs" / "catalog.md").read_text()
     for name in (*MODELS, *DATASETS, *LOSSES, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
         assert f"| `{name}` |" in page, name
+
+
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "catalog.py"))
+
+
+@pytest.mark.parametrize("row", [*MODELS.values(), *DATASETS.values(), *LOSSES.values(), *OBSERVERS.values()], ids=str)
+def test_every_argument_of_what_is_in_the_box_is_documented(row: Row) -> None:
+    """The signature has the names and the docstring what they are, and neither has more than the other."""
+    factory = imported(row.factory)
+    text, meanings = SCRIPT["read"](inspect.getdoc(factory) or "")
+    names = [name for name, *_ in SCRIPT["arguments"](factory)]
+    assert text and list(meanings) == names
+    assert all(len(meaning.split()) > 1 and meaning.endswith(".") for meaning in meanings.values())
 
 
 def test_every_sink_has_its_extra() -> None:

@@ -66,7 +66,14 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
 
 def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = False) -> Digits:
-    """The training or the validation part; the split is fixed and takes the same share of each digit.
+    """1,797 images of handwritten digits, 8 x 8 pixels, from scikit-learn.
+
+    The split is fixed, and takes the same fraction of each digit.
+
+    Args:
+        split: ``train`` or ``val``.
+        val_share: Fraction of the images that is held out for ``val``.
+        augment: Shift each training image by up to one pixel and add noise, drawn anew at each reading.
 
     Raises MissingExtra without scikit-learn.
     """

@@ -15,10 +15,16 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """(image float32 from 0 to 1, class) for each file below ``folder/CLASS/``, all resized to ``size`` pixels.
+    """(image float32 from 0 to 1, class) for each file below ``folder/CLASS/``.
 
-    ``labels`` are the names of the classes in their order. Raises UsageError where there is no class with a file,
-    MissingExtra without Pillow.
+    ``labels`` are the names of the classes in their order.
+
+    Args:
+        folder: The folder; a relative path starts at the current one.
+        size: Height and width that all images are resized to, in pixels.
+        grey: One channel instead of three.
+
+    Raises UsageError where there is no class with a file, MissingExtra without Pillow.
     """
 
     deterministic = True

@@ -37,8 +37,13 @@ class Table(TensorDataset):
 def table(source: Frame | str | Path, *, inputs: Sequence[str], target: str) -> Table:
     """Makes a dataset of a table, or of a .csv, .parquet, .feather or .arrow file.
 
-    Inputs become float32. A target of whole numbers or words becomes int64, words numbered in their order; any other
-    float32. Raises UsageError for a column that is missing or holds no numbers, MissingExtra without pyarrow.
+    Args:
+        source: The file, or in Python a table of pandas or pyarrow or a dict of columns.
+        inputs: Names of the columns of numbers that are the input; they become float32.
+        target: Name of the column of the target. Whole numbers or words become int64, words numbered in their order;
+            any other target becomes float32.
+
+    Raises UsageError for a column that is missing or holds no numbers, MissingExtra without pyarrow.
     """
     frame = _read(Path(source).expanduser()) if isinstance(source, str | Path) else source
     if isinstance(inputs, str):
