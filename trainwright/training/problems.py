@@ -143,24 +143,26 @@ class _Examination:
         ask, live = self.recipe.model, self.parts.model if self.parts else None
         if live is None and not self._is_here(ask.use, MODELS):
             return None
+        found: list[nn.Module] = []
         with self._at("model.use"):
             if train is None:  # it may have the number of classes
-                given = {name: 0 for name in ("vocab_size", "classes") if name in parameters_of(self._factory())}
-                require_arguments(self._factory(), {**given, **ask.args}, ask.use, "model", self.loaded.source)
-                return None
-            try:
-                with fake_tensors():
-                    model = Blueprint(self.loaded, train, no_loss, None, live).bare_model(CPU)
-            except RecipeError:
-                raise
-            except UsageError:  # it needs its memory
-                return None
-            require_ready(model)
-            return model
-        return None
+                factory = find(ask.use, MODELS, "model", self.loaded.source)
+                given = {name: 0 for name in ("vocab_size", "classes") if name in parameters_of(factory)}
+                require_arguments(factory, {**given, **ask.args}, ask.use, "model", self.loaded.source)
+            else:
+                found += self._without_memory(Blueprint(self.loaded, train, no_loss, None, live))
+        return found[0] if found else None
 
-    def _factory(self) -> object:
-        return find(self.recipe.model.use, MODELS, "model", self.loaded.source)
+    def _without_memory(self, blueprint: Blueprint) -> Iterator[nn.Module]:
+        try:
+            with fake_tensors():
+                model = blueprint.bare_model(CPU)
+        except RecipeError:
+            raise
+        except UsageError:  # it needs its memory
+            return
+        require_ready(model)
+        yield model
 
     def _of_model(self, model: nn.Module) -> None:
         """Patterns of names, and what is done to the model before training."""
@@ -191,8 +193,13 @@ class _Examination:
             self.problems.found += wrong
             if not wrong:
                 with self._at("optimizer"):  # values that it refuses, whatever the model is
-                    rate = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-                    make_optimizer(optimizer.use, nn.Linear(2, 2), **rate, args=optimizer.args)
+                    make_optimizer(
+                        optimizer.use,
+                        nn.Linear(2, 2),
+                        lr=optimizer.lr,
+                        weight_decay=optimizer.weight_decay,
+                        args=optimizer.args,
+                    )
         elif self._is_here(optimizer.use, {}):
             with self._at("optimizer.use"):
                 find(optimizer.use, {}, "optimizer", self.loaded.source)

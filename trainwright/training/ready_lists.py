@@ -71,7 +71,8 @@ def _refused(items: Sequence[object], model: nn.Module, loss: Callable[..., Any]
 
     No values are computed. None: it cannot be told, since they need values or cannot be copied.
     """
-    batch = default_convert(items[0]) if len(items) == 1 else default_collate([default_convert(i) for i in items])
+    converted = [default_convert(item) for item in items]  # type: ignore[no-untyped-call]
+    batch = converted[0] if len(items) == 1 else default_collate(converted)
     with fake_tensors():
         try:
             judge = fake_copy(loss, CPU) if isinstance(loss, nn.Module) else loss

@@ -57,7 +57,7 @@ class ShownPlan:
             "",
             *timeline_text(made.trace, device.usable_bytes, self.title),
             *held_lines(made.trace),
-            f"if all were held at once {held_in_words(made.trace.held)}",
+            f"if all were held at once {held_in_words({str(kind): size for kind, size in made.trace.held.items()})}",
             "",
             *self._choice(),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
@@ -67,10 +67,10 @@ class ShownPlan:
     def _measured(self) -> list[str]:
         """What a dry run on this machine measures, as ``train`` does before its first step, and what is not counted."""
         beside = "evaluation, checkpoints, the doctor and logging come on top"
-        if self.measured is None or self.measured.step_s is None:
+        plan = self.measured
+        if plan is None or plan.step_s is None:
             why = f"; not measured: {self.why_not_measured}" if self.why_not_measured else ""
             return [f"  without   reading data and the time of the interpreter{why}; {beside}"]
-        plan = self.measured
         lines = [f"  measured  {step_in_words(plan.step_s, plan.wait_s)} in a dry run here; {beside}"]
         return lines + [
             f"  {note.topic:<9} {note.choice}: {note.why}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.verbs.check.test_check_faults import AMPLE, UNTRAINED, checked, model
+from tests.verbs.check.checked import AMPLE, UNTRAINED, checked, model
 from trainwright.engine.lr_range import LrRange
 from trainwright.runlog.records import Found
 from trainwright.verbs.check.learning import HEART_STEPS, BatchFit, by_heart
