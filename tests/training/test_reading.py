@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainwright.build.assemble import Parts
+from trainwright.build.unwrap import unwrap
 from trainwright.plan.explain import preflight
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe import from_mapping
@@ -137,3 +139,22 @@ def test_tensors_that_are_read_several_steps_at_once_cost_each_step_its_part(tmp
     asked["model"] = {"use": "tests.verbs.check.parts:net"}
     job = prepare(from_mapping(asked))
     assert job.reading.wait_s == pytest.approx(job.reading.start_s / 32)
+
+
+class Follows(Sampler[int]):
+    """An order that may depend on what the training has done meanwhile."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4096)
+
+    def __len__(self) -> int:
+        return 4096
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_nothing_is_read_ahead_of_a_sampler_that_may_follow_the_training(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(), 8, sampler=Follows(), num_workers=1)
+    asked = recipe(tmp_path, workers=1) | {"model": {"use": "live:mlp"}}
+    job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), None, nn.CrossEntropyLoss()))
+    assert job.reading.steps == 0 and job.plan.step_s is not None

@@ -100,13 +100,17 @@ class StepBatches:
         return self.loading.workers > 0 and not isinstance(self.dataset, ReadyBatches)
 
     @property
+    def looks_at_training(self) -> bool:
+        """Whether the order may follow what was trained on meanwhile, so that nothing may be read further ahead."""
+        return self.loading.order is not None and not self.loading.order.is_pure
+
+    @property
     def at_once(self) -> int:
         """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
         loading = self.loading
         if isinstance(self.dataset, ReadyBatches):  # of a list nothing is copied, unless to another device
             return AT_ONCE if self.dataset.are_in_memory and loading.device.type == "cpu" else 1
-        looks_at_training = loading.order is not None and not loading.order.is_pure
-        if loading.workers or looks_at_training or not is_sliced(self.dataset, loading.collate):
+        if loading.workers or self.looks_at_training or not is_sliced(self.dataset, loading.collate):
             return 1
         sample_bytes: int = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
         return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))

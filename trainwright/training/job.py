@@ -247,7 +247,7 @@ def _prepared(
     takes_part = world.rank == 0 or job.divides_weights
     if takes_part:
         plan = _tried(job, facts, first, precision)
-        if data.reads_in_workers and plan.step_s is not None:
+        if data.reads_in_workers and not data.looks_at_training and plan.step_s is not None:
             job.reading, job.batches = time_workers(
                 stream,
                 workers=loading.workers,
