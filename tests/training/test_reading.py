@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainwright.build.assemble import Parts
 from trainwright.build.unwrap import unwrap
+from trainwright.errors import DataError
 from trainwright.plan.explain import preflight
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe import from_mapping
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.training.job import prepare
-from trainwright.training.reading import time_workers
+from trainwright.training.reading import MOST, time_workers
 
 SLOW_S = 2e-3
 
@@ -76,7 +77,7 @@ def test_what_was_ready_before_does_not_count() -> None:
         stream(clock, 0.01, 0.002, ready=3), workers=2, prefetch=2, compute_s=1e-4, start_s=0.2, clock=clock
     )
     assert pace.wait_s == pytest.approx(0.01, rel=1e-2) and pace.read_s == pytest.approx(0.002)
-    assert pace.steps == 8 and pace.start_s == 0.2
+    assert pace.steps == MOST and pace.start_s == 0.2
 
 
 def test_no_batch_is_lost() -> None:
@@ -84,6 +85,18 @@ def test_no_batch_is_lost() -> None:
     ids = [StepBatch((MicroBatch(n, np.array([n])),)) for n in range(100)]
     _, batches = time_workers(iter(ids), workers=1, prefetch=2, compute_s=0.0, start_s=0.0, clock=clock)
     assert [batch.data for batch in batches] == list(range(100))
+
+
+def test_a_batch_that_cannot_be_read_raises_at_its_own_step() -> None:
+    def torn() -> Iterator[StepBatch]:
+        for n in range(3):
+            yield StepBatch((MicroBatch(n, np.array([n])),))
+        raise DataError("sample 3 is torn")
+
+    _, batches = time_workers(torn(), workers=1, prefetch=2, compute_s=0.0, start_s=0.0, clock=Clock())
+    assert [next(batches).data for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(DataError, match="sample 3 is torn"):
+        next(batches)
 
 
 def test_slow_batches_end_the_measurement() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from trainwright.errors import DataError
 from trainwright.plan.reading import ReadingPace
 from trainwright.state.cursor import StepBatch
 
@@ -16,7 +17,7 @@ LIMIT_S = 1.5
 """Time after which it ends in any case."""
 KEPT_BYTES = 2**26
 """The most memory of batches that are read ahead for it. They are trained on afterwards."""
-FEWEST, MOST = 2, 8
+FEWEST, MOST = 2, 4
 """Steps to measure."""
 
 
@@ -33,14 +34,20 @@ def time_workers(
 
     The training process is kept busy for ``compute_s`` between two batches, as in a step, so it competes with the
     workers for cores. Batches that the workers had ready before do not count: ``workers`` times ``prefetch``
-    micro-batches. Where too few others came in time, the wait is estimated from how long reading them takes.
+    micro-batches. Where too few others came in time, the wait is estimated from how long reading them takes. A batch
+    that cannot be read raises its DataError where the stream comes to it, so what is before it is trained on.
     """
     kept: list[StepBatch] = []
+    rest = batches
     waits: list[float] = []
     taken, size, begin_s = 0, 0, clock()
     while size < KEPT_BYTES and compute_s < LIMIT_S:
         now_s = clock()
-        batch = next(batches, None)
+        try:
+            batch = next(batches, None)
+        except DataError as error:
+            rest = _raising(error)
+            break
         wait_s = clock() - now_s
         if batch is None:
             break
@@ -55,7 +62,12 @@ def time_workers(
         _be_busy(compute_s, clock)
     read_s = statistics.fmean(batch.read_s for batch in kept[-len(waits) or None :]) if kept else 0.0
     wait_s = statistics.fmean(waits) if waits else max(0.0, read_s / max(1, workers) - compute_s)
-    return ReadingPace(workers, wait_s, read_s, start_s, len(waits)), chain(kept, batches)
+    return ReadingPace(workers, wait_s, read_s, start_s, len(waits)), chain(kept, rest)
+
+
+def _raising(error: DataError) -> Iterator[StepBatch]:
+    raise error
+    yield
 
 
 def _be_busy(seconds: float, clock: Callable[[], float]) -> None:
