@@ -192,19 +192,19 @@ class NoLock:
     def beat(self, step: int) -> None: ...
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process trains in the run folder ``path``. False, too, where the file system has no locks."""
+def is_held(path: Path) -> bool | None:
+    """Whether a process trains in the run folder ``path``. None: there is no lock file, or no locks on that disk."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
         if _identity(fd) in _held:
             return True
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
+        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
     finally:
         os.close(fd)
     return False
