@@ -94,6 +94,33 @@ VALUES: tuple[Edits, Expected] = (
         "optimizer.groups.0.match": (16, "glob"),
     },
 )
+COMPONENTS: tuple[Edits, Expected] = (
+    [
+        ("args: {width: 8}", "args: {widht: 8}"),
+        (
+            'train: {use: "mine:samples"}',
+            'train: {use: "mine:samples"}\n  more_val: [{name: more, use: "mine:smples"}]',
+        ),
+        ("batch: {size: 8}", "batch: {size: 8, micro: 4, accumulation: 3}"),
+        (
+            "use: cosine",
+            "use: cosine\nmetrics: ['mine:Nte']\nobservers: ['mine:sampels']\nspikes: {policy: 'mine:Redas'}",
+        ),
+    ],
+    {
+        "model.args.widht": (5, "'width'"),
+        "data.more_val.0.use": (8, "'samples'"),
+        "batch": (10, "leave accumulation out (it would be 2)"),
+        "metrics.0.use": (15, "'Net'"),
+        "observers.0.use": (16, "'samples'"),
+        "spikes.policy.use": (17, "'Reads'"),
+    },
+)
+ASKED = pytest.mark.parametrize(
+    "asked",
+    [NAMES, VALUES, COMPONENTS],
+    ids=["names and files", "patterns, values and durations", "arguments, components and batch"],
+)
 
 
 @pytest.fixture
@@ -120,7 +147,7 @@ def said_by(*words: str) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("asked", [NAMES, VALUES], ids=["names and files", "patterns, values and durations"])
+@ASKED
 def test_all_problems_with_their_places_and_nearest_names(folder: Path, asked: tuple[Edits, Expected]) -> None:
     edits, expected = asked
     write(folder, edits)
@@ -131,7 +158,7 @@ def test_all_problems_with_their_places_and_nearest_names(folder: Path, asked: t
 
 
 @pytest.mark.parametrize("verb", ["train", "check", "plan", "graph"])
-@pytest.mark.parametrize("asked", [NAMES, VALUES], ids=["names and files", "patterns, values and durations"])
+@ASKED
 def test_every_verb_says_all_of_them(folder: Path, verb: str, asked: tuple[Edits, Expected]) -> None:
     edits, expected = asked
     write(folder, edits)
@@ -221,6 +248,22 @@ def test_no_job_is_written_that_the_ranks_refuse(
     said = said_by("launch", *words, "--output", "job")
     assert [line.split(": ")[1] for line in said.splitlines() if line.startswith("  recipe.yaml:")] == expected, said
     assert not (folder / "job").exists()
+
+
+@ASKED
+def test_a_job_for_slurm_is_refused_as_its_ranks_refuse_it(folder: Path, asked: tuple[Edits, Expected]) -> None:
+    write(folder, asked[0])
+    one_rank = ["slurm", "recipe.yaml", "--ranks", "1", "--output", "job"]
+    assert said_by("launch", *one_rank) == said_by("train", "recipe.yaml")
+    assert not (folder / "job").exists()
+
+
+@pytest.mark.parametrize("words", [SLURM, KUBERNETES], ids=["slurm", "kubernetes"])
+def test_settings_of_a_job_are_part_of_its_recipe(folder: Path, words: list[str]) -> None:
+    write(folder, [])
+    settings = ["--set", "optimizer.args.epss=1", "--set", "batch.micro=2", "--set", "batch.accumulation=3"]
+    said = said_by("launch", *words, *settings)
+    assert "did you mean 'eps'?" in said and "(it would be 2)" in said, said
 
 
 def test_what_only_the_container_has_is_left_to_it(folder: Path) -> None:
