@@ -7,10 +7,10 @@ import pytest
 from trainwright.report.bad_cases import BadCase, BadCases
 
 
-def section(likely: int, others: int) -> list[str]:
-    """The lines about labels, without those of the samples."""
+def section(likely: int, others: int, unlisted: int = 0) -> list[str]:
+    """The lines about labels. ``unlisted``: how many more are likely wrong than are listed."""
     labels = tuple(BadCase(n, 1.0, label="1", predicted="2", likely=n < likely) for n in range(likely + others))
-    return BadCases("val", 100, 1.0, likely_wrong=likely, labels=labels).lines()[1:]
+    return BadCases("val", 100, 1.0, likely_wrong=likely + unlisted, labels=labels).lines()[1:]
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,7 @@ def test_labels_that_are_called_wrong_are_listed_apart(likely: int, others: int,
         else:
             found[line] = 0
     assert found == expected
+
+
+def test_a_heading_says_how_many_of_the_labels_are_listed() -> None:
+    assert section(2, 0, unlisted=118)[0] == "labels that are likely wrong: 120, the first 2 of them"

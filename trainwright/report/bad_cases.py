@@ -138,7 +138,8 @@ def _lines(cases: BadCases) -> Iterator[str]:
     yield from _listed("the largest losses", cases.worst, cases)
     yield from _listed("the model is most sure of these mistakes", cases.mistakes, cases)
     likely = [each for each in cases.labels if each.likely]
-    yield from _listed(f"labels that are likely wrong: {cases.likely_wrong:,}", likely, cases)
+    first = f", the first {len(likely):,} of them" if len(likely) < cases.likely_wrong else ""
+    yield from _listed(f"labels that are likely wrong: {cases.likely_wrong:,}{first}", likely, cases)
     others = [each for each in cases.labels if not each.likely]
     title = "not likely wrong, and next in order" if likely else "no label is likely wrong; these come first"
     yield from _listed(title, others, cases)
