@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+import trainwright as tw
 from trainwright.build.assemble import Parts
 from trainwright.build.unwrap import unwrap
 from trainwright.errors import DataError
@@ -22,6 +24,7 @@ from trainwright.recipe import from_mapping
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.training.job import prepare
 from trainwright.training.reading import MOST, time_workers
+from trainwright.training.run import train
 
 SLOW_S = 2e-3
 
@@ -124,6 +127,27 @@ def test_no_number_of_workers_is_recommended_without_a_measurement(
     assert words in pace.advice() and not_words not in pace.advice()
 
 
+def test_the_verdict_on_a_run_recommends_only_what_it_measured(tmp_path: Path) -> None:
+    asked = recipe(tmp_path, SLOW_S) | {"until": "12steps", "log": {"doctor": False}}
+    verdict = train(from_mapping(asked), quiet=True).verdict
+    assert "waiting for data (`trainwright profile` measures whether" in str(verdict)
+
+
+def test_a_run_of_ready_batches_is_sent_to_its_loader(tmp_path: Path) -> None:
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(6):
+            time.sleep(10 * SLOW_S)
+            yield torch.randn(8, 8), torch.zeros(8, dtype=torch.int64)
+
+    settings: dict[str, object] = {"folder": str(tmp_path), "log.doctor": False}
+    verdict = tw.fit(nn.Linear(8, 3), batches, nn.CrossEntropyLoss(), epochs=1, quiet=True, settings=settings).verdict
+    assert "waiting for data (time a loop over the loader alone" in str(verdict)
+
+
+def test_the_readme_recommends_no_number_of_workers() -> None:
+    assert re.findall(r"workers: *\d|num_workers=\d", (Path(__file__).parents[2] / "README.md").read_text()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_plan_times_the_workers(tmp_path: Path) -> None:
@@ -138,11 +162,12 @@ def test_the_plan_times_the_workers(tmp_path: Path) -> None:
     assert first.cursor.position == 8 and first.read_s >= 8 * SLOW_S
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_items_that_are_read_fast_need_no_workers(tmp_path: Path) -> None:
-    job = prepare(from_mapping(recipe(tmp_path, 0.0, workers=1)))
-    assert "data.workers: 0" in job.reading.advice()
+def test_items_that_are_read_fast_need_no_workers() -> None:
+    clock = Clock()
+    batches = stream(clock, wait_s=0.013, read_s=0.002, ready=4)
+    pace, _ = time_workers(batches, workers=2, prefetch=2, compute_s=1e-4, start_s=0.1, clock=clock)
+    assert "data.workers: 0" in pace.advice()
+    assert "data.workers: 0 is faster" in pace.notes()[0].why
 
 
 def test_tensors_that_are_read_several_steps_at_once_cost_each_step_its_part(tmp_path: Path) -> None:

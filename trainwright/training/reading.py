@@ -66,8 +66,8 @@ def time_workers(
 
 
 def _raising(error: DataError) -> Iterator[StepBatch]:
+    yield from ()
     raise error
-    yield
 
 
 def _be_busy(seconds: float, clock: Callable[[], float]) -> None:
