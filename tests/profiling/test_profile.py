@@ -25,7 +25,7 @@ from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import Loaded, from_mapping
 from trainwright.training.job import prepare
 from trainwright.verbs.profile import ProfiledRun, profile
-from trainwright.verbs.profile_trials import Trials
+from trainwright.verbs.profile_trials import Trials, num_rounds
 
 pytestmark = pytest.mark.slow
 HERE = "tests.profiling.planted"
@@ -78,7 +78,25 @@ def trial(tmp_path: Path, advice: Sequence[Advice], *own: str, budget_s: float =
     def load(more: Sequence[str]) -> Loaded:
         return from_mapping(recipe(tmp_path), overrides=[*own, *more])
 
-    return list(Trials(load, prepare(load(())), budget_s, lambda line: None, block_s=0.004).of(advice))
+    return Trials(load, prepare(load(())), budget_s, lambda line: None, block_s=0.004).of(advice)
+
+
+@pytest.mark.parametrize(
+    ("round_s", "left_s", "later", "rounds"),
+    [
+        (0.39, 15.0, 0, 9),
+        (0.39, -4.0, 0, 6),
+        (0.39, 2.0, 0, 6),
+        (1.0, 14.0, 1, 7),
+        (1.0, 14.0, 5, 6),
+        (2.0, 3.0, 0, 0),
+    ],
+    ids=["ample", "prepared for longer than the budget", "short", "two share it", "many share it", "too slow"],
+)
+def test_a_trial_that_is_short_beside_the_budget_is_made(
+    round_s: float, left_s: float, later: int, rounds: int
+) -> None:
+    assert num_rounds(round_s, left_s, 20.0, later) == rounds
 
 
 @pytest.mark.parametrize(

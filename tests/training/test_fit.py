@@ -421,15 +421,6 @@ def test_a_loss_by_its_name() -> None:
         tw.fit(net(), data(), "crossentropy", steps=3, quiet=True)
 
 
-def test_a_list_of_ready_batches_is_told_where_it_fails() -> None:
-    x, y = data()
-    batches = [*zip(x.split(32), y.split(32), strict=True)]
-    with pytest.raises(RuntimeError) as failed:
-        tw.fit(net(), batches, nn.CrossEntropyLoss(), steps=1, quiet=True)
-    assert any("32 rows each" in note and "lambda: batches" in note for note in failed.value.__notes__)
-    assert tw.fit(net(), lambda: batches, nn.CrossEntropyLoss(), steps=1, quiet=True).step == 1
-
-
 @pytest.mark.parametrize("weight", [torch.ones(3), -1.0, torch.tensor(-2.0), None, "4"])
 def test_a_weight_that_is_none(weight: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> tw.Loss:

@@ -247,6 +247,7 @@ def test_a_best_that_is_gone_or_never_was() -> None:
 @each_row("which", ["last", "best", "5"])
 def test_a_run_without_a_checkpoint_is_trained_first(tmp_path: Path, which: str) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(MLP)))
+    (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"has no checkpoint\n") as caught:
         export(tmp_path, format="safetensors", which=which)
     assert f"train {tmp_path / 'recipe.yaml'}" in caught.value.remedy

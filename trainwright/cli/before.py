@@ -59,9 +59,10 @@ def plan(
     recipe, svg = of_run(recipe, svg, "timeline.svg")
     loaded = load(recipe, overrides=settings or [])
     if ranks is not None:
+        from trainwright.training.problems import all_at_once
         from trainwright.verbs.plan_ranks import plan_ranks
 
-        with prints_aside(as_json):
+        with prints_aside(as_json), all_at_once(loaded, ranks=ranks):
             many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
         answer(many, as_json)
     from trainwright.verbs.plan import show_plan
@@ -94,10 +95,11 @@ def graph(
 
     recipe, svg = of_run(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
+    from trainwright.training.problems import all_at_once
     from trainwright.verbs.graph import draw_graph, write_svg
 
     say = say_to(as_json)
-    with prints_aside(as_json):
+    with prints_aside(as_json), all_at_once(loaded):
         drawn = draw_graph(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:

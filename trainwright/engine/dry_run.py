@@ -63,7 +63,7 @@ class DryRun:
     only add to it. ``thread_s`` is the same by the processor time of the calling thread, which does not count that it
     waits: all the work of a mode of one thread. ``update_s`` is that of the optimizer's update, 0 where it was not
     measured, and ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is what autograd saves for the backward
-    pass of one micro-batch, without the weights. ``outputs`` is the last dimension of the model's output.
+    pass of one micro-batch, without the weights and the batch. ``outputs`` is the last dimension of the model's output.
     """
 
     loss: float
@@ -246,7 +246,8 @@ def _update(state: TrainState) -> tuple[float, int | None]:
 
 def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:
     """What one forward pass of the first micro-batch shows; nothing is timed yet."""
-    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(p)}
+    held = (*state.model.parameters(), *state.model.buffers(), *batch.tensors)
+    own = {storage.data_ptr() for tensor in held for storage in _storages(tensor)}
     storages: dict[int, int] = {}
     outputs: list[int] = []
 

@@ -137,9 +137,12 @@ def _lines(cases: BadCases) -> Iterator[str]:
     yield f"{of}{cases.count:,} samples of {cases.data}, loss {cases.loss:.4g}{right}"
     yield from _listed("the largest losses", cases.worst, cases)
     yield from _listed("the model is most sure of these mistakes", cases.mistakes, cases)
-    likely = cases.likely_wrong
-    title = f"labels that are likely wrong: {likely:,}" if likely else "no label is likely wrong; these come first"
-    yield from _listed(title, cases.labels, cases)
+    likely = [each for each in cases.labels if each.likely]
+    first = f", the first {len(likely):,} of them" if len(likely) < cases.likely_wrong else ""
+    yield from _listed(f"labels that are likely wrong: {cases.likely_wrong:,}{first}", likely, cases)
+    others = [each for each in cases.labels if not each.likely]
+    title = "not likely wrong, and next in order" if likely else "no label is likely wrong; these come first"
+    yield from _listed(title, others, cases)
     for grouping in dict.fromkeys(each.grouping for each in cases.slices):
         yield f"loss by {grouping}, the worst first"
         for each in [one for one in cases.slices if one.grouping == grouping][:IN_WORDS]:

@@ -15,7 +15,10 @@ from trainwright.runlog.drafts import draft_of
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.storage import storage_error
 
-_SIGNS = ("log.jsonl", "recipe.yaml", "plan.json")  # any of these makes a folder a run folder
+_SIGNS = ("log.jsonl", "plan.json")
+"""Either makes a folder a run folder. A ``recipe.yaml`` alone does not: people keep theirs in the project's root."""
+_BEGUN = ("recipe.yaml", "lock")
+"""Both are there before any other file of a run that has only just begun."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class RunFolder:
         there = ", ".join(map(str, _newest(path.parent)))
         remedy = f"give a run folder, such as {there}" if there else "give a run folder: runs/<name>"
         if meant:
-            remedy = f"did you mean {' or '.join(str(run) for run in meant)}?"
+            remedy = f"did you mean {' or '.join(str(run if run.name else run.resolve()) for run in meant)}?"
         raise UsageError(f"{path} {what}", remedy=remedy)
 
     def write_text(self, name: str, text: str) -> Path:
@@ -128,7 +131,7 @@ class RunFolder:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / sign).is_file() for sign in _SIGNS)
+    return any((path / sign).is_file() for sign in _SIGNS) or all((path / sign).is_file() for sign in _BEGUN)
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -140,7 +143,7 @@ def runs_in(root: Path) -> list[Path]:
 
 
 def _written_ns(run: Path) -> int:
-    return max((run / sign).stat().st_mtime_ns for sign in _SIGNS if (run / sign).exists())
+    return max((run / sign).stat().st_mtime_ns for sign in (*_SIGNS, *_BEGUN) if (run / sign).exists())
 
 
 def _meant(path: Path) -> list[Path]:

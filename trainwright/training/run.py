@@ -58,6 +58,7 @@ from trainwright.training.job import (
 )
 from trainwright.training.layers import layer_observers
 from trainwright.training.layout import require_layout
+from trainwright.training.problems import all_at_once
 from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
 from trainwright.training.resume import Earlier, again, doubled, find_earlier
@@ -104,8 +105,9 @@ def train(
     shows it in a browser while it trains. Raises a TrainwrightError for whatever is the user's to mend.
     """
     launch = Launch.read(os.environ)
-    require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
-    require_channels(loaded.recipe.alerts)
+    with all_at_once(loaded, parts, launch.size):
+        require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
+        require_channels(loaded.recipe.alerts)
     with (
         process_settings(seeds=parts is None or parts.generators is None),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,

@@ -195,7 +195,7 @@ def _save_adapter(weights: Mapping[str, object], lora: Lora, folder: Path, about
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        raise MissingExtra("peft", extra="lora", needed_for="--adapter") from None
+        raise MissingExtra("peft", needed_for="--adapter") from None
     all_tensors = _tensors(weights)
     tensors = {name: value for name, value in all_tensors.items() if name.endswith(_ADAPTER)}
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})

@@ -35,7 +35,7 @@ class MLflow:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
         except ImportError as error:
-            raise MissingExtra("mlflow", extra="mlflow", needed_for="the mlflow sink") from error
+            raise MissingExtra("mlflow", needed_for="the mlflow sink") from error
         self._make, self._metric, self._param = MlflowClient, Metric, Param
         self._folder, self._config, self._from_step = folder, config, from_step
 
