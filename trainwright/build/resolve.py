@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, text_of
-from trainwright.recipe import Row
+from trainwright.recipe import Row, require_unmasked
 
 LIVE = "live"
 """The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
@@ -86,6 +86,7 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
     """Returns the result of the callable with ``args``. Raises RecipeError for any error in it."""
+    require_unmasked(args, f"{path}.args", source)
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, say_to, verb
+from trainwright.runlog.printing import printable
 from trainwright.version import __version__
 
 verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run gives the same bits.")
@@ -97,9 +98,9 @@ def export(
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
-        print(f"stepped over: {message}", file=sys.stderr)
+        print(printable(f"stepped over: {message}"), file=sys.stderr)
     summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
-    print(json.dumps(done.to_json()) if as_json else summary)
+    print(json.dumps(done.to_json()) if as_json else printable(summary))
 
 
 @verb()

@@ -18,6 +18,8 @@ import typer
 from typer.core import TyperGroup
 
 from trainwright.report.failure import describe
+from trainwright.runlog.printing import printable
+from trainwright.runlog.secrets import masked
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
@@ -189,7 +191,8 @@ def console_for(as_json: bool) -> Console:
 
 def say_to(as_json: bool) -> Callable[[str], None]:
     """A function that prints a line there, without markup."""
-    return functools.partial(console_for(as_json).print, markup=False, highlight=False, soft_wrap=True)
+    console = console_for(as_json)
+    return lambda line: console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def finish(result: VerbResult, as_json: bool) -> None:
@@ -202,15 +205,16 @@ def finish(result: VerbResult, as_json: bool) -> None:
 def answer(report: PrintedResult, as_json: bool) -> None:
     """Prints a report, and ends the process with its exit code."""
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(masked(report.to_json())))
     else:
         for line in report.lines():
-            print(line)
+            print(printable(masked(line)))
     raise typer.Exit(report.exit_code)
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    text = masked(text)
+    print(f"error: {printable(text)}", file=sys.stderr)
     if "--json" in sys.argv:
         print(json.dumps({"error": text, "exit": code}))
     return code

@@ -21,7 +21,6 @@ from trainwright.errors import UsageError
 from trainwright.pages.compare import RunComparison
 from trainwright.pages.curves import BUCKETS, curves_of, readings_of
 from trainwright.pages.overview import Overview
-from trainwright.pages.profile import ProfilePanel
 from trainwright.pages.sparkline import sparkline
 from trainwright.pages.view import RunView, flat, memory_parts, number
 from trainwright.plan.explain import human_bytes, human_seconds
@@ -136,7 +135,6 @@ def templates() -> Environment:
         seconds=human_seconds,
         number=number,
         place=place,
-        profile=ProfilePanel.read,
         flat=flat,
         memory_parts=memory_parts,
         when=_when,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.law import LawState
 from trainwright.report.findings import LookedAt, exit_code, lines_of
+from trainwright.runlog.files import read_text
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
 from trainwright.runlog.reader import LogContents, read_newest
@@ -91,7 +93,7 @@ class Report:
 def diagnosis_of(folder: RunFolder) -> Report:
     """Reads the log and runs every check again; the results of remedies that the run itself tried are kept."""
     kinds = (Watched, Examined, Found, Ended)
-    log = read_newest(folder.log, kinds) if folder.log.is_file() else LogContents((), 0, torn=False)
+    log = read_newest(folder.log, kinds) if os.path.lexists(folder.log) else LogContents((), 0, torn=False)
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
@@ -116,7 +118,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
 
 def _can_be_trained_again(folder: RunFolder) -> bool:
     """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
-    return folder.recipe.is_file() and "use: live:" not in folder.recipe.read_text(encoding="utf-8")
+    return folder.recipe.is_file() and "use: live:" not in read_text(folder.recipe)
 
 
 def _with_trials_of(earlier: Found | None, found: Found) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -56,7 +57,7 @@ def list_runs(folder: Path) -> RunTable:
 
 
 def _row(folder: RunFolder) -> RunRow:
-    records = read_end(folder.log) if folder.log.is_file() else ()
+    records = read_end(folder.log) if os.path.lexists(folder.log) else ()
     began_s = min(sign.stat().st_mtime for sign in (folder.recipe, folder.plan, folder.log) if sign.exists())
     steps = [record for record in records if isinstance(record, Step | Watched)]
     evaluated = [record for record in records if isinstance(record, Evaluated)]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainwright.errors import UsageError
+from trainwright.runlog.files import UnreadableFile, open_file, parse_json
 from trainwright.runlog.storage import open_own, storage_error
 
 SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
@@ -195,9 +196,10 @@ class NoLock:
 def is_held(path: Path) -> bool:
     """Whether a process trains in the run folder ``path``. False, too, where the file system has no locks."""
     try:
-        fd = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        file = open_file(path / "lock")
+    except UnreadableFile:
         return False
+    fd = file.fileno()
     try:
         if _identity(fd) in _held:
             return True
@@ -206,7 +208,7 @@ def is_held(path: Path) -> bool:
     except OSError as error:
         return error.errno in (errno.EAGAIN, errno.EACCES)
     finally:
-        os.close(fd)
+        file.close()
     return False
 
 
@@ -264,9 +266,9 @@ def _lock(fd: int, path: Path) -> bool:
 def _holder(fd: int) -> Holder | None:
     """The content of the file; None when it is new or not valid."""
     try:
-        fields = json.loads(os.pread(fd, SIZE, 0))
+        fields = parse_json(os.pread(fd, SIZE, 0).decode())
         holder = Holder(**{**fields, "dead": tuple(fields["dead"])})
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     steps = [step for step in (holder.step, holder.died_in_step) if step is not None]
     numbers = all(type(each) is int and each > 0 for each in (holder.pid, *steps, *holder.dead))

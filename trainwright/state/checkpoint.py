@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, StorageError
+from trainwright.runlog.files import STATE
 from trainwright.state.codec import StateDict, Tree, encode
 from trainwright.state.contents import read_contents
 from trainwright.state.cursor import Cursor
@@ -30,6 +31,7 @@ from trainwright.state.manifest import (
     fsync,
     name_of,
     raising_checkpoint_error,
+    read_state,
     verify,
     write_manifest,
 )
@@ -150,6 +152,11 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None) -> 
     """
     _require_finite(snapshot)
     values = json.dumps(snapshot.values)
+    if len(values) > STATE.num_bytes:
+        raise CheckpointError(
+            f"the state without its tensors takes {len(values):,} bytes, more than {STATE.num_bytes:,}",
+            remedy="keep large values in tensors, or leave them out of what state_dict() and get_extra_state() return",
+        )
     target = folder / name_of(snapshot.step)
     aside = folder / f".{target.name}.{os.getpid()}.tmp"
     with _storage_errors(aside):
@@ -227,7 +234,7 @@ def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 def read_run_metadata(path: Path) -> StateDict:
     """Recipe, plan and provenance that a verified checkpoint was saved with."""
     with raising_checkpoint_error(path):
-        metadata = json.loads((path / "state.json").read_text())["papers"]
+        metadata = read_state(path)["papers"]
         return {name: metadata[name] for name in ("recipe", "plan", "provenance")}
 
 
@@ -235,7 +242,7 @@ def misfits(state: TrainState, path: Path) -> list[str]:
     """Returns one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
     with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
-        names = json.loads((path / "state.json").read_text())["model"]
+        names = read_state(path)["model"]
         shapes = {
             name: tuple(file.get_slice(value["__tensor__"]).get_shape())
             for name, value in names.items()

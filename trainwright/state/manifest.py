@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from trainwright.errors import CheckpointError, text_of
+from trainwright.runlog.files import STATE, UnreadableFile, open_file, read_json
 from trainwright.state.codec import StateDict, Tree
 
 NAME = "manifest.json"
@@ -53,12 +54,12 @@ class NotReadableHere(CheckpointError):
 def read_manifest(folder: Path) -> StateDict:
     """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
     try:
-        manifest: StateDict = json.loads((folder / NAME).read_text())
+        manifest: StateDict = read_json(folder / NAME, follow_links=True)
         if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
             raise TypeError("files is no mapping, or step no number")
-    except PermissionError as error:
-        raise not_permitted(folder / NAME, error) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except UnreadableFile as error:
+        raise _unreadable(folder / NAME, error) from None
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
     if manifest.pop("sha256", None) != _sum(manifest):
         raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
@@ -68,6 +69,23 @@ def read_manifest(folder: Path) -> StateDict:
             remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
         )
     return manifest
+
+
+def read_state(checkpoint: Path) -> StateDict:
+    """Reads state.json. Raises CheckpointError when it cannot be read."""
+    try:
+        state: StateDict = read_json(checkpoint / "state.json", STATE, follow_links=True)
+    except UnreadableFile as error:
+        raise not_ours(checkpoint, f"state.json: {error.reason}") from None
+    if not isinstance(state, dict):
+        raise not_ours(checkpoint, "state.json is no mapping")
+    return state
+
+
+def _unreadable(path: Path, error: UnreadableFile) -> CheckpointError:
+    if isinstance(error.__cause__, PermissionError):
+        return not_permitted(path, error.__cause__)
+    return CheckpointError(error.message, remedy=_REMEDY)
 
 
 def not_permitted(path: Path, error: PermissionError) -> NotReadableHere:
@@ -88,14 +106,14 @@ def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
     manifest = read_manifest(folder)
     for name, expected in {**dict.fromkeys(needed), **manifest["files"]}.items():
         path = folder / name
+        if Path(name).name != name or not os.path.lexists(path):
+            raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
         try:
-            if Path(name).name != name or not path.is_file():
-                raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
-            if _entry(path) != expected:
+            if not _is(path, expected):
                 raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
-        except PermissionError as error:
-            raise not_permitted(path, error) from None
-        except (OSError, ValueError) as error:
+        except UnreadableFile as error:
+            raise _unreadable(path, error) from None
+        except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
     if step_of(folder) not in (None, manifest["step"]):
         raise CheckpointError(f"{folder} holds step {manifest['step']}: a folder was renamed", remedy=_REMEDY)
@@ -142,6 +160,13 @@ def fsync(path: Path) -> None:
 
 
 def _entry(path: Path) -> dict[str, str | int]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    with open_file(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _is(path: Path, expected: Tree) -> bool:
+    """Whether a file is as its entry says. The size is compared first: what took the place of a file may be endless."""
+    with open_file(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+    return isinstance(expected, dict) and size == expected.get("bytes") and _entry(path) == expected

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from trainwright.errors import CheckpointError
+from trainwright.runlog.files import UnreadableFile, read_json
 from trainwright.state.manifest import (
     NotReadableHere,
     fsync,
@@ -176,8 +177,8 @@ def _own_best(path: Path) -> Best | None:
 
 
 def _pointed_to(folder: Path) -> Best | None:
-    with suppress(OSError, ValueError, RecursionError):
-        return _as_best(json.loads((folder / BEST).read_text()))
+    with suppress(UnreadableFile):
+        return _as_best(read_json(folder / BEST))
     return None
 
 

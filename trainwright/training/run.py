@@ -36,7 +36,7 @@ from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
 from trainwright.plan.run_time import training_time_s
-from trainwright.recipe import Loaded
+from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
@@ -103,6 +103,7 @@ def train(
     """
     launch = Launch.read(os.environ)
     require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
+    require_unmasked(loaded.recipe.model_dump(), "", loaded.source)
     require_channels(loaded.recipe.alerts)
     with (
         process_settings(),
@@ -147,7 +148,7 @@ def _lead(
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     if start.serve:
-        serve_beside(folder, progress.say)
+        serve_beside(folder, progress.print)
     world.agree(folder)
     return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
 
