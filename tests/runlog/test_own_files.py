@@ -77,7 +77,7 @@ def test_what_is_replaced_as_a_whole_replaces_the_link(run: RunFolder, outside: 
 def test_a_link_at_the_place_of_a_draft(run: RunFolder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = run.path / ".plan.json.1-0.draft"
     draft.symlink_to(outside)
-    monkeypatch.setattr("trainwright.runlog.folder.draft_of", lambda path: draft)
+    monkeypatch.setattr("trainwright.runlog.storage.draft_of", lambda path: draft)
     run.write_json("plan.json", {"steps": 3})
     assert outside.read_text() == CONTENT and run.plan.read_text() == '{\n  "steps": 3\n}\n'
 

@@ -208,7 +208,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
-    left = tmp_path / ".step-00000009.123.tmp"
+    left = tmp_path / ".step-00000009.tmp"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     assert newest_valid(tmp_path) == (None, [])

@@ -272,7 +272,7 @@ def test_the_pointer_is_mended(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     write_best(tmp_path, Best(1, "loss", 3.0))
     checkpoint(tmp_path, 2, best=Best(2, "loss", 2.5))
-    (tmp_path / ".best.json.77").write_text("half")
+    (tmp_path / ".best.json.tmp").write_text("half")
     assert mend_best(tmp_path) == Best(2, "loss", 2.5)
     assert json.loads((tmp_path / BEST).read_text())["step"] == 2
     sweep(tmp_path)

@@ -166,7 +166,7 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
     """
     if not path.is_dir():
         return path, picture
-    from trainwright.errors import UsageError
+    from trainwright.errors import StorageError, UsageError
     from trainwright.runlog.folder import RunFolder
 
     run = RunFolder.open(path)
@@ -174,6 +174,8 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
         raise UsageError(
             f"{path} has no recipe.yaml: a loop of your own", remedy="give a run of tw.fit or of trainwright train"
         )
+    if picture is None and (run.path / name).is_symlink():
+        raise StorageError(f"cannot write {run.path / name}: it is a symbolic link", remedy="remove that link")
     return run.recipe, picture or run.path / name
 
 

@@ -42,7 +42,7 @@ from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
 from trainwright.runlog.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runlog.json_values import Facts, plain, strict
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.storage import make_subfolder, storage_error
 from trainwright.state.codec import decode, encode
 from trainwright.state.manifest import NOT_WHAT_WE_WRITE, fsync, name_of, step_of, verify, write_manifest
 from trainwright.state.rng import RngBag, preserved_rng
@@ -163,7 +163,8 @@ def write_bundle(
     tensors, body = encode(_body(subject, names, snapshot, steps))
     aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
     with _storage_errors(target, aside):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_subfolder(folder)
         _sweep(folder)
         aside.mkdir()
         write_tensors(on_host(tensors), aside / _TENSORS)

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from trainwright.errors import UsageError
+from trainwright.errors import StorageError, UsageError
 from trainwright.runlog.files import UnreadableFile, open_file, parse_json
 from trainwright.runlog.storage import open_own, storage_error
 
@@ -165,6 +165,34 @@ class RunLock:
             fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a program that is just being started has the descriptor too
         with contextlib.suppress(OSError):
             os.close(fd)
+
+    def require_place(self, path: Path) -> None:
+        """Raises StorageError unless ``path`` is still the folder of this lock, or that folder was deleted.
+
+        A folder that was renamed or unmounted takes its open files along.
+        """
+        held = os.fstat(self._fd)
+        try:
+            there = (path / "lock").lstat()
+        except FileNotFoundError:
+            if held.st_nlink == 0:
+                return
+        else:
+            if (there.st_dev, there.st_ino) == self._identity:
+                return
+        raise StorageError(
+            f"{path} is no longer the folder of this run: it was renamed, replaced or unmounted{self._now_at()}",
+            remedy=f"put it back as {path}: the next save goes there",
+        )
+
+    def _now_at(self) -> str:
+        """Where the folder is now, as far as the system says."""
+        try:
+            now = Path(f"/proc/self/fd/{self._fd}").readlink()
+            is_there = now.name == "lock" and now.exists()
+        except OSError:  # not Linux
+            return ""
+        return f", its log is in {now.parent}" if is_there else ""
 
     def _write(self, step: int | None) -> None:
         self._step, first, number = step, self._first_step, _padded(step)

@@ -32,13 +32,13 @@ def step_of(path: Path) -> int | None:
     return int(number) if path.name.startswith("step-") and number.isdecimal() else None
 
 
-def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None) -> int:
+def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
     """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all.
 
-    ``best`` says by which metric and value the state is the best so far.
+    ``best`` says by which metric and value the state is the best so far, ``run`` is the identity of the run.
     """
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
-    body = {"format": FORMAT, "step": step, "best": best, "files": files}
+    body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
     (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
     for name in (*files, NAME):
@@ -69,6 +69,15 @@ def read_manifest(folder: Path) -> StateDict:
             remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
         )
     return manifest
+
+
+def run_of(folder: Path) -> str | None:
+    """The identity of the run that a checkpoint is of; None where its manifest does not say so or cannot be read."""
+    try:
+        run = read_manifest(folder).get("run")
+    except CheckpointError:
+        return None
+    return run if isinstance(run, str) else None
 
 
 def read_state(checkpoint: Path) -> StateDict:

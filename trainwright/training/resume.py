@@ -22,6 +22,7 @@ from trainwright.recipe import Duration, Recipe, load
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.files import UnreadableFile
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.runlog.lock import NoLock, RunLock
 from trainwright.runlog.secrets import masked
 from trainwright.runlog.shapes import PlanShape, ProvenanceShape, read_as, read_object
@@ -139,7 +140,7 @@ class Earlier:
         if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
             state.micro_limit = None  # the micro-batch size of the new recipe is tried first
         if self.checkpoint is not None and not isinstance(self.lock, NoLock):
-            for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
+            for path in set_aside_newer(self.folder.checkpoints, self.checkpoint, identity_of(self.folder)):
                 self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
             state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
@@ -177,7 +178,7 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     A run that has saved none begins at step 0 again. Raises CheckpointError when none of its checkpoints verifies,
     UsageError when the run dies in the same step again and again.
     """
-    path, broken = newest_valid(folder.checkpoints, _require_resumable)
+    path, broken = newest_valid(folder.checkpoints, _require_resumable, identity_of(folder))
     for message in broken:
         say(f"stepped over: {message}")
     if path is None and (broken or not _is_laid_down(folder)):
@@ -247,7 +248,7 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
     """Returns the command that resumes a run, or that starts it anew where nothing of it can be gone on from."""
     if live:
         return f"tw.fit(..., resume={str(folder.path)!r})"
-    if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints)):
+    if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints, identity_of(folder))):
         return f"{program()} resume {shlex.quote(str(folder.path))}"
     return anew(folder)
 

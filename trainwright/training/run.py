@@ -40,6 +40,7 @@ from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import ensure_identity
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
@@ -73,10 +74,11 @@ Extra = Callable[[Job, RunFolder, Progress], Observer]
 
 @dataclass(frozen=True)
 class Stage:
-    """What a run needs besides its job: its folder and the lock on it, output, signals, and the other ranks."""
+    """What a run needs besides its job: its folder, the lock on it and its identity, output, signals, other ranks."""
 
     folder: RunFolder
     lock: RunLock
+    identity: str
     progress: Progress
     signals: Signals
     world: World
@@ -150,7 +152,7 @@ def _lead(
     if start.serve:
         serve_beside(folder, progress.print)
     world.agree(folder)
-    return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
+    return _run(job, Stage(folder, lock, ensure_identity(folder), progress, signals, world, earlier), extras)
 
 
 @contextmanager
@@ -301,7 +303,8 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         listener=logbook.recorder,
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
-        keep_there=keep_there(stage.folder, job, stage.progress.say),
+        run=stage.identity,
+        keep_there=keep_there(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
         clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # the other ranks are not asked
     )
 

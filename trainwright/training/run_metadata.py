@@ -17,6 +17,8 @@ from trainwright.recipe import Recipe, dump_masked
 from trainwright.runlog.drafts import remove_leftovers
 from trainwright.runlog.files import read_text
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import keep_identity
+from trainwright.runlog.lock import RunLock
 from trainwright.runlog.provenance import module_of, modules_of, provenance
 from trainwright.runlog.secrets import masked
 
@@ -80,13 +82,21 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
 
 
-def keep_there(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Callable[[], None]:
-    """Returns what to call around each save: it writes the metadata again if the folder was deleted."""
+def keep_there(
+    folder: RunFolder, job: Job, lock: RunLock, identity: str, say: Callable[[str], None]
+) -> Callable[[], None]:
+    """Returns what to call around each save: it writes the metadata again if the folder was deleted.
+
+    It raises StorageError where the folder was renamed or unmounted: log and lock went with it, and what is saved
+    would be in another folder of the same name.
+    """
 
     def look() -> None:
+        lock.require_place(folder.path)
         if not folder.recipe.exists():
             folder.path.mkdir(parents=True, exist_ok=True)
             lay_down(folder, job)
+            keep_identity(folder, identity)
             say(f"{folder.path} was deleted while training: its metadata is written again")
 
     return look

@@ -21,7 +21,8 @@ class CsvFile:
     def open(self) -> None:
         path, earlier = self._path, _rows_until(self._path, self._from_step)
         draft = draft_of(path)
-        with draft.open("w", encoding="utf-8", newline="") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("x", encoding="utf-8", newline="") as file:  # follows no link
             csv.writer(file, lineterminator="\n").writerows([HEAD, *earlier])
         draft.replace(path)
         self._file = path.open("a", encoding="utf-8", newline="", buffering=1)

@@ -24,6 +24,7 @@ from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
@@ -63,7 +64,7 @@ class Origin:
         last = (_plan(folder.plan).get("extent") or {}).get("steps") or _last_step(records)
         if last is not None and step > last:
             raise UsageError(f"{folder.path} has {last} steps, and no step {step}", remedy="name one of its steps")
-        older = (each for each in checkpoints(folder.checkpoints) if (step_of(each) or 0) < step)
+        older = (each for each in checkpoints(folder.checkpoints, identity_of(folder)) if (step_of(each) or 0) < step)
         later = {_number(each): each for each in folder.path.glob("recipe-before-step-*.yaml")}
         recipe = next((later[at] for at in sorted(later) if step <= at), folder.recipe)
         return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), records)
