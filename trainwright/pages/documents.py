@@ -13,10 +13,12 @@ from trainwright.pages import profile
 from trainwright.pages.profile import ProfilePanel
 from trainwright.recipe.yaml_core import UnreadableError
 from trainwright.recipe.yaml_core import read as read_yaml
+from trainwright.recipe.yaml_core import write as write_yaml
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
 from trainwright.runlog.files import UnreadableFile, read_end_of_text, read_text
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.secrets import masked
 from trainwright.runlog.shapes import ModelShape, PlanShape, ProvenanceShape, read_object
 
 T = TypeVar("T")
@@ -51,13 +53,19 @@ class RunDocuments:
 
     @cached_property
     def recipe_text(self) -> str:
+        """Without secrets; as it was written where it has none."""
+        hidden = masked(self.recipe)
+        return self._written if hidden == self.recipe else write_yaml(hidden)
+
+    @cached_property
+    def _written(self) -> str:
         return self._read(self.folder.recipe, read_text, "")
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """Empty where there is none, as of a watched loop, or none that can be read."""
         try:
-            value = read_yaml(self.recipe_text, "recipe.yaml").value
+            value = read_yaml(self._written, "recipe.yaml").value
         except UnreadableError as error:
             self._unreadable["recipe.yaml"] = str(error)
             return {}
@@ -65,11 +73,11 @@ class RunDocuments:
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        return self._read(self.folder.plan, lambda path: read_object(path, PlanShape), {})
+        return self._read(self.folder.plan, lambda path: masked(read_object(path, PlanShape)), {})
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        return self._read(self.folder.provenance, lambda path: read_object(path, ProvenanceShape), {})
+        return self._read(self.folder.provenance, lambda path: masked(read_object(path, ProvenanceShape)), {})
 
     @cached_property
     def model(self) -> dict[str, Any]:

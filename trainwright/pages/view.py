@@ -16,6 +16,7 @@ from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.report.runs import state_of
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.printing import readable
 from trainwright.runlog.records import (
     Ended,
     Evaluated,
@@ -65,7 +66,7 @@ class RunView(RunDocuments):
 
     @property
     def name(self) -> str:
-        return self.folder.path.resolve().name
+        return readable(self.folder.path.resolve().name)
 
     @property
     def state(self) -> str:

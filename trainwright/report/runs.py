@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainwright.runlog.files import reason_of
 from trainwright.runlog.folder import RunFolder, runs_in
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.lock import is_held
@@ -52,8 +53,16 @@ class RunTable:
 
 def list_runs(folder: Path) -> RunTable:
     """Reads the end of the log of each run in ``folder``; a run that has no log yet is listed, too."""
-    rows = [_row(RunFolder(path)) for path in runs_in(folder)]
+    rows = [_row_or_reason(RunFolder(path)) for path in runs_in(folder)]
     return RunTable(folder, tuple(sorted(rows, key=lambda row: row.began_s)))
+
+
+def _row_or_reason(folder: RunFolder) -> RunRow:
+    """The row of a run; of one that cannot be read, whatever the reason, that reason is the state."""
+    try:
+        return _row(folder)
+    except Exception as error:
+        return RunRow(folder.path, 0.0, f"cannot be read: {reason_of(error)}", 0, None, None)
 
 
 def _row(folder: RunFolder) -> RunRow:
@@ -83,7 +92,10 @@ def state_of(folder: RunFolder, records: Iterable[Record]) -> str:
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
-    began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M")
+    try:
+        began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M") if row.began_s else "-"
+    except (ValueError, OverflowError, OSError):  # a file from the year 10,000
+        began = "-"
     return (str(row.run), began, row.state, f"{row.step:,}", _number(row.loss), _number(row.val_loss))
 
 

@@ -16,7 +16,7 @@ from json.decoder import JSONDecoder
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from trainwright.errors import StorageError
+from trainwright.errors import StorageError, text_of
 from trainwright.runlog.printing import readable
 
 MAX_LINE_BYTES = 2**24
@@ -43,7 +43,14 @@ class UnreadableFile(StorageError):
 
     def __init__(self, path: Path, reason: str, *, remedy: str = "restore the file from a copy, or remove it") -> None:
         super().__init__(f"{path} cannot be read: {reason}", remedy=remedy)
-        self.reason = reason
+        self.path, self.reason = path, reason
+
+
+def reason_of(error: Exception) -> str:
+    """Why a run cannot be read, in one line that can be shown."""
+    if isinstance(error, UnreadableFile):
+        return f"{error.path.name}: {error.reason}"
+    return readable(text_of(error, lines=1))[:300]
 
 
 def open_file(path: Path, *, follow_links: bool = False) -> BinaryIO:

@@ -119,7 +119,10 @@ class RunFolder:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / sign).is_file() for sign in _SIGNS)
+    try:
+        return any((path / sign).is_file() for sign in _SIGNS)
+    except OSError:  # it may not be searched: whoever opens it says so
+        return path.is_dir()
 
 
 def runs_in(root: Path) -> list[Path]:
