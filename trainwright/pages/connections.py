@@ -1,4 +1,4 @@
-"""Limits on the connections of the page server: another user of the machine, who has no token, cannot keep its owner out."""
+"""Limits on the connections of the page server: another user of the machine cannot keep its owner out."""
 
 from __future__ import annotations
 

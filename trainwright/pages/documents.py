@@ -53,17 +53,22 @@ class RunDocuments:
 
     @cached_property
     def recipe_text(self) -> str:
-        """Without secrets; as it was written where it has none."""
-        hidden = masked(self.recipe)
-        return self._written if hidden == self.recipe else write_yaml(hidden)
+        """Without secrets; as it was written where it has none, and "" where it cannot be read."""
+        if not self.recipe:
+            return ""
+        return self._written if self.recipe == self._parsed else write_yaml(self.recipe)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """Without secrets. Empty where there is none, as of a watched loop, or none that can be read."""
+        return masked(self._parsed)
 
     @cached_property
     def _written(self) -> str:
         return self._read(self.folder.recipe, read_text, "")
 
     @cached_property
-    def recipe(self) -> dict[str, Any]:
-        """Empty where there is none, as of a watched loop, or none that can be read."""
+    def _parsed(self) -> dict[str, Any]:
         try:
             value = read_yaml(self._written, "recipe.yaml").value
         except UnreadableError as error:

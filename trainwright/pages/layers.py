@@ -40,7 +40,7 @@ class LayerMaps:
             names, step = record.get("layers") or self._names, float(record["step"])
         except (ValueError, TypeError, KeyError, AttributeError):
             return
-        if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS:
+        if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS or not 0 <= step < 2**53:
             return
         if tuple(map(str, names)) != self._names:  # another model, or the first record
             self._names, self._steps, self._rows = tuple(map(str, names)), [], {}

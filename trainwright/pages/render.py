@@ -64,17 +64,12 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
 
 def overview_page(overview: Overview) -> str:
     """The page of all runs of a folder."""
-    return (
-        templates()
-        .get_template("overview.html")
-        .render(
-            _of_every_page("live"), title="runs", overview=overview, rows=overview_rows(overview), data={}, live=True
-        )
-    )
+    page, rows = templates().get_template("overview.html"), overview_rows(overview)
+    return page.render(_of_every_page("live"), title="runs", rows=rows, data={}, live=True)
 
 
 def overview_rows(overview: Overview) -> Markup:
-    """The rows of its table, to be put in the place of older ones; a run that cannot be read has one with the reason."""
+    """The rows of its table, which replace older ones. A run that cannot be read has one with the reason."""
     template, rows, unreadable = templates().get_template("overview_rows.html"), Markup(""), dict(overview.unreadable)
     for name, view in overview.views.items():
         try:

@@ -94,6 +94,8 @@ def _masked_text(text: str) -> str:
 
 def _with_masked_value(found: re.Match[str]) -> str:
     before, value = found["before"], found["value"]
+    if value == "...":  # as a remedy writes it
+        return found[0]
     if not is_secret(found["assigned"] or found["mapped"]):
         return before + _NAMED_VALUE.sub(_with_masked_value, value)  # --set=data.args.token=VALUE
     quote = value[0] if value[0] in "\"'" else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step that a checkpoint's folder says; None for a folder of another name."""
-    number = path.name.removeprefix("step-").removesuffix(".old")
-    return int(number) if path.name.startswith("step-") and number.isdecimal() else None
+    found = re.fullmatch(r"step-([0-9]{8,18})(\.old)?", path.name)  # step-100 is a name of other programs
+    return int(found[1]) if found else None
 
 
 def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
