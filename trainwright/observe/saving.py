@@ -197,7 +197,8 @@ class Saving:
         try:
             self._keep_there()
         except Exception as error:
-            self._warn(f"step {step} is saved, but the folder of the run lacks its metadata: {_brief(error)}")
+            known = _explained(error, self._folder)
+            self._warn(f"step {step} is saved, but the folder of the run lacks its metadata: {known.message} ({known.remedy})")
 
     def _not_saved(self, step: int, error: Exception) -> None:
         self._best.update(step)

@@ -189,10 +189,10 @@ class RunLock:
         """Where the folder is now, as far as the system says."""
         try:
             now = Path(f"/proc/self/fd/{self._fd}").readlink()
-            is_there = now.name == "lock" and now.exists()
-        except OSError:  # not Linux
+            seen = now.lstat()
+        except OSError:  # not Linux, or not reachable
             return ""
-        return f", its log is in {now.parent}" if is_there else ""
+        return f", its log is in {now.parent}" if (seen.st_dev, seen.st_ino) == self._identity else ""
 
     def _write(self, step: int | None) -> None:
         self._step, first, number = step, self._first_step, _padded(step)
