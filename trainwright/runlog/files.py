@@ -127,9 +127,10 @@ def is_too_long(line: bytes) -> bool:
 
 
 def _content(path: Path, file: BinaryIO, max_bytes: int) -> bytes:
-    if os.fstat(file.fileno()).st_size <= max_bytes:  # of a sparse file, too, which takes no space on the disk
+    size = os.fstat(file.fileno()).st_size  # of a sparse file, too, which takes no space on the disk
+    if size <= max_bytes:
         try:
-            content = file.read(max_bytes + 1)
+            content = file.read(min(size + 2**16, max_bytes) + 1)  # it may grow; Python allocates what is asked for
         except OSError as error:
             raise UnreadableFile(path, error.strerror or str(error), remedy=_remedy(error)) from error
         if len(content) <= max_bytes:

@@ -56,17 +56,17 @@ class PlanShape(Shape):
 class GitState(Shape):
     """The state of the project that a run was started in."""
 
-    commit: str | None = None
-    dirty: bool | None = None
-    diff_sha256: str | None = None
+    commit: str | None
+    dirty: bool | None
+    diff_sha256: str | None
 
 
 class Packages(Shape):
     """What was installed."""
 
-    versions: dict[str, str] = {}
-    count: int = 0
-    sha256: str = ""
+    versions: dict[str, str]
+    count: int
+    sha256: str
 
 
 class LaunchShape(Shape):
