@@ -16,7 +16,7 @@ from trainwright.runlog.files import (
     MAX_LINE_BYTES,
     METADATA,
     STATE,
-    Limits,
+    JsonLimits,
     UnreadableFile,
     open_file,
     parse_json,
@@ -105,7 +105,7 @@ def test_what_breaks_a_limit_of_json_is_refused(text: str) -> None:
 def test_the_depth_counts_levels_and_no_brackets() -> None:
     wide = json.dumps([[]] * 1000)
     assert parse_json(wide) == [[]] * 1000
-    for limits in (METADATA, BUNDLE, STATE, Limits(10, 3, 3)):
+    for limits in (METADATA, BUNDLE, STATE, JsonLimits(10, 3, 3)):
         just = "[" * limits.depth + "]" * limits.depth
         assert parse_json(just, limits)
         with pytest.raises(ValueError, match=f"deeper than {limits.depth}"):

@@ -198,7 +198,9 @@ class Saving:
             self._keep_there()
         except Exception as error:
             known = _explained(error, self._folder)
-            self._warn(f"step {step} is saved, but the folder of the run lacks its metadata: {known.message} ({known.remedy})")
+            self._warn(
+                f"step {step} is saved, but the folder of the run lacks its metadata: {known.message} ({known.remedy})"
+            )
 
     def _not_saved(self, step: int, error: Exception) -> None:
         self._best.update(step)

@@ -19,7 +19,7 @@ from trainwright.report.bad_cases import BadCases
 from trainwright.runlog.files import UnreadableFile, read_end_of_text, read_text
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.secrets import masked
-from trainwright.runlog.shapes import ModelShape, PlanShape, ProvenanceShape, read_object
+from trainwright.runlog.shapes import ModelFile, PlanFile, ProvenanceFile, read_object
 
 T = TypeVar("T")
 PICTURES = {"graph.svg": "The graph of a step", "timeline.svg": "The memory of a step, as it was planned"}
@@ -78,16 +78,16 @@ class RunDocuments:
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        return self._read(self.folder.plan, lambda path: masked(read_object(path, PlanShape)), {})
+        return self._read(self.folder.plan, lambda path: masked(read_object(path, PlanFile)), {})
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        return self._read(self.folder.provenance, lambda path: masked(read_object(path, ProvenanceShape)), {})
+        return self._read(self.folder.provenance, lambda path: masked(read_object(path, ProvenanceFile)), {})
 
     @cached_property
     def model(self) -> dict[str, Any]:
         """model.json: the tree of its modules, and reference losses."""
-        return self._read(self.folder.path / "model.json", lambda path: read_object(path, ModelShape), {})
+        return self._read(self.folder.path / "model.json", lambda path: read_object(path, ModelFile), {})
 
     @cached_property
     def bad_cases(self) -> BadCases | None:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from trainwright.plan.explain import human_seconds
 from trainwright.report.chart import Series, line_chart_svg
-from trainwright.runlog.shapes import Number, ProfileShape, read_as
+from trainwright.runlog.shapes import Number, ProfileFile, read_as
 
 NAME = "profile.json"
 MOST = 15
@@ -34,7 +34,7 @@ class ProfilePanel:
     @classmethod
     def read(cls, path: Path) -> ProfilePanel:
         """Raises UnreadableFile where it is not as a profile is written."""
-        value = read_as(path, ProfileShape)
+        value = read_as(path, ProfileFile)
         facts = value.facts
         held = [each / 2**20 for each in facts.memory]
         curve = Series("allocated", [float(index) for index in range(len(held))], held)

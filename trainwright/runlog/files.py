@@ -23,8 +23,8 @@ MAX_LINE_BYTES = 2**24
 """Of a log. The longest line that a run writes has some 100 KiB: statistics of a few thousand layers."""
 
 
-class Limits(NamedTuple):
-    """Limits of a JSON file. ``plain``: its numbers are finite, and its text can be encoded."""
+class JsonLimits(NamedTuple):
+    """JsonLimits of a JSON file. ``plain``: its numbers are finite, and its text can be encoded."""
 
     num_bytes: int
     depth: int
@@ -32,9 +32,9 @@ class Limits(NamedTuple):
     plain: bool = True
 
 
-METADATA = Limits(2**22, 100, 40)
-BUNDLE = Limits(2**26, 200, 40)
-STATE = Limits(2**28, 500, 4300, plain=False)
+METADATA = JsonLimits(2**22, 100, 40)
+BUNDLE = JsonLimits(2**26, 200, 40)
+STATE = JsonLimits(2**28, 500, 4300, plain=False)
 """The state of a run holds whatever the objects of the user put into it; Python itself writes at most 4300 digits."""
 
 
@@ -91,7 +91,7 @@ def read_end_of_text(path: Path, max_bytes: int) -> str:
         return file.read(max_bytes).decode("utf-8", errors="replace")
 
 
-def read_json(path: Path, limits: Limits = METADATA, *, follow_links: bool = False) -> Any:
+def read_json(path: Path, limits: JsonLimits = METADATA, *, follow_links: bool = False) -> Any:
     """Reads a JSON file. Raises UnreadableFile, also for what breaks the ``limits``."""
     text = read_text(path, max_bytes=limits.num_bytes, follow_links=follow_links)
     try:
@@ -100,7 +100,7 @@ def read_json(path: Path, limits: Limits = METADATA, *, follow_links: bool = Fal
         raise UnreadableFile(path, str(error)) from None
 
 
-def parse_json(text: str, limits: Limits = METADATA) -> Any:
+def parse_json(text: str, limits: JsonLimits = METADATA) -> Any:
     """Returns the value of a JSON text. Raises ValueError, also for what breaks the ``limits``."""
     try:
         value = _decoder(limits).decode(text)
@@ -145,7 +145,7 @@ def _remedy(error: Exception) -> str:
 
 
 @cache
-def _decoder(limits: Limits) -> JSONDecoder:
+def _decoder(limits: JsonLimits) -> JSONDecoder:
     def whole_number(text: str) -> int:
         if len(text) > limits.digits:
             raise ValueError(f"it holds a number of {len(text):,} digits")

@@ -16,23 +16,23 @@ Number = int | float | Literal["NaN", "Infinity", "-Infinity"]
 """As ``json_values.strict`` writes it."""
 
 
-class Shape(BaseModel):
+class FileShape(BaseModel):
     """Base of all shapes. Nothing is converted: ``"5"`` is no number."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
-ShapeT = TypeVar("ShapeT", bound=Shape)
+ShapeT = TypeVar("ShapeT", bound=FileShape)
 
 
-class Extent(Shape):
+class ExtentShape(FileShape):
     """How long a run is planned: ``steps`` or ``seconds``."""
 
     steps: int | None = None
     seconds: Number | None = None
 
 
-class PlanNote(Shape):
+class PlanNote(FileShape):
     """Why something was planned as it is."""
 
     topic: str = ""
@@ -40,20 +40,20 @@ class PlanNote(Shape):
     why: str = ""
 
 
-class PlanShape(Shape):
+class PlanFile(FileShape):
     """plan.json."""
 
     device: str = ""
     precision: str = ""
     threads: int = 0
     parameters: int | None = None
-    extent: Extent | None = None
+    extent: ExtentShape | None = None
     memory_bytes: dict[str, int] | None = None
     expected_loss: Number | None = None
     notes: list[PlanNote] = []
 
 
-class GitState(Shape):
+class GitState(FileShape):
     """The state of the project that a run was started in."""
 
     commit: str | None
@@ -61,7 +61,7 @@ class GitState(Shape):
     diff_sha256: str | None
 
 
-class Packages(Shape):
+class Packages(FileShape):
     """What was installed."""
 
     versions: dict[str, str]
@@ -69,14 +69,14 @@ class Packages(Shape):
     sha256: str
 
 
-class LaunchShape(Shape):
+class LaunchShape(FileShape):
     """The launch that a run belongs to."""
 
     job: str = ""
     call: int = 0
 
 
-class ProvenanceShape(Shape):
+class ProvenanceFile(FileShape):
     """provenance.json."""
 
     command: list[str] = []
@@ -91,7 +91,7 @@ class ProvenanceShape(Shape):
     launch: LaunchShape | None = None
 
 
-class ModuleShape(Shape):
+class ModuleShape(FileShape):
     """A module of a model, or ``count`` equal ones in a row."""
 
     name: str
@@ -103,14 +103,14 @@ class ModuleShape(Shape):
     children: list[ModuleShape]
 
 
-class ModelShape(Shape):
+class ModelFile(FileShape):
     """model.json."""
 
     modules: list[ModuleShape] = []
     reference_losses: dict[str, JsonValue] = {}
 
 
-class OperatorShape(Shape):
+class OperatorShape(FileShape):
     """The time of an operator."""
 
     op: str
@@ -120,7 +120,7 @@ class OperatorShape(Shape):
     device_s: Number
 
 
-class ModuleTimeShape(Shape):
+class ModuleTimeShape(FileShape):
     """The time of a module."""
 
     path: str
@@ -129,7 +129,7 @@ class ModuleTimeShape(Shape):
     backward_s: Number
 
 
-class ProfileFactsShape(Shape):
+class ProfileFactsShape(FileShape):
     """What was measured of a step."""
 
     steps: int
@@ -142,14 +142,14 @@ class ProfileFactsShape(Shape):
     trace: str | None
 
 
-class ProfileVerdictShape(Shape):
+class ProfileVerdictShape(FileShape):
     """What bounds a step, and why."""
 
     headline: str
     evidence: list[str]
 
 
-class ProfileShape(Shape):
+class ProfileFile(FileShape):
     """profile.json."""
 
     facts: ProfileFactsShape
@@ -158,7 +158,7 @@ class ProfileShape(Shape):
     advice: list[str]
 
 
-class CrashLoopShape(Shape):
+class CrashLoopFile(FileShape):
     """bundle.json of a run that died in one step again and again."""
 
     step: int

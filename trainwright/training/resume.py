@@ -25,7 +25,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.identity import identity_of
 from trainwright.runlog.lock import NoLock, RunLock
 from trainwright.runlog.secrets import masked
-from trainwright.runlog.shapes import PlanShape, ProvenanceShape, read_as, read_object
+from trainwright.runlog.shapes import PlanFile, ProvenanceFile, read_as, read_object
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
 from trainwright.state.contents import require_whole
 from trainwright.state.cursor import Cursor
@@ -214,7 +214,7 @@ def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
     for path in sorted(begun, key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True):
         folder = RunFolder(path)
         with suppress(UnreadableFile):
-            made_by = read_as(folder.provenance, ProvenanceShape).launch
+            made_by = read_as(folder.provenance, ProvenanceFile).launch
             if made_by and (made_by.job, made_by.call) == (launch.job, launch.call):
                 return folder
     return None
@@ -234,8 +234,8 @@ def _laid_down(folder: RunFolder) -> dict[str, Any]:
     """The metadata of a run that saved no checkpoint, from the files of its folder."""
     recipe = load(folder.recipe, environ={}).recipe.model_dump(mode="json")
     try:
-        plan = read_object(folder.plan, PlanShape)
-        provenance = read_object(folder.provenance, ProvenanceShape)
+        plan = read_object(folder.plan, PlanFile)
+        provenance = read_object(folder.provenance, ProvenanceFile)
     except UnreadableFile as error:
         raise CheckpointError(error.message, remedy=f"start it anew: {anew(folder)}") from None
     metadata = {"recipe": recipe, "plan": plan, "provenance": provenance}

@@ -29,7 +29,7 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Examined, Record, Started, Step, Watched
-from trainwright.runlog.shapes import CrashLoopShape, PlanShape, read_as, read_object
+from trainwright.runlog.shapes import CrashLoopFile, PlanFile, read_as, read_object
 from trainwright.state.checkpoint import read_run_metadata
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.manifest import read_manifest, step_of, verify
@@ -71,7 +71,7 @@ class Origin:
 
     @classmethod
     def of_crash_loop(cls, path: Path) -> Origin:
-        about = read_as(path / bundles.NAME, CrashLoopShape)
+        about = read_as(path / bundles.NAME, CrashLoopFile)
         if not (path / "recipe.yaml").exists():
             raise BundleError(f"{path} is no whole bundle of a crash loop", remedy="replay the run itself")
         held = path / "checkpoint" if about.checkpoint else None
@@ -83,7 +83,7 @@ class Origin:
 
 def _plan(path: Path) -> Facts:
     """Reads plan.json: what was planned, and measured once, when the run began."""
-    return read_object(path, PlanShape) if os.path.lexists(path) else {}
+    return read_object(path, PlanFile) if os.path.lexists(path) else {}
 
 
 def _number(path: Path) -> int:
