@@ -15,7 +15,7 @@ from trainwright.engine.losses import language_model
 from trainwright.errors import RecipeError, UsageError
 from trainwright.models.hf import hf_model
 from trainwright.plan.parallel import Degrees
-from trainwright.plan.splits import ModelFile, require_fitting
+from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.recipe import from_mapping
 
 IDS = torch.arange(24).view(2, 12) % 11
@@ -117,7 +117,7 @@ def test_a_table_has_one_stage_on_each_rank() -> None:
     asked = {"schedule": "interleaved", "pipeline": 2}
     recipe = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": asked}).recipe
     with pytest.raises(RecipeError, match="is cut by a table, into one for each") as raised:
-        require_fitting(recipe, Degrees(pipeline=2), ModelFile("Own", blocks=4, by_table=True))
+        require_fitting(recipe, Degrees(pipeline=2), ModelShape("Own", blocks=4, by_table=True))
     assert "1f1b" in str(raised.value)
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from trainwright.errors import UsageError, suggest
-from trainwright.plan.splits import Cut, ModelFile
+from trainwright.plan.splits import Cut, ModelShape
 from trainwright.recipe.parallel import TensorStyle
 
 SplitPlan = dict[str, TensorStyle]
@@ -61,7 +61,7 @@ def names_like(pattern: str, model: nn.Module, asked_at: str | None = None) -> l
     return matched
 
 
-def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -> ModelFile:
+def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -> ModelShape:
     """What of a model limits how it can be laid out. The model may be on the meta device.
 
     ``table`` are the blocks that a table of stages names, where the model itself does not say how it is cut.
@@ -70,7 +70,7 @@ def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -
     sizes = {size: None for name, style in plan.items() for size in _divided(modules[name], style)}
     heads = [Cut(what, size) for what, size in _heads_of(model).items()]
     blocks, ends = getattr(model, "blocks", None), getattr(model, "stage_ends", None)
-    return ModelFile(
+    return ModelShape(
         type(model).__name__,
         blocks=len(table) if table else len(blocks) if ends and isinstance(blocks, nn.ModuleList) else None,
         by_table=table is not None,

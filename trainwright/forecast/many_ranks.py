@@ -32,7 +32,7 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.devices import Device
 from trainwright.plan.grow import Blocks
 from trainwright.plan.many_ranks import DIVIDED_POLICIES, ManyRanks, RankModel
-from trainwright.plan.splits import ModelFile
+from trainwright.plan.splits import ModelShape
 from trainwright.plan.traffic import Activations, Compression
 from trainwright.plan.units import Unit, Weight, Weights
 from trainwright.recipe import Loaded
@@ -132,7 +132,7 @@ def _weighed(asked: int | str, powers: Sequence[int], decides: bool) -> list[int
     return sorted((written if decides and written else {*powers, *written}) - {1})
 
 
-def _has_long_parts(blueprint: Blueprint, shape: ModelFile, ranks: int) -> bool:
+def _has_long_parts(blueprint: Blueprint, shape: ModelShape, ranks: int) -> bool:
     """Whether samples are pairs of sequences that so many ranks can divide into long parts."""
     sample = blueprint.sample
     if not shape.takes_parts or not isinstance(sample, tuple | list) or len(sample) != 2:
@@ -166,7 +166,7 @@ def _without_chunks(loaded: Loaded) -> Loaded:
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"loss": loss}))
 
 
-def shape_of(blueprint: Blueprint) -> ModelFile:
+def shape_of(blueprint: Blueprint) -> ModelShape:
     """What of a model limits its layouts; without ``cuts`` it has no plan for tensor parallelism."""
     ask = blueprint.loaded.recipe.parallel
     with fake_tensors():

@@ -17,7 +17,7 @@ from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
-from trainwright.plan.splits import ModelFile, require_fitting
+from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.trace import Kind
 from trainwright.plan.traffic import WHOLE, Activations, Compression, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, sharded_layout
@@ -122,7 +122,7 @@ class ManyRanks:
     device: Device
     size: int
     precision: str
-    shape: ModelFile
+    shape: ModelShape
     parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
     compress: Compression = WHOLE
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
@@ -232,7 +232,7 @@ def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees
     return [each for each in found if each.data <= many.size] or found
 
 
-def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelFile) -> bool:
+def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
     """Whether the engine of this version can train a recipe in a layout, whatever layout the recipe asks for."""
     ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in BUILT})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
