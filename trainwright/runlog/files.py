@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from functools import cache
+from io import BufferedReader
 from json.decoder import JSONDecoder
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -53,7 +54,7 @@ def reason_of(error: Exception) -> str:
     return readable(text_of(error, lines=1))[:300]
 
 
-def open_file(path: Path, *, follow_links: bool = False) -> BinaryIO:
+def open_file(path: Path, *, follow_links: bool = False) -> BufferedReader:
     """Opens a regular file. Raises UnreadableFile for anything else, at once: a pipe would wait for its writer.
 
     A symbolic link is refused unless ``follow_links``: in a run folder of somebody else it may lead to any file of this
