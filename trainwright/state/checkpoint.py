@@ -41,7 +41,7 @@ from trainwright.state.rng import RngBag
 from trainwright.state.shards import holds_parts, whole
 from trainwright.state.stages import StagePart, bring_together
 from trainwright.state.staging import Staging, num_bytes, on_host
-from trainwright.state.store import Best, draft_of_step, is_own, sweep
+from trainwright.state.store import Best, delete, draft_of_step, is_own, sweep
 from trainwright.state.tensor_file import write_tensors
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, unwrapped
@@ -173,11 +173,11 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
         (aside / "state.json").write_text(values)
         written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
         if target.exists():  # the same step again, after a resume
-            shutil.rmtree(replaced, ignore_errors=True)
+            delete(replaced, run)
             target.rename(replaced)
         aside.rename(target)
         fsync(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        delete(replaced, run)
     return target, written
 
 

@@ -145,11 +145,11 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
         spared |= _first_of_each(mine, retention.every)
     for path in mine:
         if path.name not in spared:
-            _delete(path, run)
+            delete(path, run)
 
 
-def _delete(path: Path, run: str) -> None:
-    """Renames the folder first, so that a kill leaves what ``sweep`` removes and no checkpoint with missing files."""
+def delete(path: Path, run: str) -> None:
+    """Deletes a checkpoint. It is renamed first: a kill leaves what ``sweep`` removes, and none with missing files."""
     doomed = path.with_name(f".{path.name}{_mark(run)}.deleted")
     with suppress(OSError):
         path.rename(doomed)
@@ -230,7 +230,7 @@ def draft_of_step(folder: Path, step: int, run: str) -> Path:
 
 def sweep(folder: Path, run: str = "") -> None:
     """Removes the unfinished files of a killed save of this run, by the identity in their names."""
-    ours = re.compile(rf"\.(step-\d{{8,}}|{re.escape(BEST)}){re.escape(_mark(run))}\.(tmp|deleted)")
+    ours = re.compile(rf"\.(step-\d{{8,}}(\.old)?|{re.escape(BEST)}){re.escape(_mark(run))}\.(tmp|deleted)")
     for path in folder.glob(".*"):
         if ours.fullmatch(path.name):
             remove(path)
