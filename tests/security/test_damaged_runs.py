@@ -84,19 +84,22 @@ ACTS: dict[str, Callable[[], object]] = {
     "compare": lambda: [invoke("compare", "runs/bad", "runs/other"), invoke("compare", "runs/other", "runs/bad")],
     "verify": lambda: invoke("verify", "checkpoint", "runs/bad"),
     "export": lambda: [removed(Path("out")), invoke("export", "runs/bad", "--out", "out")],
+    "resume": lambda: invoke("resume", "runs/bad"),
+    "replay": lambda: invoke("replay", "runs/bad", "--step", "3"),
 }
 SHOWN = ("report", "serve", "compare")
 STEP = "checkpoints/step-00000008"
 READ_BY = {
     "log.jsonl": ("diagnose", "laws", "runs", *SHOWN),
-    "recipe.yaml": ("diagnose", "runs", "export", *SHOWN),
+    "recipe.yaml": ("diagnose", "runs", "export", "resume", "replay", *SHOWN),
     **dict.fromkeys(("plan.json", "provenance.json"), ("runs", *SHOWN)),
     **dict.fromkeys(("model.json", "profile.json", "errors.json", "graph.svg"), SHOWN[:2]),
     **dict.fromkeys(("samples", "samples/samples.txt"), SHOWN[:2]),
-    "lock": ("runs", "serve"),
+    "lock": ("runs", "serve", "resume"),
     "report.html": ("report",),
-    "run-id": ("export",),
-    **dict.fromkeys(("checkpoints", "checkpoints/best.json", STEP, f"{STEP}/manifest.json"), ("verify", "export")),
+    "run-id": ("export", "resume"),
+    **dict.fromkeys(("checkpoints", "checkpoints/best.json", STEP), ("verify", "export")),
+    f"{STEP}/manifest.json": ("verify", "export", "resume"),
     **dict.fromkeys((f"{STEP}/{name}" for name in ("state.json", "model.safetensors")), ("verify", "export")),
 }
 BY_ALL = ("pipe", "sparse")
