@@ -163,8 +163,7 @@ def write_bundle(
     tensors, body = encode(_body(subject, names, snapshot, steps))
     aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
     with _storage_errors(target, aside):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        make_subfolder(folder)
+        make_subfolder(folder)  # not the run folder around it: where that was renamed, this would be another one
         _sweep(folder)
         aside.mkdir()
         write_tensors(on_host(tensors), aside / _TENSORS)
