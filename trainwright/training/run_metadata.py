@@ -73,7 +73,7 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
     """Writes recipe, plan and provenance of a resumed run; a recipe that differs is kept beside the new one."""
     remove_leftovers(folder.path)
     step = f"step-{job.state.step:08d}"
-    before, now = read_text(folder.recipe), dump_masked(job.recipe)
+    before, now = read_text(folder.recipe, follow_links=True), dump_masked(job.recipe)
     if before != now:
         folder.write_text(f"recipe-before-{step}.yaml", before)
         folder.write_text("recipe.yaml", now)
