@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainwright.observe.notebook import MOST, curve
+from trainwright.observe.progress import MIN_STEPS_LIVE
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Step
 
 FIT = """
 import warnings; warnings.simplefilter("error")
 import torch, trainwright as tw
 from torch import nn
-from trainwright.observe import progress
+from trainwright.observe import notebook, progress
 progress.LIVE_EVERY_S = 0.0
+lines, update = [], notebook.NotebookCell.update
+def noting(cell, line, step, loss):
+    lines.append(line)
+    update(cell, line, step, loss)
+notebook.NotebookCell.update = noting
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 y = (x[:, 0] > 0).long()
 model = nn.Linear(4, 2)
 planted = nn.Sequential(model, nn.Softmax(1))
-result = tw.fit(planted, (x, y), nn.CrossEntropyLoss(), steps=40, batch=16)
+every = {"log.every": "1steps"}
+result = tw.fit(planted, (x, y), nn.CrossEntropyLoss(), steps=40, batch=16, lr=0.3, settings=every)
 """
 WATCH = """
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -40,10 +51,10 @@ def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pyt
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    cells = [nbformat.v4.new_code_cell(source) for source in (FIT, WATCH, "result")]
+    cells = [nbformat.v4.new_code_cell(source) for source in (FIT, WATCH, "result", "lines")]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    fit, watch, result = ([*cell.outputs] for cell in notebook.cells)
+    fit, watch, result, lines = ([*cell.outputs] for cell in notebook.cells)
     [shown] = [text for text in map(html_of, fit) if "<svg" in text]
     assert "1 critical" in shown, "the softmax before the loss"
     assert "<polyline" in shown and "step 40" in shown and "loss from step 1 to 40" in shown
@@ -51,6 +62,16 @@ def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pyt
     assert "loss.softmax_before_ce" in watch[-1]["data"]["text/plain"]
     assert any("softmax" in html_of(each) for each in watch[:-1]), "the diagnosis is printed"
     assert "step 40" in result[-1]["data"]["text/plain"]
+    require_what_the_log_has(ast.literal_eval(lines[-1]["data"]["text/plain"]), next(tmp_path.glob("runs/*/log.jsonl")))
+
+
+def require_what_the_log_has(lines: list[str], log: Path) -> None:
+    """Within 2 % of the mean of the newest 16 steps: a line was shown after each step."""
+    losses = [each.loss for each in read(log).records if isinstance(each, Step)]
+    shown = [float(line.partition("loss ")[2].split()[0]) for line in lines]
+    assert len(shown) == len(losses) == 40
+    for step, loss in enumerate(shown, 1):
+        assert loss == pytest.approx(statistics.fmean(losses[max(0, step - MIN_STEPS_LIVE) : step]), rel=0.02)
 
 
 def html_of(output: Any) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,20 +14,19 @@ import torch
 from rich.console import Console
 
 from tests.observe.small_run import batches, make_state
-from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import StepResult, make_step
 from trainwright.engine.until import for_steps
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
-from trainwright.observe.progress import Progress, health
+from trainwright.observe.progress import Progress
 from trainwright.observe.samples import TextSamples
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import PREEMPTED, Signals
 from trainwright.observe.step_log import StepLog
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Found, Quarantined, Skipped, Step
+from trainwright.runlog.records import Quarantined, Skipped, Step
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.cursor import BadSample
 from trainwright.state.store import checkpoints
@@ -191,58 +188,6 @@ def test_a_second_interrupt_quits_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signals.close()
-
-
-def progress_lines(*, terminal: bool, steps: int = 40, know: Callable[[Progress], None] = lambda progress: None) -> str:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
-    now = iter(range(10_000))
-    progress = Progress(console, marks={"uniform": 3.0, "bigram": 0.5}, clock=lambda: next(now) * 3.0)
-    know(progress)
-    progress.evaluated(0, EvaluationResult(2.5, 10.0, {"accuracy": 0.5}))
-    run(make_state(), batches(steps), make_step(loss), until=for_steps(steps), observers=[progress])
-    return out.getvalue()
-
-
-def test_a_file_gets_plain_lines_now_and_then() -> None:
-    said = progress_lines(terminal=False)
-    assert "\r" not in said and "\x1b" not in said
-    lines = said.splitlines()
-    assert len(lines) == 1 + 40 // 4  # a line each 10 s, and a step took 3
-    assert "samples/s" in lines[1] and "ETA" in lines[1] and "val 2.5" in lines[1]
-    assert "validation loss 2.5000   accuracy 0.5   uniform 3.00 > [2.50] > bigram 0.50" in lines[0]
-
-
-def found(severity: str) -> Found:
-    return Found(time_s=0.0, step=1, code="x", severity=severity, sure=1.0, symptom="", cause="", remedy="")
-
-
-def test_health_is_the_number_of_findings_by_severity() -> None:
-    assert health([]) == health([found("info")]) == "healthy"
-    assert health([found("critical"), found("warning"), found("info"), found("warning")]) == "1 critical, 2 warnings"
-    assert health([found("warning")]) == "1 warning"
-
-
-def test_the_line_has_health_and_utilisation_where_they_are_known() -> None:
-    findings: list[Found] = []
-
-    def know(progress: Progress) -> None:
-        progress.findings, progress.peak_samples_s = lambda: findings, 10.0
-
-    plain, known = progress_lines(terminal=False), progress_lines(terminal=False, know=know)
-    assert "MFU" not in plain and "healthy" not in plain
-    rates = [float(each) for each in re.findall(r"([0-9]+) samples/s", known)]
-    shares = [float(each) for each in re.findall(r"MFU ([0-9.]+)%", known)]
-    assert len(rates) == len(shares) == 10
-    assert all(abs(share - 10 * rate) <= 10 * 0.5 + 0.05 for rate, share in zip(rates, shares)), "as both are rounded"
-    assert known.count("  healthy  ") == 10
-    findings.append(found("critical"))
-    assert progress_lines(terminal=False, know=know).count("  1 critical  ") == 10
-
-
-def test_a_terminal_gets_one_live_line() -> None:
-    said = progress_lines(terminal=True)
-    assert "\x1b" in said and "samples/s" in said
 
 
 def test_samples_are_shown_and_kept(tmp_path: Path) -> None:

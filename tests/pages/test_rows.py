@@ -16,7 +16,7 @@ from trainwright.pages import readings as readings_module
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import COLUMNS, NOT_FINITE, as_json, column, filled, seconds, thinned
 from trainwright.pages.sparkline import sparkline
-from trainwright.runlog.records import Evaluated, Found, Record, Started, Telemetry, Watched, to_json
+from trainwright.runlog.records import Evaluated, Record, Started, Telemetry, Watched, to_json
 
 
 def rows_of(path: Path) -> LogSoFar:
@@ -126,7 +126,7 @@ def test_a_long_log_is_kept_in_bounded_memory_with_its_peaks(tmp_path: Path, mon
     assert len(log.rows) < 2500 and log.read_rows == 6000
     kept = dict(zip(column(log.rows, "step").astype(int).tolist(), column(log.rows, "loss").tolist()))
     assert (kept[777], kept[3333]) == (50.0, math.inf) and max(kept) == 6000
-    assert len(log.notes(Found)) == 1
+    assert len(log.findings) == 1
 
 
 def test_readings_of_a_long_run_keep_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,69 +1,59 @@
-"""The last words of a run: honest about trouble, and always the next command."""
+"""The last lines of a run: the verdict, where it is, what it reached, and always the next command."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
-from tests.rows import each_row
-from trainwright.doctor.finding import Severity, finding
-from trainwright.report.text import Ending, closing
-from trainwright.runlog.records import Ended, Evaluated, Found
+import pytest
 
-ENDED = Ended(time_s=0.0, ending="finished", reason="", step=100, loss=1.5, val_loss=1.4, skipped=0, seconds=10.0)
+from trainwright.report.text import Ending, closing
+from trainwright.runlog.figures import figure
+from trainwright.runlog.records import Ended, Evaluated, RunVerdict
+
+VERDICT = RunVerdict(word="no finding", sentence="finished without a finding: training loss 3.000 -> 1.500")
+ENDED = Ended(
+    time_s=0.0,
+    ending="finished",
+    reason="",
+    step=100,
+    loss=1.5,
+    val_loss=1.4,
+    skipped=0,
+    seconds=10.0,
+    verdict=VERDICT,
+)
 SEEN = Evaluated(time_s=0.0, step=100, loss=1.4, weight=10.0, metrics={"accuracy": 0.5}, seconds=1.0)
-HEALTHY = Ending(
-    ENDED,
-    Path("runs/x"),
-    0.1,
-    SEEN,
-    saved=True,
-    marks={"uniform": 4.6, "bigram": 2.46},
-    again="trainwright resume runs/x",
-    longer="--set until=200steps",
+FINISHED = Ending(
+    ENDED, Path("runs/x"), SEEN, saved=True, again="trainwright resume runs/x", longer="--set until=200steps"
 )
 
 
-def found(severity: Severity) -> Found:
-    return finding("loss.wrong_sign", severity, 1, symptom="", cause="", remedy="", sure=1.0).found
-
-
-def test_a_healthy_run() -> None:
-    assert closing(HEALTHY) == [
-        "verdict: finished and healthy: no update skipped, every value finite; "
-        "the loss is 1.06 below what a bigram table reaches (2.46)",
+def test_a_run_that_finished() -> None:
+    assert closing(FINISHED) == [
+        "verdict: finished without a finding: training loss 3.000 -> 1.500",
         "run      runs/x",
-        "reached  step 100, training loss 1.5000, validation loss 1.4000, accuracy 0.5",
+        "reached  step 100, training loss 1.500, validation loss 1.400, accuracy 0.5",
         "next     trainwright resume runs/x --set until=200steps   # trains it further",
     ]
 
 
-@each_row(
-    ("change", "said"),
+def test_a_stopped_run_goes_on() -> None:
+    lines = closing(replace(FINISHED, ended=replace(ENDED, ending="stopped", reason="SIGTERM")))
+    assert lines[-1] == "next     trainwright resume runs/x   # goes on from the newest checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
     [
-        ({"ended": replace(ENDED, val_loss=math.nan)}, "the loss is not finite"),
-        ({"ended": replace(ENDED, skipped=3)}, "3 of 100 updates were skipped"),
-        ({"wait_share": 0.5, "wait_s": 0.1}, "50% of the time went into waiting for data (raise data.workers)"),
-        ({"saved": False}, "the last state could not be saved"),
-        ({"findings": [found("critical")]}, "finished, but the doctor found loss.wrong_sign (critical)"),
-        ({"findings": [found("info"), found("warning")]}, "finished, but the doctor found loss.wrong_sign (warning)"),
+        (2.9, "2.900"),
+        (0.0012345, "0.001234"),
+        (1.2345e-5, "1.234e-05"),
+        (1000.0, "1000"),
+        (123456.0, "1.235e+05"),
+        (-3.14159, "-3.142"),
+        (float("nan"), "not finite"),
     ],
 )
-def test_trouble_is_said_instead_of_health(change: dict[str, object], said: str) -> None:
-    verdict = closing(replace(HEALTHY, **change))[0]  # type: ignore[arg-type]
-    assert said in verdict and "healthy" not in verdict
-
-
-def test_a_wait_that_no_worker_would_shorten_is_no_trouble() -> None:
-    assert "finished and healthy" in closing(replace(HEALTHY, wait_share=0.5, wait_s=2e-4))[0]
-
-
-def test_an_info_is_no_trouble() -> None:
-    assert "finished and healthy" in closing(replace(HEALTHY, findings=[found("info")]))[0]
-
-
-def test_a_stopped_run_goes_on() -> None:
-    lines = closing(replace(HEALTHY, ended=replace(ENDED, ending="stopped", reason="SIGTERM")))
-    assert lines[0].startswith("verdict: stopped by SIGTERM after healthy steps: no update skipped")
-    assert lines[-1] == "next     trainwright resume runs/x   # goes on from the newest checkpoint"
+def test_a_loss_has_four_significant_digits(value: float, text: str) -> None:
+    assert figure(value) == text

@@ -35,7 +35,9 @@ def make_run(root: Path, name: str, *, steps: int, ended: str | None) -> RunFold
 def test_every_run_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("runs"), "done", steps=9000, ended="finished")  # longer than what is read of it
-    make_run(Path("runs"), "killed", steps=4, ended=None)
+    killed = make_run(Path("runs"), "killed", steps=4, ended=None)
+    RunLock.acquire(killed.path).release(clean=False)
+    make_run(Path("runs"), "copied", steps=4, ended=None)
     running = make_run(Path("runs"), "running", steps=2, ended=None)
     (tmp_path / "runs/no_run").mkdir()
     lock = RunLock.acquire(running.path)
@@ -45,16 +47,18 @@ def test_every_run_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         lock.release(clean=True)
     assert {name: row.state for name, row in rows.items()} == {
         "done": "finished",
-        "killed": "no end record",
+        "killed": "killed",
+        "copied": "no end record",
         "running": "running",
     }
     assert (rows["done"].step, rows["done"].loss, rows["done"].val_loss) == (9000, 1 / 9000, 0.5)
     assert not is_held(running.path) and not is_held(Path("runs/no_run"))
     printed = CliRunner().invoke(app, ["runs"]).output.splitlines()
-    assert printed[0].split() == ["run", "began", "(UTC)", "state", "step", "loss", "val", "loss"]
-    assert "9,000  0.0001111  0.5" in next(line for line in printed if "runs/done" in line)
+    assert printed[0].split() == ["run", "began", "(UTC)", "state", "verdict", "step", "loss", "val", "loss"]
+    assert "no finding     9,000  0.0001111  0.5000" in next(line for line in printed if "runs/done" in line)
     listed = json.loads(CliRunner().invoke(app, ["runs", "--json"]).output)["runs"]
-    assert sorted(each["run"] for each in listed) == ["runs/done", "runs/killed", "runs/running"]
+    assert {each["verdict"]["word"] for each in listed} == {"no finding", "killed", "no end record"}
+    assert sorted(each["run"] for each in listed) == ["runs/copied", "runs/done", "runs/killed", "runs/running"]
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:

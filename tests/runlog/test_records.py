@@ -24,6 +24,7 @@ from trainwright.runlog.records import (
     Quarantined,
     Record,
     Replayed,
+    RunVerdict,
     Saved,
     Skipped,
     Started,
@@ -33,6 +34,7 @@ from trainwright.runlog.records import (
     Unknown,
     Watched,
     Where,
+    Withdrawn,
     from_json,
     to_json,
 )
@@ -97,8 +99,10 @@ EXAMPLES: list[Record] = [
     Quarantined(time_s=1.0, step=7, sample_ids=(137,), reason="OSError: cannot open image"),
     FOUND,
     Found(time_s=1.0, code="a.b", severity="info", step=1, symptom="", cause="", remedy="", sure=1.0),
+    Withdrawn(time_s=1.0, code="a.b", step=9),
     Replayed(time_s=1.0, step=7, bundle="bundles/step-7", same_bits=True, outcome="first inf in h.3.mlp"),
     Ended(**END, loss=1.0, val_loss=None, skipped=0),
+    Ended(**END, loss=1.0, val_loss=None, skipped=0, verdict=RunVerdict(word="overfits", sentence="so", best_step=40)),
     Watched(
         time_s=8.5,
         step=3,

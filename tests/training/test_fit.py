@@ -532,7 +532,7 @@ class Stops:
     ("observers", "exit_code", "said"),
     [
         ([], 3, "finished"),
-        ([Stops()], 75, "stopped by SIGTERM"),
+        ([Stops()], 75, "stopped by SIGTERM at step 4 of 8"),
     ],
 )
 def test_the_end_of_a_run_follows_its_findings(
@@ -547,4 +547,4 @@ def test_the_end_of_a_run_follows_its_findings(
     assert result.to_json()["findings"][0]["code"] == "loss.broadcast_target"
     (verdict,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("verdict")]
     assert verdict.startswith(f"verdict: {said}, but ")
-    assert "the doctor found loss.broadcast_target (critical)" in verdict
+    assert "1 critical: loss.broadcast_target" in verdict

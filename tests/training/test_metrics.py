@@ -414,4 +414,4 @@ def test_results_print_themselves_in_a_few_lines() -> None:
     assert seen[0].startswith("step 1: loss 1.") and "\n" not in seen[0] and "32 samples" in seen[0]
     assert "; validation: loss" in seen[-1]
     assert repr(result).splitlines()[0].startswith("finished at step 2, loss ")
-    assert len(repr(result).splitlines()) == 3
+    assert [line.split()[0] for line in repr(result).splitlines()] == ["finished", "validation:", "verdict:", "run"]

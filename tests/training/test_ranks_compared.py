@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import ranks
+from trainwright.runlog.findings import findings_in
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Found
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -40,13 +41,12 @@ tw.fit(model, (x, y), loss, until="30steps", lr=1e-2, precision="fp32", settings
 """
 
 
-def findings(folder: Path, fault: str) -> tuple[list[dict[str, Any]], str]:
-    """What the first rank logs, and prints."""
+def findings(folder: Path, fault: str) -> tuple[list[Found], str]:
+    """The findings in the log of the first rank, and what it prints."""
     done = ranks.run(FIT, 2, fault, cwd=folder)
     printed = done[0].stdout + done[0].stderr
     assert all(each.returncode == 0 for each in done), printed + done[1].stderr
-    log = map(json.loads, (folder / "runs/run/log.jsonl").read_text().splitlines())
-    return [each for each in log if each["kind"] == "found"], printed
+    return findings_in(read(folder / "runs/run/log.jsonl").records), printed
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def findings(folder: Path, fault: str) -> tuple[list[dict[str, Any]], str]:
 )
 def test_a_fault_of_one_rank_is_named(tmp_path: Path, fault: str, code: str) -> None:
     found, printed = findings(tmp_path, fault)
-    assert [each["code"] for each in found] == [code], printed
-    assert found[0]["where"]["rank"] == 1 and code in printed
+    assert [each.code for each in found] == [code], printed
+    assert found[0].where.rank == 1 and code in printed
     if fault != "slow":
-        assert found[0]["since_step"] in (6, 7)
+        assert found[0].since_step in (6, 7)
 
 
 def test_healthy_ranks_are_said_to_be_compared(tmp_path: Path) -> None:

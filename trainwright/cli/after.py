@@ -46,7 +46,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the run folders lie.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List the runs of a folder: when each began, how it stands, its newest step and losses."""
+    """List the runs of a folder: when each began, how it stands, its verdict, newest step and losses."""
     from trainwright.report.runs import list_runs
 
     answer(list_runs(folder), as_json)

@@ -10,14 +10,12 @@ from typing import NamedTuple
 from trainwright.doctor import FAMILIES
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import STAGES, Check, ExperimentRequest, Finding, finding
-from trainwright.doctor.law import OF_LAWS, Holds, Judge, Law, LawState, NotApplicable, Verdict
+from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding
+from trainwright.doctor.law import Holds, Judge, Law, LawState, NotApplicable, Verdict
 from trainwright.doctor.own_laws import own_laws
 from trainwright.errors import UsageError, suggest, text_of
+from trainwright.runlog.findings import SEVERITIES, rank
 from trainwright.runlog.records import Where
-
-_SEVERITIES = ("critical", "warning", "info")
-
 
 LAWS: tuple[Law, ...] = tuple(law for family in FAMILIES for law in family.laws)
 """Of every family."""
@@ -122,7 +120,7 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
         if taken:
             consequences = (*cause.found.consequences, *(f"{each.found.code}: {each.found.symptom}" for each in taken))
             every = [cause.found, *(each.found for each in _named(cause, taken))]
-            severity = min((each.severity for each in every), key=_SEVERITIES.index)
+            severity = min((each.severity for each in every), key=SEVERITIES.index)
             where = next((each.where for each in every if each.where != Where()), Where())
             found = replace(cause.found, consequences=consequences, severity=severity, where=where)
             whole = replace(cause, found=found)
@@ -144,10 +142,7 @@ def _is_among(code: str, patterns: Sequence[str]) -> bool:
 
 
 def _rank(finding: Finding) -> tuple[int, bool, float, int]:
-    """Severity first, then what has a name, then how sure it is in steps of a tenth, then where in a step it lies."""
-    found = finding.found
-    has_no_name = found.code.startswith(OF_LAWS)
-    return (_SEVERITIES.index(found.severity), has_no_name, -round(found.sure, 1), STAGES.index(finding.stage))
+    return rank(finding.found)
 
 
 def _with_line(case: Case, finding: Finding) -> Finding:

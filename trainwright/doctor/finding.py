@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, Unpack
 
 from trainwright.doctor.case import Case
+from trainwright.runlog.findings import Severity as Severity
+from trainwright.runlog.findings import Stage as Stage
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Evidence, Found, Where
-
-Severity = Literal["critical", "warning", "info"]
-Stage = Literal["input", "label", "forward", "loss", "backward", "clip", "update", "buffers", "loop"]
-STAGES: tuple[Stage, ...] = ("input", "label", "forward", "loss", "backward", "clip", "update", "buffers", "loop")
-"""In the order in which a step passes them: what goes wrong first causes what goes wrong later."""
 
 Measured: TypeAlias = tuple[str, JsonValue] | tuple[str, JsonValue, JsonValue]
 """A line of evidence: what was measured, what was seen, and what would be expected (left out where nothing is)."""
@@ -36,7 +33,6 @@ class Finding:
     """
 
     found: Found
-    stage: Stage = "loop"
     trial: RemedyTrial | None = None
     explains: tuple[str, ...] = ()
     named_by: tuple[str, ...] = ()
@@ -85,8 +81,9 @@ def finding(
         evidence=tuple(map(_evidence, details.get("evidence", ()))),
         since_step=details.get("since_step"),
         where=details.get("where", Where()),
+        stage=stage,
     )
-    return Finding(found, stage, details.get("trial"), tuple(details.get("explains", ())))
+    return Finding(found, details.get("trial"), tuple(details.get("explains", ())))
 
 
 def _evidence(row: Measured) -> Evidence:

@@ -13,8 +13,8 @@ STEPS = 50
 UNSAID_S = 2.0
 """Where less than that is left, nothing is said."""
 
-LeftOver = Callable[[float, TrainState], float]
-"""Seconds by the clock that are left of a run whose steps take so many seconds."""
+LeftOver = Callable[[TrainState], float | None]
+"""Seconds by the clock that are left of a run; None: not known."""
 
 
 class EndTime:
@@ -38,8 +38,8 @@ class EndTime:
             self._steps_s += result.step_s
         if self._count == STEPS:
             step_s = self._steps_s / (STEPS - STEPS // 5)
-            left_s = self._left_over(step_s, state)
-            if left_s > UNSAID_S:
+            left_s = self._left_over(state)
+            if left_s is not None and left_s > UNSAID_S:
                 self._say(f"step {result.step:>6}   {self._line(step_s, left_s, self._wall_clock())}")
 
     def close(self) -> None: ...

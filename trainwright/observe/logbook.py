@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from trainwright.observe.sinks import SinkFactory, close_sinks, open_sinks
 from trainwright.observe.step_log import StepLog
 from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Started
+from trainwright.runlog.records import Ended, RunVerdict, Started
 from trainwright.runlog.secrets import masked
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
@@ -28,7 +29,8 @@ from trainwright.state.train_state import TrainState
 class Logbook:
     """A context: writes Started when entered and Ended when left, also by an exception.
 
-    The caller sets ``ended`` before leaving; without it, an exception is written as ``failed`` with its reason.
+    The caller sets ``ended`` before leaving; without it, an exception is written as ``failed`` with its reason. Either
+    gets the verdict that ``judge`` returns.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Logbook:
         warn: Callable[[str], None],
     ) -> None:
         self._from_step, self._folder, self._begin_s = state.step, folder, time.perf_counter()
+        self._warn = warn
         self.journal = Journal(LogWriter(folder.log), warn)
         self.sinks = open_sinks(sinks, folder.path, masked(config), warn=warn, from_step=state.step)
         self.recorder = StepLog(
@@ -51,6 +54,7 @@ class Logbook:
         )
         self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
+        self.judge: Callable[[Ended], RunVerdict | None] = lambda ended: None
 
     @property
     def seconds(self) -> float:
@@ -96,9 +100,18 @@ class Logbook:
             )
         if isinstance(error, OutOfMemoryError):
             self.recorder.ran_out(error.reports)
+        self.ended = replace(self.ended, verdict=self._verdict_on(self.ended))
         self.journal.write(self.ended)
         close_sinks(self.sinks, int(failed))
         self.journal.close()
+
+    def _verdict_on(self, ended: Ended) -> RunVerdict | None:
+        """None where judging fails, which must not hide how the run ended: readers of the log judge it then."""
+        try:
+            return self.judge(ended)
+        except Exception as error:
+            self._warn(f"no verdict: {type(error).__name__}: {text_of(error)[:200]}")
+            return None
 
     def _keep_traceback(self, error: BaseException | None) -> None:
         """Writes error.txt to the run folder, for errors that have no remedy of their own."""

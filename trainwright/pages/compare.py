@@ -37,6 +37,7 @@ class RunOutcome:
 
     name: str
     state: str
+    verdict: str
     step: int
     seconds: float
     loss: float | None
@@ -111,7 +112,7 @@ class RunComparison:
     def _outcome_lines(self, each: RunOutcome) -> Iterator[str]:
         val = "" if each.val_loss is None else f", validation {number(each.val_loss)} (best {number(each.best)})"
         yield (
-            f"{each.name}: {each.state} at step {each.step:,} after {human_seconds(each.seconds)}, "
+            f"{each.name}: {each.state} ({each.verdict}) at step {each.step:,} after {human_seconds(each.seconds)}, "
             f"loss {number(each.loss)}{val}"
         )
         if self.target is not None and each.reached_s is not None:
@@ -196,6 +197,7 @@ def _outcome(view: RunView, curve: Curve, target: float | None) -> RunOutcome:
     return RunOutcome(
         view.name,
         view.state,
+        view.verdict.word,
         view.step,
         view.seconds,
         view.loss,

@@ -19,6 +19,7 @@ from trainwright.pages.means import SpanMeans
 from trainwright.pages.readings import Readings
 from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
 from trainwright.runlog.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
+from trainwright.runlog.findings import FindingsFold
 from trainwright.runlog.reader import decoded
 from trainwright.runlog.records import (
     Ended,
@@ -36,15 +37,16 @@ from trainwright.runlog.records import (
     Step,
     Telemetry,
     Watched,
+    Withdrawn,
 )
 
 CHUNK = 2**20
 BUCKETS = 800
 """Spans of the run that are told apart once there are more rows than MOST_ROWS."""
 MOST_ROWS, MOST_NOTES = 16_000, 2000
-NOTED = (Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged)
-"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry readings; others
-are left out."""
+NOTED = (Started, Ended, Evaluated, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged)
+"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry becomes readings,
+findings are folded; others are left out."""
 
 _NUMBER = rb'"?([^,"}]+)"?'
 _STEP = re.compile(
@@ -59,7 +61,7 @@ _OF_STEP = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
 _OF_WATCHED = tuple(COLUMNS.index(name) for name in ("time_s", "step", "loss", "grad_norm", "lr", "step_s", "wait_s"))
 _OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
 """Of a run of our own engine they are in the records of steps, as means over all; looks are timed otherwise."""
-_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry))
+_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry, Found, Withdrawn))
 _NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
 _LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
 _STARTED = re.compile(rb'\n\{"kind":"started"')
@@ -72,8 +74,9 @@ class LogSoFar:
     ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
     the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
-    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer. ``unreadable`` says
-    why the log cannot be read, and is "" where it can or there is none.
+    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer. ``findings`` are those
+    of the newest process, each in its latest wording. ``is_examined``: the doctor recorded steps, or found something.
+    ``unreadable`` says why the log cannot be read, and is "" where it can or there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,6 +90,7 @@ class LogSoFar:
         self.counts = Counter[type[Record]]()
         self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
         self.newest_process: Started | Ended | None = None
+        self._findings, self.is_examined = FindingsFold(), False
         self.means, self.readings, self.layers = SpanMeans(), Readings(), LayerMaps()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
@@ -95,6 +99,23 @@ class LogSoFar:
     def notes(self, *kinds: type[Record]) -> list[Record]:
         """Records of these kinds, each kind in the order of the log."""
         return [record for kind in kinds for record in self._notes[kind]]
+
+    @property
+    def findings(self) -> list[Found]:
+        """The findings of the newest process, the first cause first."""
+        return self._findings.findings
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Training losses by step; of a long log means over spans. Infinite: not finite."""
+        if self.is_thinned:
+            means = self.means.columns()
+            steps, losses = means["step"], means["loss"]
+        else:
+            steps, losses = column(self.rows, "step"), column(self.rows, "loss")
+        said = ~np.isnan(losses)
+        by_step = dict(zip(steps[said].astype(int).tolist(), losses[said].tolist()))  # a step may have two records
+        return list(by_step.items())
 
     @property
     def position(self) -> tuple[str, int]:
@@ -157,6 +178,7 @@ class LogSoFar:
             self.layers.take(line)
         steps, watched = _rows_of(lines, Step), _rows_of(lines, Watched)
         self._is_ours = self._is_ours or len(steps) > 0
+        self.is_examined = self.is_examined or len(watched) > 0
         if self._is_ours:
             watched[:, _OF_TIME] = np.nan
         fresh = _sound(np.concatenate([steps, watched]))
@@ -174,6 +196,8 @@ class LogSoFar:
 
     def _note(self, record: Record) -> None:
         self.counts[type(record)] += 1
+        self._findings.take(record)
+        self.is_examined = self.is_examined or isinstance(record, Found)
         if isinstance(record, Started | Ended):
             self.newest_process = record
         if isinstance(record, Started):
@@ -184,7 +208,7 @@ class LogSoFar:
             self.sessions.append((begin_s, max(end_s, record.time_s)))
         if isinstance(record, Telemetry):
             self.readings.take(record)
-        else:
+        elif isinstance(record, NOTED):
             self._notes[type(record)].append(record)
 
     def _go_back_to(self, step: int) -> None:

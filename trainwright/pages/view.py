@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from trainwright.pages.documents import RunDocuments
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.report.runs import state_of
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
+from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.printing import readable
 from trainwright.runlog.records import (
@@ -27,16 +27,14 @@ from trainwright.runlog.records import (
     Quarantined,
     Record,
     Replayed,
+    RunVerdict,
     Saved,
     Skipped,
     Started,
 )
 
-FRESH_S = 60.0
-"""A loop of somebody else holds no lock: it runs if it wrote to its log within this time."""
 RECENT = 50
 """Steps that say how fast the run is now."""
-SEVERITIES = ("critical", "warning", "info")
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,32 @@ class RunView(RunDocuments):
     @property
     def state(self) -> str:
         """finished, stopped, data_exhausted, failed, running, killed, or "no end record" where it cannot be told."""
-        state = state_of(self.folder, [self.log.newest_process] if self.log.newest_process else [])
-        if state != "no end record":
-            return state
-        if (self.folder.path / "lock").is_file():
-            return "killed"
-        return "running" if time.time() - _changed_s(self.folder.log) < FRESH_S else state
+        return state_of(self.folder.path, [self.log.newest_process] if self.log.newest_process else [])
 
     @property
     def ended(self) -> Ended | None:
-        """How it ended; None while it runs, and where no process of it wrote an end."""
-        ends = [each for each in self.log.notes(Ended) if isinstance(each, Ended)]
-        return ends[-1] if ends and self.state == ends[-1].ending else None
+        """How it ended; None while it runs, and where its newest process wrote no end."""
+        newest = self.log.newest_process
+        return newest if isinstance(newest, Ended) else None
+
+    @property
+    def verdict(self) -> RunVerdict:
+        """The verdict in the log; of a run that has not written one, the verdict so far."""
+        ended = self.ended
+        if ended is not None and ended.verdict is not None:
+            return ended.verdict
+        return judge(
+            VerdictFacts(
+                state=self.state,
+                reason=ended.reason if ended else "",
+                step=self.step,
+                losses=self.log.losses,
+                evaluations=self.evaluations,
+                findings=self.findings,
+                skipped=len(self.log.notes(Skipped)),
+                examined=self.log.is_examined,
+            )
+        )
 
     @property
     def step(self) -> int:
@@ -99,7 +111,7 @@ class RunView(RunDocuments):
 
     @property
     def evaluations(self) -> list[Evaluated]:
-        return _evaluations_of(self.log)
+        return evaluations_in(self.log.notes(Evaluated, Logged))
 
     @property
     def val_loss(self) -> float | None:
@@ -131,7 +143,7 @@ class RunView(RunDocuments):
     @property
     def left_s(self) -> float | None:
         """How long it will take yet, by its plan and its pace; None where that is not known, or it does not run."""
-        if self.state != "running":
+        if self.state != RUNNING:
             return None
         if self.planned_steps and self.step_s is not None:
             return max(0, self.planned_steps - self.step) * self.step_s
@@ -140,10 +152,8 @@ class RunView(RunDocuments):
 
     @property
     def findings(self) -> list[Found]:
-        """Each once, as it was last told: the most severe first, then by the step since when."""
-        by_code = {each.code: each for each in self.log.notes(Found) if isinstance(each, Found)}
-        rank = {severity: number for number, severity in enumerate(SEVERITIES)}
-        return sorted(by_code.values(), key=lambda each: (rank.get(each.severity, 3), _since(each)))
+        """Each in its latest wording, the first cause first."""
+        return self.log.findings
 
     @property
     def pins(self) -> list[Pin]:
@@ -213,31 +223,3 @@ def memory_parts(view: RunView) -> list[tuple[str, str]]:
 
 def _since(found: Found) -> int:
     return found.step if found.since_step is None else found.since_step
-
-
-def _changed_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return -math.inf
-
-
-def _evaluations_of(log: LogSoFar) -> list[Evaluated]:
-    """Those of our own engine, and what a watched loop has told of its own."""
-    logged = [_as_evaluation(each) for each in log.notes(Logged) if isinstance(each, Logged)]
-    seen = [each for each in log.notes(Evaluated) if isinstance(each, Evaluated)]
-    return [*seen, *(each for each in logged if each is not None)]
-
-
-_OF_EVALUATIONS = ("val", "test", "eval", "held")
-
-
-def _as_evaluation(told: Logged) -> Evaluated | None:
-    """Logged figures with a loss that is named as one of validation."""
-    named = [
-        name for name in told.figures if "loss" in name.lower() and any(w in name.lower() for w in _OF_EVALUATIONS)
-    ]
-    if not named:
-        return None
-    loss, metrics = told.figures[named[0]], {name: v for name, v in told.figures.items() if name != named[0]}
-    return Evaluated(time_s=told.time_s, step=told.step, loss=loss, weight=0.0, metrics=metrics, seconds=0.0)

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.law import LawState
-from trainwright.report.findings import LookedAt, exit_code, lines_of
+from trainwright.report.examination import Examination
+from trainwright.report.findings import exit_code, lines_of
+from trainwright.report.verdict import verdict_of
+from trainwright.runlog.ending import state_of
 from trainwright.runlog.files import read_text
+from trainwright.runlog.findings import findings_in
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
 from trainwright.runlog.reader import LogContents, read_newest
-from trainwright.runlog.records import FORMAT_VERSION, Ended, Examined, Found, Started, Watched
+from trainwright.runlog.records import (
+    FORMAT_VERSION,
+    Ended,
+    Examined,
+    Found,
+    RunVerdict,
+    Started,
+    Watched,
+    Withdrawn,
+)
 from trainwright.version import __version__
 
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one run, the first cause first. ``experiments`` are those that would tell more.
+    """Findings of one run, the first cause first.
 
-    ``laws`` say what became of each law. ``can_be_trained_again``: from its recipe alone, so that any of its steps can
-    be replayed. ``unreadable`` counts the lines of the log that hold no record, ``unknown`` the records of a kind that
-    this version does not know; ``format_version`` is that of the run folder.
+    Args:
+        findings: Those in its log, which every other view of the run shows, too.
+        added: Those that the checks of this version find in the records, and the run itself did not.
+        experiments: Experiments that would tell more.
+        can_be_trained_again: From its recipe alone, so that any of its steps can be replayed.
+        unreadable: Lines of the log that hold no record.
+        unknown: Records of a kind that this version does not know.
+        format_version: That of the run folder.
     """
 
     run: Path
     findings: tuple[Found, ...]
+    added: tuple[Found, ...]
     experiments: tuple[str, ...]
-    looked_at: LookedAt
+    examination: Examination
     step: int
-    ended: str | None
+    state: str
+    verdict: RunVerdict
     can_be_trained_again: bool
-    laws: tuple[LawState, ...] = ()
     unreadable: int = 0
     unknown: int = 0
     format_version: int = FORMAT_VERSION
 
     @property
+    def laws(self) -> Sequence[LawState]:
+        """The result of each check."""
+        return self.examination.laws
+
+    @property
     def exit_code(self) -> int:
-        return exit_code(self.findings)
+        return exit_code((*self.findings, *self.added))
 
     def lines(self) -> list[str]:
         """For a person."""
-        head = f"{self.run}: step {self.step}, {self.ended or 'no end record: it is running, or was killed'}"
-        lines = [head, *self._not_read()]
-        if not self.looked_at.steps and not self.findings:
+        lines = [f"{self.run}: step {self.step:,}, {self.state}", f"verdict: {self.verdict}", *self._not_read()]
+        if not self.examination.steps and not self.findings and not self.added:
             return [*lines, "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)"]
-        lines += lines_of(self.findings, None, self.looked_at)
+        if self.findings or not self.added:
+            lines += lines_of(self.findings)
+        if self.added:
+            lines += ["found now, and not by the run itself:", *lines_of(self.added)]
+        lines += self.examination.lines()
         if self.findings:
             lines.append(f"more: trainwright explain {self.findings[0].code}")
         if self.experiments and self.can_be_trained_again:
@@ -78,52 +104,51 @@ class Report:
         return {
             "run": str(self.run),
             "step": self.step,
-            "ended": self.ended,
-            "watched": self.looked_at.steps,
-            "looked_at": list(self.looked_at.closely),
+            "state": self.state,
+            "verdict": strict(self.verdict),
+            "examined": self.examination.to_json(),
             "unreadable": self.unreadable,
             "unknown": self.unknown,
             "format": self.format_version,
             "findings": [strict(found) for found in self.findings],
+            "added": [strict(found) for found in self.added],
             "experiments": list(self.experiments),
             "laws": {each.name: {"state": each.state, "why": each.why} for each in self.laws},
         }
 
 
 def diagnosis_of(folder: RunFolder) -> Report:
-    """Reads the log and runs every check again; the results of remedies that the run itself tried are kept."""
-    kinds = (Watched, Examined, Found, Ended)
+    """Reads the findings from the log, and applies every check to its records again."""
+    kinds = (Watched, Examined, Found, Withdrawn, Ended)
     log = read_newest(folder.log, kinds) if os.path.lexists(folder.log) else LogContents((), 0, torn=False)
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
     diagnosis = diagnose(Case(records, finished=bool(ends) and not doctor_was_off))
-    earlier = {record.code: record for record in records if isinstance(record, Found)}
-    findings = [_with_trials_of(earlier.get(each.found.code), each.found) for each in diagnosis.findings]
-    steps = [record.step for record in records if isinstance(record, Watched | Examined | Ended)]
+    findings = findings_in(records)
+    experiments = tuple(dict.fromkeys(each.experiment for each in diagnosis.requests))  # of several steps: once
     return Report(
         folder.path,
         tuple(findings),
-        tuple(dict.fromkeys(each.experiment for each in diagnosis.requests)),  # of several steps: once
-        LookedAt.of(records),
-        max(steps, default=0),
-        f"{ends[-1].ending} {ends[-1].reason}".strip() if ends else None,
+        tuple(_added([each.found for each in diagnosis.findings], findings)),
+        experiments,
+        Examination.of(records, diagnosis.laws, experiments),
+        max((each.step for each in records if isinstance(each, Watched | Examined | Ended)), default=0),
+        state_of(folder.path, records),
+        verdict_of(folder),
         _can_be_trained_again(folder),
-        diagnosis.laws,
         log.broken_lines,
         log.unknown,
         max((record.format_version for record in records if isinstance(record, Started)), default=FORMAT_VERSION),
     )
 
 
+def _added(again: Sequence[Found], known: Sequence[Found]) -> Iterator[Found]:
+    """Findings that the log has neither as such nor as a consequence of another one."""
+    codes = {each.code for each in known} | {each.partition(":")[0] for found in known for each in found.consequences}
+    return (each for each in again if each.code not in codes)
+
+
 def _can_be_trained_again(folder: RunFolder) -> bool:
     """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
     return folder.recipe.is_file() and "use: live:" not in read_text(folder.recipe)
-
-
-def _with_trials_of(earlier: Found | None, found: Found) -> Found:
-    """``found`` with the time, step, trials and source line of the same finding in the log, if it is there."""
-    if earlier is None:
-        return found
-    where = dataclasses.replace(found.where, source=found.where.source or earlier.where.source)
-    return dataclasses.replace(found, time_s=earlier.time_s, step=earlier.step, tried=earlier.tried, where=where)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.records import Examined, Found, Record, Watched, Where
+from trainwright.runlog.records import Found, Where
 
 CRITICAL = 3
 """The exit code of a verb, or of a run that is otherwise well, with a critical finding."""
@@ -17,34 +16,10 @@ def exit_code(findings: Iterable[Found]) -> int:
     return CRITICAL if any(found.severity == "critical" for found in findings) else 0
 
 
-_OF_LOOKS = {"casts", "batch", "again"}
-"""Experiments of which each look runs one or more."""
-
-
-@dataclass(frozen=True)
-class LookedAt:
-    """How many steps were recorded, and which of them were run again and looked at closely."""
-
-    steps: int
-    closely: tuple[int, ...]
-
-    @classmethod
-    def of(cls, records: Iterable[Record]) -> LookedAt:
-        """By the records of a run; of a long one they are not of every step."""
-        every = tuple(records)
-        again = [each for each in every if isinstance(each, Examined) and each.experiment in _OF_LOOKS]
-        closely = dict.fromkeys(each.step for each in again if "blind" not in each.values)
-        return cls(sum(isinstance(each, Watched) for each in every), tuple(closely))
-
-    def __str__(self) -> str:
-        steps = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
-        return f"in {steps}, {len(self.closely) or 'none'} of them run again and looked at closely"
-
-
-def lines_of(findings: Sequence[Found], run: Path | None, looked_at: LookedAt | None = None) -> list[str]:
-    """The diagnosis for a person, the first cause first."""
+def lines_of(findings: Sequence[Found], run: Path | None = None) -> list[str]:
+    """The findings for a person, the first cause first."""
     if not findings:
-        return [f"diagnosis: nothing found {looked_at or ''}".rstrip()]
+        return ["diagnosis: nothing found"]
     lines = [f"diagnosis: {len(findings)} finding{'s' if len(findings) > 1 else ''}, the first cause first"]
     for number, found in enumerate(findings, 1):
         lines += _one(number, found)

@@ -1,20 +1,21 @@
-"""The runs of a folder as a table (``trainwright runs``): when each began, how it stands, its step and losses."""
+"""The runs of a folder as a table (``trainwright runs``): when each began, how it stands, its verdict and losses."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainwright.report.verdict import evaluations_in, verdict_of
+from trainwright.runlog.ending import state_of
+from trainwright.runlog.figures import figure
 from trainwright.runlog.files import reason_of
 from trainwright.runlog.folder import RunFolder, runs_in
 from trainwright.runlog.json_values import strict
-from trainwright.runlog.lock import is_held
 from trainwright.runlog.reader import read_end
-from trainwright.runlog.records import Ended, Evaluated, Record, Started, Step, Watched
+from trainwright.runlog.records import Ended, RunVerdict, Step, Watched
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class RunRow:
     run: Path
     began_s: float
     state: str
+    verdict: RunVerdict
     step: int
     loss: float | None
     val_loss: float | None
@@ -41,7 +43,7 @@ class RunTable:
         """For a person."""
         if not self.rows:
             return [f"{self.folder} holds no run"]
-        head = ("run", "began (UTC)", "state", "step", "loss", "val loss")
+        head = ("run", "began (UTC)", "state", "verdict", "step", "loss", "val loss")
         table = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
         return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
@@ -62,33 +64,24 @@ def _row_or_reason(folder: RunFolder) -> RunRow:
     try:
         return _row(folder)
     except Exception as error:
-        return RunRow(folder.path, 0.0, f"cannot be read: {reason_of(error)}", 0, None, None)
+        state = f"cannot be read: {reason_of(error)}"
+        return RunRow(folder.path, 0.0, state, RunVerdict(word="-", sentence=state), 0, None, None)
 
 
 def _row(folder: RunFolder) -> RunRow:
     records = read_end(folder.log) if os.path.lexists(folder.log) else ()
     began_s = min(sign.stat().st_mtime for sign in (folder.recipe, folder.plan, folder.log) if sign.exists())
     steps = [record for record in records if isinstance(record, Step | Watched)]
-    evaluated = [record for record in records if isinstance(record, Evaluated)]
+    evaluated = evaluations_in(records)
     return RunRow(
         folder.path,
         began_s,
-        state_of(folder, records),
+        state_of(folder.path, records),
+        verdict_of(folder),
         max((record.step for record in records if isinstance(record, Step | Watched | Ended)), default=0),
         steps[-1].loss if steps else None,
         evaluated[-1].loss if evaluated else None,
     )
-
-
-def state_of(folder: RunFolder, records: Iterable[Record]) -> str:
-    """The ending of the newest process; "running" while it holds the lock, else "no end record"."""
-    ended = None
-    for record in records:
-        if isinstance(record, Ended):
-            ended = record.ending
-        elif isinstance(record, Started):
-            ended = None
-    return ended or ("running" if is_held(folder.path) else "no end record")
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
@@ -96,8 +89,8 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M") if row.began_s else "-"
     except (ValueError, OverflowError, OSError):  # a file from the year 10,000
         began = "-"
-    return (str(row.run), began, row.state, f"{row.step:,}", _number(row.loss), _number(row.val_loss))
+    return (str(row.run), began, row.state, row.verdict.word, f"{row.step:,}", _number(row.loss), _number(row.val_loss))
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+    return "-" if value is None or math.isnan(value) else figure(value)

@@ -221,12 +221,12 @@ class NoLock:
     def beat(self, step: int) -> None: ...
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process trains in the run folder ``path``. False, too, where the file system has no locks."""
+def is_held(path: Path) -> bool | None:
+    """Whether a process trains in the run folder ``path``. None: there is no lock file, or no locks on that disk."""
     try:
         file = open_file(path / "lock")
     except UnreadableFile:
-        return False
+        return None
     fd = file.fileno()
     try:
         if _identity(fd) in _held:
@@ -234,7 +234,7 @@ def is_held(path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
+        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
     finally:
         file.close()
     return False

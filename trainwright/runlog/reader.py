@@ -10,7 +10,21 @@ from typing import BinaryIO, TypeVar
 
 from trainwright.errors import UsageError
 from trainwright.runlog.files import MAX_LINE_BYTES, is_too_long, lines_of, open_file
-from trainwright.runlog.records import KINDS, Ended, Record, Started, Step, Unknown, Watched, from_json
+from trainwright.runlog.records import (
+    KINDS,
+    Ended,
+    Evaluated,
+    Found,
+    Logged,
+    Record,
+    Skipped,
+    Started,
+    Step,
+    Unknown,
+    Watched,
+    Withdrawn,
+    from_json,
+)
 
 T = TypeVar("T")
 FIRST, END_BYTES = 64, 256 * 2**10
@@ -90,6 +104,33 @@ def read_end(path: Path | str) -> tuple[Record, ...]:
         file.seek(begin)
         lines = file.readlines()
     return decoded(lines[1:] if begin else lines).records  # the first may be cut off
+
+
+def read_course(path: Path | str) -> tuple[Record, ...]:
+    """Reads what happened to a run over all its processes, without the telemetry and without the facts of the doctor.
+
+    What a resume went back over is left out. Of long runs not every step is read. Raises UsageError when there is no
+    such log.
+    """
+    kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Skipped, Step, Watched)))
+    of_steps = tuple(map(_beginning, (Step, Watched)))
+    lines: list[bytes] = []
+    with _open(Path(path)) as file:
+        for line in lines_of(file):
+            if line.startswith(kinds):
+                lines.append(line)
+            if len(lines) > MOST:
+                lines = _without_half(lines, lambda each: each.startswith(of_steps))
+    course: list[Record] = []
+    for record in decoded(lines).records:
+        if isinstance(record, Started):
+            resumed_at = record.step
+            course = [each for each in course if not isinstance(each, _OF_STEPS) or each.step <= resumed_at]
+        course.append(record)
+    return tuple(course)
+
+
+_OF_STEPS = (Step, Watched, Evaluated, Logged)
 
 
 def _beginning(kind: type[Record]) -> bytes:

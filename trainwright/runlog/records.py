@@ -213,7 +213,11 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Found(Record):
-    """A finding. ``severity`` is critical, warning or info; ``sure`` is between 0 and 1."""
+    """A finding, in full: a later record with the same ``code`` replaces it (``runlog/findings.py``).
+
+    ``severity`` is critical, warning or info; ``sure`` is between 0 and 1. ``stage`` is the part of a step that it is
+    about; "" in logs of older versions.
+    """
 
     code: str
     severity: str
@@ -227,10 +231,19 @@ class Found(Record):
     evidence: tuple[Evidence, ...] = ()
     tried: tuple[Tried, ...] = ()
     consequences: tuple[str, ...] = ()
+    stage: str = ""
 
     def __repr__(self) -> str:
         """In one line: a list of findings is printed."""
         return f"<{self.severity}: {self.code} (step {self.step}): {self.symptom}>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Withdrawn(Record):
+    """The finding with this ``code`` no longer holds: more was measured, or it is a consequence of another finding."""
+
+    code: str
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +257,21 @@ class Replayed(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunVerdict:
+    """The outcome of a run: the gravest word that applies (``report/verdict.py`` lists them), and one sentence.
+
+    ``best_step`` is the step with the best validation loss, where the run went on for too long after it.
+    """
+
+    word: str
+    sentence: str
+    best_step: int | None = None
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ended(Record):
     """The run ended. ``ending`` is finished, stopped, data_exhausted or failed."""
 
@@ -254,6 +282,7 @@ class Ended(Record):
     val_loss: float | None
     skipped: int
     seconds: float
+    verdict: RunVerdict | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +334,7 @@ KINDS: Mapping[str, type[Record]] = {
         OutOfMemory,
         Quarantined,
         Found,
+        Withdrawn,
         Replayed,
         Ended,
         Telemetry,

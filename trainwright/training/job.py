@@ -256,7 +256,7 @@ def until_of_job(job: Job) -> Until:
         return until_of(job.plan)
     after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
     if is_watched(job):
-        after_s += _of_last_look(job.plan)
+        after_s += last_examination_s(job.plan)
     return ByTheClock(job.loaded.end_s, after_s)
 
 
@@ -354,14 +354,8 @@ def _of_looks(plan: Plan, job: Job) -> dict[str, float]:
     return {"looks": looks_s(plan.step_s, left_s / plan.step_s, left_s, in_seconds=in_seconds)}
 
 
-def left_over(job: Job, step_s: float, state: TrainState) -> float:
-    """Seconds by the clock that are left of a run whose steps take ``step_s``; its early looks are over."""
-    plan = replace(job.plan, step_s=step_s)
-    looks = _of_last_look(plan) if is_watched(job) else 0.0
-    return sum(foretold(plan, job.evaluation_cost, used=until_of(plan)(state)).values()) + looks
-
-
-def _of_last_look(plan: Plan) -> float:
+def last_examination_s(plan: Plan) -> float:
+    """About how long the doctor examines the run at its end."""
     return last_look_s(plan.step_s or 0.0, training_time_s(plan) or 0.0, in_seconds=plan.extent.seconds is not None)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Found
+from trainwright.runlog.records import Found, RunVerdict
 from trainwright.state.train_state import TrainState
 from trainwright.training.follow import Followed
 
@@ -21,10 +21,11 @@ from trainwright.training.follow import Followed
 class Result:
     """How a run ended, and what the doctor found.
 
-    ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
-    else 0. ``state`` is the live state, the average of the weights (``state.ema``) included. ``is_first``: of several
-    ranks this is the one that wrote the run folder. ``restored`` is the step whose weights the model has, where it got
-    back the best ones. ``loss_fn`` and ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
+    ``verdict`` is the outcome in a word and a sentence, None for a rank that wrote nothing. ``exit_code``: 1 when its
+    end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding, else 0. ``state`` is the live
+    state, the average of the weights (``state.ema``) included. ``is_first``: of several ranks this is the one that
+    wrote the run folder. ``restored`` is the step whose weights the model has, where it got back the best ones.
+    ``loss_fn`` and ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
     """
 
     run: Path
@@ -42,6 +43,7 @@ class Result:
     restored: int | None = None
     loss_fn: Callable[..., Loss | Tensor] | None = None
     metric_set: MetricSet = NO_METRICS
+    verdict: RunVerdict | None = None
 
     def __repr__(self) -> str:
         """A few lines for people."""
@@ -54,6 +56,7 @@ class Result:
             lines.append("validation: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         if self.restored is not None:
             lines.append(f"the model has the weights of step {self.restored:,}, the best")
+        lines += [f"verdict: {self.verdict}"] if self.verdict is not None else []
         lines += [f"{found.severity}: {found.symptom} ({found.code})" for found in self.findings]
         return "\n".join([*lines, f"run folder: {self.run}"])
 
@@ -81,4 +84,5 @@ class Result:
         """What ``--json`` prints."""
         names = ("ending", "step", "loss", "val_loss", "skipped")
         findings = [strict(found) for found in self.findings]
-        return {"run": str(self.run), **{name: getattr(self, name) for name in names}, "findings": findings}
+        figures = {name: getattr(self, name) for name in names}
+        return {"run": str(self.run), **figures, "verdict": strict(self.verdict), "findings": findings}

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from trainwright.build.assemble import Parts
-from trainwright.build.ready import ReadyBatches
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
@@ -28,6 +27,7 @@ from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.older_objects import OlderObjectsRest
 from trainwright.observe.progress import Progress
+from trainwright.observe.remaining import TimeSpent
 from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
@@ -42,16 +42,16 @@ from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.identity import ensure_identity
 from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import Ended, Found
+from trainwright.runlog.records import Ended, Found, RunVerdict
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
+from trainwright.state.train_state import TrainState
 from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
 from trainwright.training.job import (
     Job,
     is_watched,
-    left_over,
     make_advance,
     prepare,
     spike_handler,
@@ -63,6 +63,8 @@ from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
 from trainwright.training.resume import Earlier, again, doubled, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
+from trainwright.training.time_left import left_over
+from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
 from trainwright.watching.engine_observer import EngineObserver
 from trainwright.world import SOLO, Launch, World, joined
@@ -136,7 +138,10 @@ def _lead(
         earlier = find_earlier(resume, lock, start.accept, lines.append) if resume and lock else None
         world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NOTHING)
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch, say=progress.say)
-    progress.marks, progress.peak_samples_s = job.marks, job.peak_samples_s
+    progress.references, progress.peak_samples_s = job.marks, job.peak_samples_s
+    per_epoch, steps = job.plan.steps_per_epoch, job.plan.extent.steps
+    progress.has_epochs = per_epoch is not None
+    progress.epochs = steps / per_epoch if steps and per_epoch and not job.plan.spent.step else None
     folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
     lock = lock or closing_down.enter_context(_held(folder, signals))
     if not lock.exclusive:
@@ -222,14 +227,36 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
-        watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress, *_end_time(job, progress))
         alone = stage.world.size == 1
         doctor = (
             make_engine_observer(job, folder, progress.say)
             if is_watched(job)
             else make_ranks_observer(job, folder, logbook.journal.write, progress.say)
         )
-        progress.findings = doctor.findings if doctor else None
+        if doctor:
+            progress.findings = doctor.findings
+        spent = TimeSpent(lambda: doctor.seconds if doctor else 0.0)
+
+        def left_s(state: TrainState) -> float | None:
+            measured = spent.measured()
+            return None if measured is None else left_over(job, measured, state, saving.last_s)
+
+        progress.left_s = left_s
+        watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, spent, progress)
+        watching += tuple(_end_time(job, progress))
+
+        def judge(ended: Ended) -> RunVerdict:
+            return verdict_on(
+                job,
+                folder,
+                ended,
+                logbook.recorder,
+                findings=doctor.findings() if doctor else (),
+                examined=doctor is not None,
+                saved=ended.ending == "failed" or is_saved(saving.last, ended.step),
+            )
+
+        logbook.judge = judge
         extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         measured = job.built.train_metrics
@@ -265,7 +292,7 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
     foretold_s = job.plan.step_s
     if foretold_s is not None and job.loaded.end_s is None:
         yield EndTime(
-            lambda step_s, state: left_over(job, step_s, state),
+            progress.left_s,
             lambda step_s, left_s, now_s: corrected(step_s, foretold_s, left_s, now_s),
             progress.say,
         )
@@ -342,21 +369,14 @@ def _closed(
     progress.close()
     ended, recorder = logbook.ended, logbook.recorder
     assert ended is not None
-    is_saved = saved is not None and saved.name == f"step-{outcome.step:08d}"
+    is_whole = is_saved(saved, outcome.step)
     ending = Ending(
         ended,
         folder.path,
-        recorder.wait_share,
         recorder.last_evaluated,
-        saved=is_saved,
-        marks=job.marks,
+        saved=is_whole,
         again=again(folder, live=job.live),
         longer="" if job.live else doubled(job.recipe.until),
-        findings=findings,
-        wait_s=recorder.wait_s,
-        reads_faster="let the loader read ahead"
-        if isinstance(job.parts.train.dataset, ReadyBatches)
-        else "raise data.workers",
     )
     for line in closing(ending):
         progress.say(line)
@@ -368,10 +388,16 @@ def _closed(
         ended.loss,
         ended.val_loss,
         ended.skipped,
-        ((outcome.stop.exit_code if outcome.stop else 0) or exit_code(findings)) if is_saved else 1,
+        ((outcome.stop.exit_code if outcome.stop else 0) or exit_code(findings)) if is_whole else 1,
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
         findings,
         loss_fn=job.parts.loss,
         metric_set=job.built.metrics,
+        verdict=ended.verdict,
     )
+
+
+def is_saved(newest: Path | None, step: int) -> bool:
+    """Whether the newest checkpoint is that of this step."""
+    return newest is not None and newest.name == f"step-{step:08d}"

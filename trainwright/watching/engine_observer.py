@@ -24,7 +24,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.replay.engine_bench import EngineBench, MakeStep
 from trainwright.replay.memory import free_what_it_holds
-from trainwright.report.findings import LookedAt, lines_of
+from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
@@ -260,6 +260,8 @@ class EngineObserver:
         self._journal = Journal(LogWriter(folder.log), say)
         self._failed: Exception | None = None
         self._is_closed = False
+        self.seconds = 0.0
+        """What the doctor has taken so far, by the clock."""
         self.session = EngineSession(
             state,
             make_step,
@@ -281,10 +283,12 @@ class EngineObserver:
         Where memory runs out, what was kept is dropped, and the next step is watched.
         """
         if self._failed is None:
+            begin_s = time.perf_counter()
             try:
                 self.session.note(result)
             except Exception as error:
                 self._give_up(error)
+            self.seconds += time.perf_counter() - begin_s
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
@@ -304,9 +308,10 @@ class EngineObserver:
         if self._failed is not None:
             kind = type(self._failed).__name__
             self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(self._failed)[:200]}")
-        findings, looked_at = self.findings(), LookedAt.of(self.session.log.records)
-        for line in lines_of(findings, self._folder, looked_at) if findings or looked_at.steps else ():
-            self._say(line)
+        findings, examination = self.findings(), self.session.log.examination()
+        if findings or examination.steps:
+            for line in (*lines_of(findings, self._folder), *examination.lines()):
+                self._say(line)
         self._journal.close()
 
     def _give_up(self, error: Exception) -> None:

@@ -81,6 +81,12 @@ class ExperimentRunner:
         self._left_out |= dict.fromkeys(name for name in self._runs if EXPERIMENTS[name].when == "first")
         self._left_out |= dict.fromkeys(self._standing)
 
+    @property
+    def not_run(self) -> list[str]:
+        """Experiments that are due at each examination, or were requested, and have not run yet."""
+        due = [e.name for e in EXPERIMENTS.values() if e.when in ("first", "checkup") and self._replays]
+        return [name for name in dict.fromkeys([*due, *self._left_out]) if not self._runs[name]]
+
     def _due(self) -> list[str]:
         """What is run once and has not been, what was left out, and then what was run least often."""
         first = [e.name for e in EXPERIMENTS.values() if e.when == "first" and not self._runs[e.name]]

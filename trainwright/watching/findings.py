@@ -12,7 +12,7 @@ from typing import TypeAlias
 from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS, Diagnosis, diagnose
-from trainwright.doctor.law import Law
+from trainwright.doctor.law import Law, LawState
 from trainwright.errors import text_of
 from trainwright.observe.older_objects import only_newest_collected
 from trainwright.recorder.hooks import Listener, muted
@@ -20,7 +20,9 @@ from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import Ring
+from trainwright.report.examination import Examination
 from trainwright.runlog import records
+from trainwright.runlog.findings import FindingsWriter
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.reader import without_half_of_the_steps
 from trainwright.runlog.records import Found, Record
@@ -61,7 +63,8 @@ class FindingsLog:
         self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
         self._records, self._complete = list(known), complete
         self._unrecorded: deque[Noted] = deque()
-        self._found: dict[str, Found] = {}
+        self._findings = FindingsWriter(write)
+        self._states: tuple[LawState, ...] = ()
 
     @property
     def records(self) -> list[Record]:
@@ -71,7 +74,7 @@ class FindingsLog:
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
-        return list(self._found.values())
+        return self._findings.findings
 
     def note(self, *steps: Noted) -> None:
         """Takes steps that are over. Each becomes a record at the next look, or some steps later."""
@@ -105,7 +108,7 @@ class FindingsLog:
                 if not facts:
                     break
                 self.examined(step, facts)
-            self._conclude(diagnosis)
+            self._conclude(diagnosis, step)
 
     def _probed(self) -> Facts:
         """Returns the facts of each probe; one that raises is stopped."""
@@ -126,20 +129,25 @@ class FindingsLog:
             at = values.pop("step", step)
             self.remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
-    def _conclude(self, diagnosis: Diagnosis) -> None:
-        now = {}
+    def _conclude(self, diagnosis: Diagnosis, step: int) -> None:
+        """Keeps the findings of this diagnosis. A known finding keeps its time, step, trials and source line."""
+        now = []
         for each in diagnosis.findings:
-            known, found = self._found.get(each.found.code), each.found
+            known, found = self._findings.get(each.found.code), each.found
             if known is None:
                 tried = self._runner.try_remedy(found.step, each.trial)
                 where = dataclasses.replace(found.where, source=self._line_of(found))
                 found = dataclasses.replace(found, time_s=time.time(), where=where, tried=(*found.tried, *tried))
-                self._write(found)
             else:
                 where = dataclasses.replace(found.where, source=found.where.source or known.where.source)
                 found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried, where=where)
-            now[found.code] = found
-        self._found = now
+            now.append(found)
+        self._findings.update(now, step)
+        self._states = diagnosis.laws
+
+    def examination(self) -> Examination:
+        """What was examined so far, and what could not be."""
+        return Examination.of(self.records, self._states, self._runner.not_run)
 
     def _line_of(self, found: Found) -> str | None:
         """The line of the user's source: where a call was seen, what the syntax shows, or where its op was called."""

@@ -16,6 +16,7 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import text_of
 from trainwright.report.findings import lines_of
+from trainwright.runlog.findings import FindingsWriter
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found, Record
 from trainwright.state.chained import parts_of
@@ -27,8 +28,11 @@ class RanksObserver:
     """An Observer of one rank. The first one logs and prints what was found; ``write`` and ``say`` are its.
 
     ``are_copies``: every rank holds the whole model. ``has_own_samples``: ranks share no samples. A rank that makes no
-    progress for ``patience_s`` is reported; an evaluation and a save are no progress.
+    progress for ``patience_s`` is reported; an evaluation and a save are no progress. ``seconds`` is what the doctor
+    has taken: the exchange between ranks is not timed.
     """
+
+    seconds = 0.0
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class RanksObserver:
         self._exchange = Exchange(name, meeting, site, number=0, patience_s=patience_s)
         self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples)
         self._facts: RanksFacts | None = None
-        self._found: dict[str, Found] = {}
+        self._findings = FindingsWriter(write)
         self._failed: Exception | None = None
         self._is_closed = False
 
@@ -72,7 +76,7 @@ class RanksObserver:
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
-        return list(self._found.values())
+        return self._findings.findings
 
     def close(self) -> None:
         """Waits a little for what the other ranks tell, and prints the findings; the second time it does nothing."""
@@ -87,7 +91,7 @@ class RanksObserver:
         if self._failed is not None:
             self._say(f"the ranks were not compared any more from step {self._exchange.step}: {text_of(self._failed)}")
         facts = self._facts
-        if self._found:
+        if self.findings():
             for line in lines_of(self.findings(), self._folder):
                 self._say(line)
         elif facts is not None and facts.compared:
@@ -100,13 +104,13 @@ class RanksObserver:
             return
         self._facts = facts
         now = {each.code: each for each in findings_of(facts)}
-        if now.keys() != self._found.keys():
+        if now.keys() != {each.code for each in self.findings()}:
             self._write(record_of(facts, step))
         for code, found in now.items():
-            if code not in self._found:
-                now[code] = replace(found, time_s=time.time())
-                self._write(now[code])
-        self._found = now
+            known = self._findings.get(code)
+            first = (time.time(), found.step) if known is None else (known.time_s, known.step)
+            now[code] = replace(found, time_s=first[0], step=first[1])
+        self._findings.update(now.values(), step)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

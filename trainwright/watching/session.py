@@ -31,7 +31,7 @@ from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.resting import Resting
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
-from trainwright.report.findings import LookedAt, lines_of
+from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects
@@ -201,8 +201,7 @@ class WatchSession:
             self._note_veto(step)
         self._prepare_next(step.step)
         if bad and self._options.on_nonfinite == "stop":
-            lines = lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
-            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
+            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines_of(self.findings())))
 
     def _may_wait(self, step: RecordedStep, hearing: Sequence[Probe]) -> bool:
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,19 @@ from torch.optim import Optimizer
 from trainwright.doctor.diagnose import choose_laws
 from trainwright.doctor.law import Law
 from trainwright.engine.spikes import OnSpike, require_policy
-from trainwright.errors import UsageError, require_choice, text_of
+from trainwright.errors import StorageError, UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
+from trainwright.pages.report import NAME as REPORT_NAME
 from trainwright.pages.report import leave_report
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
-from trainwright.report.findings import LookedAt, lines_of
+from trainwright.report.findings import lines_of
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge, losses_in
 from trainwright.runlog import records
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
 from trainwright.runlog.printing import printable
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
@@ -86,6 +89,8 @@ class Watch:
         self._source.look_at(sys._getframe(1))
         if self.folder is not None:
             self._open.enter_context(self._telling.opened(self.folder, self._config, self._say))
+            with suppress(StorageError):  # without a lock nobody can tell a loop that runs from one that was killed
+                self._open.callback(RunLock.acquire(self.folder.path).release, True)
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
         self.session.begin()
@@ -100,27 +105,60 @@ class Watch:
                 self.session.leave()
                 return
             self.session.end(error)
-            self._write(self._ended(error))
+            ended = self._ended(error)
+            self._write(ended)
             for line in leave_profile(self._profile, self.folder) if self._profile else ():
                 self._say(line)
             if self.folder is not None:
                 leave_report(self.folder, self._say)
-            run = None if self.folder is None else self.folder.path
-            for line in lines_of(self.findings(), run, LookedAt.of(self.records)):
+            for line in self._closing_lines(ended):
                 self._say(line)
 
+    def _closing_lines(self, ended: records.Ended) -> Iterator[str]:
+        """What was found, what was examined, the verdict, and where to read more."""
+        yield from lines_of(self.findings())
+        yield from self.session.findings_log.examination().lines()
+        if ended.verdict is not None:
+            yield f"verdict: {ended.verdict}"
+        if self.folder is not None:
+            yield f"run      {self.folder.path}"
+            yield f"page     trainwright serve {self.folder.path}   # or open {self.folder.path / REPORT_NAME}"
+        if self.findings():
+            yield f"more     trainwright explain {self.findings()[0].code}"
+
     def _ended(self, error: BaseException | None) -> records.Ended:
-        losses = [each.loss for each in self.records if isinstance(each, records.Watched)]
+        losses, evaluations = losses_in(self.records), evaluations_in(self.records)
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        ending = "finished" if error is None else "stopped" if is_interrupt else "failed"
+        reason = "" if error is None else "Ctrl-C" if is_interrupt else text_of(error)
+        facts = VerdictFacts(
+            state=ending,
+            reason=reason,
+            step=self.step,
+            losses=losses,
+            evaluations=evaluations,
+            skipped=self.session.num_vetoed,
+            findings=self.findings(),
+        )
         return records.Ended(
             time_s=time.time(),
-            ending="finished" if error is None else "failed",
-            reason="" if error is None else text_of(error),
+            ending=ending,
+            reason=reason,
             step=self.step,
-            loss=losses[-1] if losses else None,
-            val_loss=None,
+            loss=losses[-1][1] if losses else None,
+            val_loss=evaluations[-1].loss if evaluations else None,
             skipped=self.session.num_vetoed,
             seconds=self.session.seconds,
+            verdict=self._verdict_on(facts),
         )
+
+    def _verdict_on(self, facts: VerdictFacts) -> records.RunVerdict | None:
+        """None where judging fails: it must neither end the loop nor hide its exception."""
+        try:
+            return judge(facts)
+        except Exception as failure:
+            self._say(f"no verdict: {type(failure).__name__}: {text_of(failure)[:200]}")
+            return None
 
     def log(self, step: int | None = None, **figures: float | Tensor) -> None:
         """Tells figures of the loop: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.

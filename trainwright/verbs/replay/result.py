@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainwright.report.findings import LookedAt, lines_of
+from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import JsonValue, strict
 from trainwright.runlog.records import Examined, Found, Record, Replayed
 
@@ -78,7 +78,7 @@ class Rerun:
         """The lines that are printed without ``--json``."""
         raised = [f"it raised {self.error}"] if self.error else []
         notes = [f"note: {each}" for each in self.notes]
-        findings = lines_of(self.findings, None, LookedAt.of(self.records))
+        findings = lines_of(self.findings)
         return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *findings]
 
     def to_json(self) -> dict[str, JsonValue]:

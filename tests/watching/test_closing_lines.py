@@ -1,0 +1,97 @@
+"""The last lines of a watch: what was examined, what could not be, the verdict, and where its page is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trainwright as tw
+from tests.watching.loops import X, Y, net, sgd
+
+Captured = pytest.CaptureFixture[str]
+
+
+def lines_of(capsys: Captured, *, steps: int = 20, planted: bool = False, **options: Any) -> list[str]:
+    """What a watched loop prints."""
+    torch.manual_seed(0)
+    model = net()
+    optimizer = sgd(model)
+    with tw.watch(model, optimizer, **options):
+        for _ in range(steps):
+            rows = torch.randperm(32)[:8]
+            optimizer.zero_grad()
+            logits = model(X[rows])
+            F.cross_entropy(logits.softmax(1) if planted else logits, Y[rows]).backward()
+            optimizer.step()
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.slow
+def test_nothing_found_is_said_with_what_was_examined(tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "run"
+    found, examined, verdict, run, page = lines_of(capsys, out=out)
+    assert found == "diagnosis: nothing found"
+    numbers = re.fullmatch(
+        r"examined  20 recorded steps, (\d+) of them replayed; (\d+) checks passed \((.+)\), \d+ do not apply, "
+        r"\d+ had nothing to examine",
+        examined,
+    )
+    assert numbers and int(numbers[1]) > 3 and int(numbers[2]) > 10
+    kinds = {kind: int(count) for kind, count in re.findall(r"(\w+) (\d+)", numbers[3])}
+    assert {"gradient", "loss", "update"} <= kinds.keys() and sum(kinds.values()) == int(numbers[2])
+    assert verdict.startswith("verdict: finished without a finding: training loss ")
+    assert run.split() == ["run", str(out)]
+    assert page.split() == ["page", "trainwright", "serve", str(out), "#", "or", "open", str(out / "report.html")]
+    assert (out / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_without_a_folder_there_is_no_page(capsys: Captured) -> None:
+    assert [line.split()[0] for line in lines_of(capsys, out=None)] == ["diagnosis:", "examined", "verdict:"]
+
+
+@pytest.mark.slow
+def test_a_finding_is_followed_by_the_same_lines(tmp_path: Path, capsys: Captured) -> None:
+    said = lines_of(capsys, out=tmp_path / "run", planted=True)
+    assert said[0].startswith("diagnosis: ") and "1. critical: loss.softmax_before_ce" in said[1]
+    assert [line.split()[0] for line in said[-5:]] == ["examined", "verdict:", "run", "page", "more"]
+    assert said[-1] == "more     trainwright explain loss.softmax_before_ce"
+
+
+def test_checks_that_need_no_replay(capsys: Captured) -> None:
+    _, examined, *others = lines_of(capsys, out=None, laws="cheap")
+    assert "none of them replayed" in examined and not any("not examined" in line for line in others)
+
+
+def test_what_could_not_be_replayed_is_said_with_the_reason(capsys: Captured) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        return loss
+
+    with tw.watch(model, optimizer, out=None):
+        for _ in range(6):
+            optimizer.step(closure)
+    said = capsys.readouterr().err
+    assert re.search(r"^not replayed  6 of 6 steps: .*closure", said, re.MULTILINE), said
+
+
+def test_a_loop_without_a_step_has_no_loss(capsys: Captured) -> None:
+    said = "\n".join(lines_of(capsys, steps=0, out=None))
+    assert "examined  0 recorded steps" in said and "no loss was measured" in said
+
+
+@pytest.mark.slow
+def test_a_quiet_watch_prints_nothing(capsys: Captured) -> None:
+    assert lines_of(capsys, out=None, quiet=True) == []

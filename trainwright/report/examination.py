@@ -1,0 +1,81 @@
+"""What the doctor examined in a run, what it could not examine, and why: a line or two for a person."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trainwright.doctor.law import LawState
+from trainwright.runlog.json_values import JsonValue
+from trainwright.runlog.records import Examined, Record, Watched
+
+_OF_EACH_EXAMINATION = {"casts", "batch", "again"}
+"""Experiments of which each examination of a step runs one or more."""
+MAX_REASON_CHARS, MAX_NAMES = 200, 4
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was examined.
+
+    Args:
+        steps: Steps with a record; of a long run not every step has one.
+        replayed: Steps that were replayed and examined closely.
+        laws: The result of each check; none where no check was applied.
+        blind: Why steps could not be replayed, with the number of recorded steps, the most frequent reason first.
+        not_run: Experiments that were due and have not run.
+    """
+
+    steps: int
+    replayed: tuple[int, ...]
+    laws: tuple[LawState, ...] = ()
+    blind: tuple[tuple[str, int], ...] = ()
+    not_run: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, records: Iterable[Record], laws: Sequence[LawState] = (), not_run: Sequence[str] = ()) -> Examination:
+        """From the records of a run."""
+        every = tuple(records)
+        examined = [each for each in every if isinstance(each, Examined) and "blind" not in each.values]
+        close = [each.step for each in examined if each.experiment in _OF_EACH_EXAMINATION]
+        watched = [each for each in every if isinstance(each, Watched)]
+        blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
+        return cls(len(watched), tuple(dict.fromkeys(close)), tuple(laws), tuple(blind.most_common()), tuple(not_run))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many checks had each result."""
+        return dict(Counter(each.state for each in self.laws))
+
+    def lines(self) -> Iterator[str]:
+        """What was examined; then, where something was not, what and why."""
+        recorded = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
+        replayed = f"{len(self.replayed) or 'none'} of them replayed"
+        yield "; ".join([f"examined  {recorded}, {replayed}", *self._checks()])
+        if self.blind:
+            reason, count = self.blind[0]
+            yield f"not replayed  {count:,} of {self.steps:,} steps: {' '.join(reason.split())[:MAX_REASON_CHARS]}"
+        if self.not_run:
+            names = ", ".join(self.not_run[:MAX_NAMES]) + (", ..." if len(self.not_run) > MAX_NAMES else "")
+            have = "experiments have" if len(self.not_run) > 1 else "experiment has"
+            yield f"not examined  {len(self.not_run)} {have} not run: {names}"
+
+    def _checks(self) -> Iterator[str]:
+        if not self.laws:
+            return
+        held = Counter(each.name.partition(".")[0] for each in self.laws if each.state == "held")
+        kinds = ", ".join(f"{family} {count}" for family, count in held.items())
+        others = {"broken": "did not", "not applicable": "do not apply", "not looked at": "had nothing to examine"}
+        counted = [f"{self.counts[state]} {words}" for state, words in others.items() if state in self.counts]
+        yield ", ".join([f"{sum(held.values())} checks passed{f' ({kinds})' if kinds else ''}", *counted])
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """What ``--json`` prints."""
+        return {
+            "steps": self.steps,
+            "replayed": list(self.replayed),
+            "checks": self.counts,
+            "not_replayed": dict(self.blind),
+            "not_run": list(self.not_run),
+        }

@@ -1,0 +1,436 @@
+"""The verdict on a run: the outcome in one word and one sentence, from what was measured and nothing else.
+
+The process that ends a run judges it and writes the verdict into its log. Terminal, page, list of runs and ``--json``
+show that verdict. A run without an end record is judged by the reader, with the same function.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from trainwright.doctor.trend import slope_in_errors
+from trainwright.runlog.ending import KILLED, RUNNING, UNKNOWN, state_of
+from trainwright.runlog.figures import figure
+from trainwright.runlog.findings import Severity, findings_in
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read_course, read_end
+from trainwright.runlog.records import (
+    Ended,
+    Evaluated,
+    Found,
+    Logged,
+    Record,
+    RunVerdict,
+    Skipped,
+    Started,
+    Step,
+    Watched,
+)
+
+WORDS = (
+    "critical finding",
+    "diverged",
+    "failed",
+    "killed",
+    "not saved",
+    "learned nothing",
+    "overfits",
+    "warning",
+    "ended early",
+    "running",
+    "no end record",
+    "not measured",
+    "not examined",
+    "no finding",
+)
+"""The words of a verdict, the gravest first; the first that applies is the verdict."""
+
+MIN_STEPS_LEARNING, MIN_LOSSES = 60, 16
+"""A run with fewer steps, or fewer recorded losses, is too short to say that it learned nothing."""
+SIGNIFICANT = 3.0
+"""Standard errors beyond chance."""
+MAX_UNSEEN_DROP = 0.1
+"""Fraction of the loss. A drop that is hidden in the noise must surely be smaller to say that nothing was learned."""
+NOISES_OF_A_RISE = 3.0
+"""A loss that diverges stands at least so many times its own noise above the first one."""
+MAX_VALIDATION_DROP = 0.02
+"""Fraction of the validation loss. A larger drop means that something was learned."""
+MIN_EVALUATIONS = 5
+"""On the same samples, to say how the validation loss goes."""
+NOISES_OF_OVERFITTING = 5.0
+"""Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
+MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
+"""The same rise, as a fraction of the range of the validation loss, and of the fall of the training loss meanwhile."""
+STILL_FALLS = -2.0
+"""Slope of the losses of the second half of a run, in standard errors."""
+LEARNED_NOTHING_CODE = "law.loss.knows_more_than_nothing"
+MAX_LOSS = 1e100
+"""Larger losses count as not finite: sums of them may not be finite."""
+MAX_REASON_CHARS = 160
+
+Losses = Sequence[tuple[int, float]]
+"""Training losses by step, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictFacts:
+    """What a verdict is made of.
+
+    Args:
+        state: How the run stands (``runlog/ending.py``).
+        reason: Why it ended.
+        step: Steps that were taken, of ``planned_steps``.
+        losses: Training losses by step. Those of a long run may be means over spans of steps.
+        is_one_objective: The training loss is one function of the weights and of a fixed data set. Then the first
+            losses and the last ones can be compared. It is not so for adversarial training, policies and streams.
+        chance: The loss of a uniform guess among all classes.
+        evaluations: Evaluations in their order.
+        findings: The findings of the doctor.
+        skipped: Updates that were not made.
+        examined: False: the doctor did not examine the run.
+        saved: False: the last state could not be saved.
+        troubles: Further facts for the sentence.
+        references: Losses that mean something, by name.
+    """
+
+    state: str
+    reason: str = ""
+    step: int = 0
+    planned_steps: int | None = None
+    losses: Losses = ()
+    is_one_objective: bool = False
+    chance: float | None = None
+    evaluations: Sequence[Evaluated] = ()
+    findings: Sequence[Found] = ()
+    skipped: int = 0
+    examined: bool = True
+    saved: bool = True
+    troubles: Sequence[str] = ()
+    references: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a record of its end was written."""
+        return self.state not in (RUNNING, KILLED, UNKNOWN)
+
+
+class _Claim(NamedTuple):
+    """One thing to say of a run. Without a text it only gives the word: the sentence says it already."""
+
+    word: str
+    text: str = ""
+    tells_losses: bool = False
+    best_step: int | None = None
+
+
+def judge(facts: VerdictFacts) -> RunVerdict:
+    """Returns the verdict on a run."""
+    claims = sorted(_claims(facts), key=lambda claim: WORDS.index(claim.word))
+    parts = [claim.text for claim in claims if claim.text]
+    if not any(claim.tells_losses for claim in claims):
+        parts += [_measured(facts)]
+    how = _how(facts)
+    if facts.is_over and not any(claim.text for claim in claims):
+        how += " without a finding" if facts.examined else ", not examined by the doctor"
+    elif facts.is_over:
+        how += ", but"
+    if facts.skipped:
+        parts.append(f"{facts.skipped:,} of {facts.step:,} updates were skipped (log.jsonl names each)")
+    sentence = f"{how}{' ' if how.endswith('but') else ': '}{'; '.join([*parts, *facts.troubles])}"
+    best_step = next((claim.best_step for claim in claims if claim.best_step is not None), None)
+    return RunVerdict(word=claims[0].word if claims else "no finding", sentence=sentence, best_step=best_step)
+
+
+def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
+    """Everything that applies."""
+    critical, warnings = _codes(facts, "critical"), _codes(facts, "warning")
+    if critical:
+        yield _Claim("critical finding", f"{len(critical)} critical: {', '.join(critical)}")
+    if warnings:
+        yield _Claim("warning", f"{len(warnings)} warning{'s' * (len(warnings) > 1)}: {', '.join(warnings)}")
+    if (diverged := _diverged(facts)) is not None:
+        yield _Claim("diverged", f"it diverged: {diverged}", tells_losses=True)
+    elif facts.is_over and (nothing := _learned_nothing(facts)) is not None:
+        yield _Claim("learned nothing", f"it learned nothing: {nothing}", tells_losses=True)
+    elif (overfits := _overfits(facts)) is not None:
+        yield overfits
+    if not facts.saved:
+        yield _Claim("not saved", "the last state could not be saved")
+    if facts.state in ("failed", KILLED, RUNNING, UNKNOWN):
+        yield _Claim(facts.state)
+    elif facts.state != "finished":
+        yield _Claim("ended early")
+    if not facts.step or not (_finite(facts.losses) or facts.evaluations):
+        yield _Claim("not measured")
+    if not facts.examined:
+        yield _Claim("not examined")
+
+
+def _codes(facts: VerdictFacts, severity: Severity) -> list[str]:
+    return [found.code for found in facts.findings if found.severity == severity]
+
+
+def _how(facts: VerdictFacts) -> str:
+    at = f"at step {facts.step:,}" + (f" of {facts.planned_steps:,}" if facts.planned_steps else "")
+    reason = " ".join(facts.reason.split())
+    reason = f"{reason[:MAX_REASON_CHARS]}..." if len(reason) > MAX_REASON_CHARS else reason
+    if facts.state == "finished":
+        return "finished"
+    if facts.state == "stopped":
+        return f"stopped by {reason} {at}" if reason else f"stopped {at}"
+    if facts.state == "data_exhausted":
+        return f"out of data {at}"
+    if facts.state == RUNNING:
+        return f"running, {at.removeprefix('at ')}"
+    return f"{facts.state} {at}" + (f" ({reason})" if reason else "")
+
+
+def _measured(facts: VerdictFacts) -> str:
+    """The losses at the beginning and at the end."""
+    losses, parts = _finite(facts.losses), list[str]()
+    if losses:
+        window = _end_window(len(losses))
+        begin, end = losses[0][1], statistics.fmean(loss for _, loss in losses[-window:])
+        parts.append(f"training loss {figure(begin)} -> {figure(end)}" if len(losses) > 1 else f"loss {figure(begin)}")
+    if facts.evaluations:
+        last = facts.evaluations[-1]
+        best = min(_comparable(facts.evaluations), key=_loss_or_infinity, default=last)
+        is_past = len(facts.evaluations) > 1 and best.loss < last.loss and best.step != last.step
+        seen = f"validation loss {figure(last.loss)}"
+        parts.append(seen + (f" (lowest {figure(best.loss)} at step {best.step:,})" if is_past else ""))
+    return (", ".join(parts) or "no loss was measured") + _below_reference(facts)
+
+
+def _below_reference(facts: VerdictFacts) -> str:
+    """Such as `, 1.06 below what a bigram table reaches (2.46)`."""
+    losses = _finite(facts.losses)
+    loss = facts.evaluations[-1].loss if facts.evaluations else losses[-1][1] if losses else None
+    below = [(value, name) for name, value in facts.references.items() if loss is not None and loss < value]
+    if not below or loss is None:
+        return ""
+    value, name = min(below)
+    return f", {value - loss:.2f} below what a {name} table reaches ({value:.2f})"
+
+
+def _finite(losses: Losses) -> list[tuple[int, float]]:
+    return [(step, loss) for step, loss in losses if _is_finite(loss)]
+
+
+def _is_finite(loss: float) -> bool:
+    return abs(loss) < MAX_LOSS  # not so of NaN
+
+
+def _end_window(count: int) -> int:
+    """How many of the last losses stand for the end."""
+    return max(1, min(count, max(4, count // 8)))
+
+
+class _Change(NamedTuple):
+    """The loss at the beginning and at the end, the standard error of their difference, and the noise of one loss."""
+
+    begin: float
+    end: float
+    error: float
+    noise: float
+
+    @property
+    def drop_in_errors(self) -> float:
+        drop = self.begin - self.end
+        return drop / self.error if self.error else math.copysign(math.inf, drop) if drop else 0.0
+
+
+def _changes(values: Sequence[float]) -> list[_Change]:
+    """Compares the end with the first 1, 2, 4, ... losses, up to a quarter: the beginning may be short or long."""
+    window, noise = _end_window(len(values)), noise_of(values)
+    end, counts = statistics.fmean(values[-window:]), [1]
+    while 2 * counts[-1] <= len(values) // 4:
+        counts.append(2 * counts[-1])
+    return [
+        _Change(statistics.fmean(values[:count]), end, noise * math.sqrt(1 / count + 1 / window), noise)
+        for count in counts
+    ]
+
+
+def noise_of(values: Sequence[float]) -> float:
+    """The standard deviation of single values around their course, from the differences of neighbours.
+
+    The median makes it robust against a steep beginning and a few outliers.
+    """
+    steps = [abs(after - before) for before, after in pairwise(values)]
+    return statistics.median(steps) / (0.6745 * math.sqrt(2)) if steps else 0.0
+
+
+def _still_falls(losses: Losses) -> bool:
+    newest = losses[-1][0]
+    return slope_in_errors([(step, loss) for step, loss in losses if 2 * step > newest]) < STILL_FALLS
+
+
+def _diverged(facts: VerdictFacts) -> str | None:
+    """The loss is not finite at the end; or, where losses can be compared, it rose for good."""
+    newest = [loss for _, loss in facts.losses[-5:]]
+    if newest and 2 * sum(not _is_finite(loss) for loss in newest) > len(newest):
+        return "the training loss is not finite"
+    if facts.evaluations and not _is_finite(facts.evaluations[-1].loss):
+        return "the validation loss is not finite"
+    if facts.step >= MIN_LOSSES and 2 * facts.skipped > facts.step:
+        return "most updates were skipped"
+    losses = _finite(facts.losses)
+    if not facts.is_one_objective or len(losses) < MIN_LOSSES or _still_falls(losses):
+        return None
+    values = [loss for _, loss in losses]
+    last = values[-max(MIN_LOSSES, len(values) // 4) :]
+    end, noise, begin = statistics.fmean(last), noise_of(last), values[0]
+    if len(last) < len(values) and min(last) > begin and end - begin > NOISES_OF_A_RISE * noise:
+        return f"the training loss rose from {figure(begin)} to {figure(end)}"
+    window = len(last)
+    starts = range(0, len(values) - window + 1, max(1, window // 8))
+    lowest, at = min((statistics.fmean(values[start : start + window]), start) for start in starts)
+    steepest = max(_changes(values), key=lambda change: change.drop_in_errors)
+    drop, rise = steepest.begin - lowest, end - lowest
+    if drop > 2 * SIGNIFICANT * steepest.error and rise > max(drop / 2, SIGNIFICANT * noise / math.sqrt(window)):
+        step = losses[at + window - 1][0]
+        return f"the training loss fell to {figure(lowest)} by step {step:,} and rose to {figure(end)}"
+    return None
+
+
+def _learned_nothing(facts: VerdictFacts) -> str | None:
+    if any(found.code == LEARNED_NOTHING_CODE and found.severity != "info" for found in facts.findings):
+        return "the loss is no better than that of a constant prediction, or of shuffled targets"
+    losses = _finite(facts.losses)
+    if facts.step < MIN_STEPS_LEARNING or len(losses) < MIN_LOSSES or _still_falls(losses):
+        return None
+    changes = _changes([loss for _, loss in losses])
+    surest = changes[-1]
+    if (guess := _is_a_guess(facts, surest)) is not None:
+        return guess
+    if not facts.is_one_objective or max(change.drop_in_errors for change in changes) > SIGNIFICANT:
+        return None
+    begin, end = figure(surest.begin), figure(surest.end)
+    seen = [each.loss for each in _comparable(facts.evaluations)]
+    if len(seen) >= 2 and seen[0] - min(seen[-1], seen[-2]) > MAX_VALIDATION_DROP * abs(seen[0]):
+        return None
+    if len(seen) >= MIN_EVALUATIONS:
+        return (
+            f"the training loss is {end} and was {begin}, which is within its noise, and the validation loss is "
+            f"{figure(seen[-1])} and was {figure(seen[0])}"
+        )
+    if surest.begin - surest.end + SIGNIFICANT * surest.error > MAX_UNSEEN_DROP * abs(surest.begin):
+        return None
+    return f"the training loss is {end} and was {begin}, which is within its noise"
+
+
+def _is_a_guess(facts: VerdictFacts, change: _Change) -> str | None:
+    """Whether neither the training nor the validation is better than a uniform guess among the classes."""
+    if facts.chance is None or SIGNIFICANT * change.error > MAX_UNSEEN_DROP * facts.chance:
+        return None
+    seen = [each.loss for each in facts.evaluations]
+    if change.end < facts.chance - SIGNIFICANT * change.error or any(loss < 0.99 * facts.chance for loss in seen):
+        return None
+    return f"the loss is {figure(change.end)}, and that of a guess among all classes is {figure(facts.chance)}"
+
+
+def _comparable(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
+    """Evaluations on the same samples as the first one: the last may be on the whole set."""
+    return [each for each in evaluations if each.batches == evaluations[0].batches]
+
+
+def _loss_or_infinity(seen: Evaluated) -> float:
+    return seen.loss if _is_finite(seen.loss) else math.inf
+
+
+def _noise_of_evaluations(losses: Sequence[float]) -> float:
+    """The standard deviation of single evaluations, from second differences: a smooth course has none.
+
+    The larger of two estimates: of few evaluations the median alone is often far too small.
+    """
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:])]
+    if not bends:
+        return 0.0
+    root_mean_square = math.sqrt(statistics.fmean(bend * bend for bend in bends))
+    return max(statistics.median(bends) / 0.6745, root_mean_square) / math.sqrt(6)
+
+
+def _overfits(facts: VerdictFacts) -> _Claim | None:
+    """The validation loss rose after its best while the training loss fell on, both by more than their noise."""
+    seen = [each for each in _comparable(facts.evaluations) if _is_finite(each.loss)]
+    if len(seen) < MIN_EVALUATIONS:
+        return None
+    losses = [each.loss for each in seen]
+    at = losses.index(min(losses))
+    best, rise = seen[at], min(losses[-2:]) - losses[at]  # 0 unless two evaluations followed on the best
+    if rise <= NOISES_OF_OVERFITTING * _noise_of_evaluations(losses):
+        return None
+    if rise < MIN_RISE_OF_RANGE * (max(losses) - losses[at]):
+        return None
+    training = _finite(facts.losses)
+    then = [loss for step, loss in training if step <= best.step]
+    now = [loss for step, loss in training if step > best.step]
+    if not then or not now:
+        return None
+    window = min(len(then), len(now), _end_window(len(training)))
+    before, after = statistics.fmean(then[-window:]), statistics.fmean(now[-window:])
+    error = noise_of([loss for _, loss in training]) * math.sqrt(2 / window)
+    if before - after <= SIGNIFICANT * error or rise < MIN_RISE_OF_TRAINING_DROP * (before - after):
+        return None
+    text = (
+        f"it overfits: the validation loss was lowest at step {best.step:,} ({figure(best.loss)}) and is "
+        f"{figure(losses[-1])}, while the training loss fell from {figure(before)} to {figure(after)}"
+    )
+    return _Claim("overfits", text, tells_losses=True, best_step=best.step)
+
+
+def verdict_of(folder: RunFolder) -> RunVerdict:
+    """The verdict in the log of a run; where its newest process has written none, one on what the log has so far."""
+    if not folder.log.is_file():
+        return judge(VerdictFacts(state=state_of(folder.path, ())))
+    newest = [each for each in read_end(folder.log) if isinstance(each, Started | Ended)][-1:]
+    if newest and isinstance(newest[0], Ended) and newest[0].verdict is not None:
+        return newest[0].verdict
+    records = read_course(folder.log)
+    ends = [each for each in records if isinstance(each, Ended)]
+    state = state_of(folder.path, records)
+    return judge(
+        VerdictFacts(
+            state=state,
+            reason=ends[-1].reason if ends and ends[-1].ending == state else "",
+            step=max((each.step for each in records if isinstance(each, Step | Watched | Ended)), default=0),
+            losses=losses_in(records),
+            evaluations=evaluations_in(records),
+            findings=findings_in(records),
+            skipped=sum(isinstance(each, Skipped) for each in records),
+            examined=any(isinstance(each, Watched | Found) for each in records),
+        )
+    )
+
+
+def losses_in(records: Iterable[Record]) -> list[tuple[int, float]]:
+    """Training losses by step."""
+    by_step = {each.step: each.loss for each in records if isinstance(each, Step | Watched)}
+    return [(step, by_step[step]) for step in sorted(by_step)]
+
+
+_OF_EVALUATIONS = ("val", "test", "eval", "held")
+
+
+def evaluations_in(records: Iterable[Record]) -> list[Evaluated]:
+    """Evaluations of the engine, then those that a watched loop reported by ``watch.log``."""
+    every = tuple(records)
+    logged = (_as_evaluation(each) for each in every if isinstance(each, Logged))
+    seen = [each for each in every if isinstance(each, Evaluated)]
+    return [*seen, *(each for each in logged if each is not None)]
+
+
+def _as_evaluation(logged: Logged) -> Evaluated | None:
+    """Figures with a loss that is named as one of validation."""
+    named = [
+        name for name in logged.figures if "loss" in name.lower() and any(w in name.lower() for w in _OF_EVALUATIONS)
+    ]
+    if not named:
+        return None
+    loss, metrics = logged.figures[named[0]], {name: v for name, v in logged.figures.items() if name != named[0]}
+    return Evaluated(time_s=logged.time_s, step=logged.step, loss=loss, weight=0.0, metrics=metrics, seconds=0.0)
