@@ -93,19 +93,20 @@ def test_a_run_that_breaks_the_reader_is_listed_with_the_reason(
     for name in ("bad", "good"):
         make_run(runs, name, [started(), step(1)])
 
-    def breaks(view: object) -> str:
-        name = str(getattr(view, "path", None) or view.folder.path)  # type: ignore[attr-defined]
-        if "bad" in name:
+    def breaks(path: Path) -> str:
+        if "bad" in str(path):
             raise ZeroDivisionError(f"an odd file{EVIL}")
         return "running"
 
     if where == "view":
-        monkeypatch.setattr("trainwright.pages.log.LogSoFar.advance", lambda log, for_s=0.0: breaks(log))
-        monkeypatch.setattr("trainwright.report.runs.state_of", lambda folder, records: breaks(folder))
+        monkeypatch.setattr("trainwright.pages.log.LogSoFar.advance", lambda log, for_s=0.0: breaks(log.path))
+        monkeypatch.setattr("trainwright.report.runs.state_of", lambda path, records: breaks(path))
         table = invoke("runs", "runs")
         assert "cannot be read: ZeroDivisionError: an odd file" in table and "runs/good" in table
     else:
-        monkeypatch.setattr("trainwright.pages.view.RunView.state", property(breaks))
+        monkeypatch.setattr("trainwright.pages.view.RunView.state", property(lambda view: breaks(view.folder.path)))
     page = overview_page(RunShelf([runs]).overview())
     assert 'data-name="bad" data-state="cannot be read"' in page and "ZeroDivisionError: an odd file" in page
     assert 'data-name="good" data-state="' in page
+    head, *rows = page[page.index('<table id="runs">') : page.index("</table>")].split("<tr")[1:]
+    assert len(rows) == 2 and {row.count("<td") for row in rows} == {head.count("<th")}
