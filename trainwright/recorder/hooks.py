@@ -33,6 +33,7 @@ from trainwright.recorder.listener import (
 )
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.object_hooks import OBJECT_WRAPPERS
+from trainwright.recorder.optimizers import Updates, same_optimizer
 from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -144,13 +145,19 @@ def _forget_in_forks() -> None:
         os.register_at_fork(after_in_child=forget)
 
 
-def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+_updates = Updates()
+
+
+def _on_step(stepping: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    optimizer = same_optimizer(stepping)
+    if not has_listeners() or not _updates.begins(optimizer, stepping):
+        return None
     if len(args) == 1 and not kwargs:  # nearly always, and it is asked in every step
         tell("on_step", optimizer, ())
         return None
     values = (*args[1:], *kwargs.values())
     closure = next(filter(callable, values), None)
-    if closure is None or not has_listeners():
+    if closure is None:
         tell("on_step", optimizer, values)
         return None
     calls = 0
@@ -171,8 +178,10 @@ def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
     }
 
 
-def _on_stepped(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-    tell("on_stepped", optimizer)
+def _on_stepped(stepping: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    optimizer = same_optimizer(stepping)
+    if has_listeners() and _updates.ends(optimizer, stepping):
+        tell("on_stepped", optimizer)
 
 
 _OF_BACKWARD = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
@@ -224,7 +233,7 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
 
 def _wrap_zero_grad(original: TorchFunction) -> TorchFunction:
     def zero_grad(self: object, *args: object, **kwargs: object) -> object:
-        tell("on_zero_grad", self)
+        tell("on_zero_grad", same_optimizer(self))
         return original(self, *args, **kwargs)
 
     return zero_grad
@@ -241,7 +250,7 @@ def _wrap_scale(original: TorchFunction) -> TorchFunction:
 
 def _wrap_unscale(original: TorchFunction) -> TorchFunction:
     def unscale_(self: GradScaler, optimizer: Optimizer) -> object:
-        tell("on_unscale", self, optimizer)
+        tell("on_unscale", self, same_optimizer(optimizer))
         result = original(self, optimizer)
         tell("on_gradients_changed")
         return result
@@ -259,7 +268,7 @@ def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        tell("on_scaler_step", self, optimizer, bool(seen))
+        tell("on_scaler_step", self, same_optimizer(optimizer), bool(seen))
         return result
 
     return step

@@ -309,6 +309,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         in_seconds=job.plan.extent.seconds is not None,
         accumulation=job.plan.batch.accumulation,
         warns_of_spikes=job.recipe.spikes.policy == "warn",
+        datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from trainwright.doctor.data.facts import SharedSamplesFacts
+from trainwright.doctor.data.measure.shared_samples import shared_samples
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
@@ -47,7 +49,7 @@ class EngineSession:
     Pass ``witness`` to the step function that trains. ``make_step`` makes the same step function with another witness;
     it runs a step again, with hooks and tape on. ``write`` is called with every record. ``planned_s`` is the planned
     length of the run in seconds, ``in_seconds`` whether it was asked for in seconds. ``warns_of_spikes`` is true where
-    the step function has no SpikeGuard.
+    the step function has no SpikeGuard. ``datasets`` are those of training and validation, if there is one.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class EngineSession:
         accumulation: int | None = None,
         bundles: Path | None = None,
         warns_of_spikes: bool = True,
+        datasets: tuple[object, object] | None = None,
     ) -> None:
+        self._datasets = datasets
         self._state, self.step = state, state.step
         self._bench = EngineBench(state, make_step)
         objects = self._bench.objects
@@ -86,7 +90,14 @@ class EngineSession:
         self._blind = objects.is_closed  # why no step can be run again
         self._trained_s, self._first_step = 0.0, self.step
         self._busy_at = 0  # until this step a calm one has nothing to do but to wait to be judged
+        self._compare_datasets(reads=False)
         self._prepare_next(self.step)
+
+    def _compare_datasets(self, *, reads: bool) -> None:
+        """Compares the validation set with the training set, once. ``reads``: samples may be read."""
+        if self._datasets is not None and (facts := shared_samples(*self._datasets, reads=reads)) is not None:
+            self._datasets = None
+            self.log.examined(max(1, self.step), {SharedSamplesFacts.experiment: facts})
 
     def let_go(self) -> bool:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""
@@ -212,6 +223,7 @@ class EngineSession:
             assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
             loss, norm = float(newest.loss), float(newest.grad_norm)
             self._make_program(newest, Numbers.of((loss,), loss, norm))
+        self._compare_datasets(reads=True)
         allowed_s = self._looks.last_look_s(self._trained_s)
         self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
 
@@ -255,6 +267,7 @@ class EngineObserver:
         in_seconds: bool = False,
         accumulation: int | None = None,
         warns_of_spikes: bool = True,
+        datasets: tuple[object, object] | None = None,
     ) -> None:
         self._folder, self._say = folder.path, say
         self._journal = Journal(LogWriter(folder.log), say)
@@ -271,6 +284,7 @@ class EngineObserver:
             accumulation=accumulation,
             bundles=folder.bundles,
             warns_of_spikes=warns_of_spikes,
+            datasets=datasets,
         )
 
     @property

@@ -43,9 +43,8 @@ Noted: TypeAlias = tuple[RecordedStep, Numbers] | PlainNumbers
 class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
-    ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
-    about. ``known`` are the records of an earlier process. ``complete`` is called before a step becomes a record.
-    ``laws`` are those that the run is judged by.
+    ``write`` takes every record that is to be kept. ``known`` are the records of an earlier process. ``complete`` is
+    called before a step becomes a record. ``laws`` are those that the run is judged by.
     """
 
     def __init__(
@@ -53,14 +52,13 @@ class FindingsLog:
         runner: ExperimentRunner,
         probes: Sequence[Probe],
         write: Callable[[Record], None],
-        point_at: Callable[[str], str | None] = lambda code: None,
         *,
         known: Iterable[Record] = (),
         complete: Callable[[RecordedStep], None] = lambda step: None,
         laws: Sequence[Law] = LAWS,
     ) -> None:
         self._laws = laws
-        self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
+        self._runner, self._probes, self._write = runner, probes, write
         self._records, self._complete = list(known), complete
         self._unrecorded: deque[Noted] = deque()
         self._findings = FindingsWriter(write)
@@ -150,10 +148,8 @@ class FindingsLog:
         return Examination.of(self.records, self._states, self._runner.not_run)
 
     def _line_of(self, found: Found) -> str | None:
-        """The line of the user's source: where a call was seen, what the syntax shows, or where its op was called."""
-        if (line := found.where.source or self._point_at(found.code)) is not None:
-            return line
-        return line_of_op(found.where, calls_at(Case(self._records), found.step))
+        """The line of the user's source: where a call was seen, or where its op was called."""
+        return found.where.source or line_of_op(found.where, calls_at(Case(self._records), found.step))
 
     def _record_oldest(self) -> None:
         """Some steps of a calm run become records, and each that has something to tell."""

@@ -20,10 +20,12 @@ from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.closing import StepClosing
+from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.numbers import Numbers, lateness
+from trainwright.recorder.optimizers import watching
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.program_changes import ProgramChanges
@@ -82,8 +84,7 @@ class WatchOptions:
 class WatchSession:
     """Records the last steps of a loop, looks closely at those that are due, and asks the doctor.
 
-    ``write`` takes every record that is to be kept, ``say`` a line to print. ``point_at`` gives the line of the user's
-    source that a code is about.
+    ``write`` takes every record that is to be kept, ``say`` a line to print.
     """
 
     def __init__(
@@ -94,7 +95,6 @@ class WatchSession:
         options: WatchOptions,
         *,
         write: Callable[[Record], None],
-        point_at: Callable[[str], str | None] = lambda code: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._options, self._roots, self._begin_s, self._trained_s, self.step = options, list(roots), 0.0, 0.0, 0
@@ -113,7 +113,7 @@ class WatchSession:
         of_families = probes_of_families(self._objects, objects, live=True)
         self._probes = [*make_probes(self._objects, objects), *of_families, self._changes]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
-        self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
+        self.findings_log = FindingsLog(runner, self._probes, write, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
@@ -122,14 +122,19 @@ class WatchSession:
         resting = [self.recording, *(each for each in self._probes if each.rests or each.closes_late)]
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
-        self._group = [self.recording, self._closing, *self._probes]
-        self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
+        self._group = [self.recording, self._closing, objects.sites, *self._probes]
+        self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
+        reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
+        self._blind = next((each for each in reasons if each), None)  # why no step can be run again
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         begin_all(self._probes, self._site)
+        self._open.enter_context(watching(self._objects.optimizers))
         self._open.enter_context(listening(self._group, self._roots))
+        for each in self._foreign:
+            self._open.enter_context(each.listening())
         self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
@@ -158,6 +163,11 @@ class WatchSession:
             self.recording.fail(failure)
         finally:
             self._open.close()
+
+    @property
+    def limits(self) -> list[str]:
+        """What of this loop is not watched."""
+        return [each.limits for each in self._foreign]
 
     @property
     def is_forked(self) -> bool:
