@@ -19,7 +19,17 @@ from trainwright.profiling.facts import ModuleTime, OperatorTime, ProfileFacts
 from trainwright.report.bad_cases import BadCase, BadCases, ConfidenceBin, Confused, LossSlice, ShownSample
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Logged, NotSaved, OutOfMemory, Quarantined, Record, Replayed, Skipped, to_json
+from trainwright.runlog.records import (
+    Logged,
+    NotSaved,
+    OutOfMemory,
+    Quarantined,
+    Record,
+    Replayed,
+    Skipped,
+    Unexamined,
+    to_json,
+)
 
 
 def make_whole_run(root: Path) -> Path:
@@ -76,6 +86,9 @@ def _add_records(folder: RunFolder) -> None:
         ),
         NotSaved(time_s=BEGAN_S, step=6, reason="the disk is full"),
         Replayed(time_s=BEGAN_S, step=5, bundle="b", same_bits=True, outcome="o"),
+        Unexamined(
+            time_s=BEGAN_S, step=8, experiments=("casts",), examined_s=0.1, trained_s=3.0, bundle="step-00000008"
+        ),
         Logged(time_s=BEGAN_S, step=5, figures={"val/loss": 0.5, "x": 1.0}),
         OutOfMemory(
             time_s=BEGAN_S,

@@ -77,6 +77,7 @@ def served() -> None:
 
 ACTS: dict[str, Callable[[], object]] = {
     "diagnose": lambda: invoke("diagnose", "runs/bad"),
+    "deep": lambda: invoke("diagnose", "runs/bad", "--deep"),
     "laws": lambda: invoke("laws", "runs/bad"),
     "runs": listed,
     "serve": served,
@@ -90,7 +91,7 @@ ACTS: dict[str, Callable[[], object]] = {
 SHOWN = ("report", "serve", "compare")
 STEP = "checkpoints/step-00000008"
 READ_BY = {
-    "log.jsonl": ("diagnose", "laws", "runs", *SHOWN),
+    "log.jsonl": ("diagnose", "deep", "laws", "runs", *SHOWN),
     "recipe.yaml": ("diagnose", "runs", "export", "resume", "replay", *SHOWN),
     **dict.fromkeys(("plan.json", "provenance.json"), ("runs", *SHOWN)),
     **dict.fromkeys(("model.json", "profile.json", "errors.json", "graph.svg"), SHOWN[:2]),
@@ -179,7 +180,7 @@ def test_a_diagnosis_of_values_that_no_run_writes(bad: Path) -> None:
     count = 0
     for number, (line, write) in enumerate(one_of_each_kind(bad / "log.jsonl")):
         kind = json.loads(line)["kind"]
-        if kind not in ("examined", "watched", "found", "ended", "started"):
+        if kind not in ("examined", "unexamined", "watched", "found", "ended", "started"):
             continue
         for text in [*mutants(json.loads(line), number)][:: 9 if kind == "examined" else 3]:
             write(text)

@@ -160,5 +160,5 @@ def test_a_scheduler_of_an_optimizer_that_never_steps_is_found() -> None:
 
 
 def test_what_holds_no_optimizer_is_refused() -> None:
-    with pytest.raises(UsageError, match="the optimizer is a Both"):
-        tw.watch(nn.Linear(2, 2), Both(), out=None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the optimizer is a Linear"):
+        tw.watch(nn.Linear(2, 2), nn.Linear(2, 2), out=None)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ class WatchChoices(TypedDict, total=False):
     memory_bytes: int | None
     patience_s: float
     laws: str | OwnLaw | Sequence[str | OwnLaw]
+    examine: Literal["budget", "all"]
     profile: bool | int
     layers: bool
     sinks: Sequence[str]

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from trainwright.plan.make import Plan
 
-COUNTED = "steps and waiting for data; evaluation, saving, looks and samples come on top"
+COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """What the seconds of ``until`` count."""
-ALL_COUNTED = "the start, training, evaluation, looks, samples and the last save"
+ALL_COUNTED = "from the first step on: training, evaluation, examinations, samples and the last save"
 """What they count where the whole run must be over."""
 
 
@@ -70,8 +70,6 @@ def corrected(step_s: float, foretold_s: float, left_s: float, now_s: float) -> 
 
 
 def _end_by_the_clock(left_s: float, now_s: float) -> str:
-    if left_s < 0:
-        return f"the start took {human_seconds(-left_s)} longer than that; a second of training all the same"
     return f"{time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
 
 

@@ -26,13 +26,13 @@ _SUFFIXES = (".yaml", ".yml")
 class Loaded:
     """A validated recipe, and where each of its values was written.
 
-    ``end_s``: when a run that is counted in seconds must be over, all included, by ``time.perf_counter``; None: its
-    seconds are those of training.
+    ``within_s``: the seconds by the clock from the first step of the run to its end, all included; None: it may take
+    as long as it takes.
     """
 
     recipe: Recipe
     source: Source
-    end_s: float | None = None
+    within_s: float | None = None
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,24 +40,42 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
 from trainwright.state.transforms import innermost_transform
 
+Before: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
+After: TypeAlias = Callable[[nn.Module, Args, object], None]
+
+
+class CallHooks:
+    """Hooks on the forward calls of some modules, which can be taken off and put on again."""
+
+    def __init__(self, modules: Sequence[nn.Module], before: Before, after: After) -> None:
+        self._modules, self._before, self._after = modules, before, after
+        self._hooks = ExitStack()
+
+    def put_on(self) -> None:
+        for module in self._modules:
+            self._hooks.enter_context(call_hooks(module, self._before, self._after))
+
+    def take_off(self) -> None:
+        self._hooks.close()
+
 
 @contextmanager
-def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[None]:
+def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``roots``, and every backward, step, ... of this thread.
 
     Torch's classes are patched while any listener is registered, and unpatched after the last. A process that is forked
-    meanwhile has none.
+    meanwhile has none. Returns the hooks of the forward calls.
     """
     _forget_in_forks()
     mine = [(listener, threading.get_ident()) for listener in group]
-    with listening_to_calls(group, roots):
+    with listening_to_calls(group, roots) as hooks:
         with _changing:
             if not listeners:
                 _patches.enter()
             listeners.extend(mine)
             sort_listeners()
         try:
-            yield
+            yield hooks
         finally:
             with _changing:
                 listeners[:] = [each for each in listeners if each not in mine]
@@ -67,7 +85,7 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 
 
 @contextmanager
-def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
+def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``modules`` in this thread.
 
     Calls inside of another one of them are left out: they are not the loop's. So are calls inside of backward, where
@@ -94,10 +112,12 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         if not first.depth:
             call_each(ends, root, output)
 
-    with ExitStack() as undo:
-        for module in modules:
-            undo.enter_context(call_hooks(module, before, after))
-        yield
+    hooks = CallHooks(modules, before, after)
+    hooks.put_on()
+    try:
+        yield hooks
+    finally:
+        hooks.take_off()
 
 
 class _LoaderIterator(Protocol):

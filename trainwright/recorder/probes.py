@@ -42,11 +42,15 @@ class LoopObjects:
 
 @dataclass(frozen=True)
 class WatchSite:
-    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look."""
+    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look.
+
+    ``examines_all``: a probe may take as long as it needs.
+    """
 
     folder: Path | None
     write: Callable[[Record], None]
     say: Callable[[str], None]
+    examines_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ from trainwright.runlog.secrets import masked
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
+from trainwright.watching.budget import Examine
 from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnLaw
 from trainwright.watching.layers import layer_probes
@@ -120,7 +121,7 @@ class Watch:
     def _closing_lines(self, ended: records.Ended) -> Iterator[str]:
         """What was found, what was examined, the verdict, and where to read more."""
         yield from lines_of(self.findings())
-        yield from self.session.findings_log.examination().lines()
+        yield from self.session.findings_log.examination().lines(self.folder.path if self.folder else None)
         if ended.verdict is not None:
             yield f"verdict: {ended.verdict}"
         if self.folder is not None:
@@ -228,6 +229,7 @@ def watch(
     memory_bytes: int | None = None,
     patience_s: float = 60.0,
     laws: str | OwnLaw | Sequence[str | OwnLaw] = "all",
+    examine: Examine = "budget",
     profile: bool | int = False,
     layers: bool = True,
     sinks: Sequence[str] = (),
@@ -261,6 +263,9 @@ def watch(
         laws: What the loop is judged by: ``"all"``, ``"cheap"`` (no step is run again), or a list of families and laws
             by name (``trainwright laws`` lists them). A function of your own is a law too: it is called at every
             checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
+        examine: How much of the loop is examined. ``"budget"``: examinations take at most 3 % of the training time so
+            far, and at most 4 % and 3 s more at the end; what found no time is said. ``"all"``: everything is examined
+            at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
         layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md), where this
@@ -275,6 +280,7 @@ def watch(
     """
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
     require_policy("on_spike", on_spike)
+    require_choice("examine", examine, ("budget", "all"))
     roots = _several(model, nn.Module, "model")
     for root in roots:
         require_python(root)
@@ -297,6 +303,7 @@ def watch(
         folder.bundles if folder else None,
         _to_skip(skip),
         *judged_by,
+        examine,
     )
     return Watch(
         roots,

@@ -32,7 +32,7 @@ def probes(watched: WatchedObjects) -> list[Probe]:
     return [TiesProbe(watched)]
 
 
-@experiment(FunctionFacts.experiment, when="first")
+@experiment(FunctionFacts.experiment, when="first", value=2.0)
 def function(session: ReplaySession) -> Facts:
     """The forward pass in eval mode with other random numbers, other neighbours, less padding, another future."""
     passes = EvalPasses(session)

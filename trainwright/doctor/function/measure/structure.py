@@ -175,7 +175,7 @@ def wired(session: ReplaySession) -> _Wiring:
     return wiring
 
 
-@experiment("structure", when="first")
+@experiment("structure", when="first", steps=1.3, value=2.0)
 def structure(session: ReplaySession) -> Facts:
     """What is trained, what the graph reaches, and which linear layers follow each other with nothing in between."""
     wiring, held = _Wiring(session), _held_by_modules(session)
@@ -257,7 +257,7 @@ def _held(value: object, depth: int = 4) -> Iterator[Tensor]:
         yield from _held(list(value.values()), depth - 1)
 
 
-@experiment("isolation", when="first")
+@experiment("isolation", when="first", steps=1.0, value=2.0)
 def isolation(session: ReplaySession) -> Facts:
     """Whether the outputs for a sample change when another sample does, in eval mode."""
     size = session.size

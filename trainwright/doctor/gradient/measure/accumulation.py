@@ -90,7 +90,7 @@ class _Means:
         return True, float(target.numel()) if isinstance(target, Tensor) else None
 
 
-@experiment("accumulation", when="checkup")
+@experiment("accumulation", when="checkup", steps=0.0)
 def accumulation(session: ReplaySession) -> Facts:
     """For a step of several backward passes: whether each has its own batch, the weight and the count of each."""
     backwards = [each for each in session.recorded_step.program if isinstance(each, Backward)]
@@ -178,7 +178,7 @@ def _is_finite(gradients: Iterable[Tensor | None]) -> bool:
     return all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
-@experiment("token_weights", when="requested")
+@experiment("token_weights", when="requested", steps=6.0)
 def token_weights(session: ReplaySession) -> Facts:
     """Compares the gradient of the step with that of its micro-batches weighted by their counts."""
     counts = accumulation(session).get("counts") or []

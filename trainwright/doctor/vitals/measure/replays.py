@@ -87,7 +87,7 @@ def _effect(session: ReplaySession, names: list[str], loss: float) -> float:
     return change if not math.isfinite(change) or change > ROUNDING else 0.0
 
 
-@experiment(OtherRatesFacts.experiment, when="requested")
+@experiment(OtherRatesFacts.experiment, when="requested", steps=54.0)
 def other_rates(session: ReplaySession) -> Facts:
     """The losses of a few updates on this batch alone, by a factor of the learning rate."""
     losses: list[tuple[float, ...]] = []
