@@ -517,6 +517,18 @@ def test_the_verb() -> None:
     assert code == 2 and "nowhere does not exist" in message
 
 
+def test_an_export_writes_through_no_link(folder: Path) -> None:
+    run, elsewhere = trained(MLP).run, folder / "elsewhere"
+    elsewhere.mkdir()
+    (run / "export").symlink_to(elsewhere)
+    code, message = invoke("export", str(run))
+    assert code == 1 and "export: it is a symbolic link" in message and "remedy" in message
+    assert list(elsewhere.iterdir()) == []
+    (folder / "nowhere").symlink_to(elsewhere / "x")
+    with pytest.raises(UsageError, match="is there already"):
+        export(run, format="safetensors", out=folder / "nowhere")
+
+
 @pytest.mark.slow
 @theirs_warn
 def test_every_command_of_the_page_runs(folder: Path) -> None:

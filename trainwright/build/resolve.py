@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, install_remedy, text_of, unknown_args
-from trainwright.recipe import Row
+from trainwright.recipe import Row, require_unmasked
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LIVE = "live"
@@ -97,6 +97,7 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
     """Returns the result of the callable with ``args``. Raises RecipeError for any error in it."""
+    require_unmasked(args, f"{path}.args", source)
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"
 

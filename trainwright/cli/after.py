@@ -11,6 +11,7 @@ import typer
 
 from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, prints_aside, say_to, verb
 from trainwright.errors import UsageError
+from trainwright.runlog.printing import printable
 from trainwright.version import __version__
 
 ModelOf = Annotated[
@@ -114,9 +115,9 @@ def export(
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
-        print(f"stepped over: {message}", file=sys.stderr)
+        print(printable(f"stepped over: {message}"), file=sys.stderr)
     summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
-    print(json.dumps(done.to_json()) if as_json else summary)
+    print(json.dumps(done.to_json()) if as_json else printable(summary))
 
 
 @verb()

@@ -22,6 +22,7 @@ from trainwright.cli.app import (
     seconds_of,
     verb,
 )
+from trainwright.runlog.printing import printable
 
 
 @verb()
@@ -173,5 +174,5 @@ def env(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps({"lines": [vars(line) for line in lines], "exit": exit_status(lines)}))
     else:
-        print(render(lines))
+        print(printable(render(lines)))
     raise typer.Exit(exit_status(lines))

@@ -119,6 +119,8 @@ def human_bytes(count: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """Such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
+    if not math.isfinite(seconds):
+        return "not finite"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:

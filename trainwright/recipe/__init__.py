@@ -16,7 +16,7 @@ from trainwright.recipe.catalog import (
 )
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.editor import json_schema
-from trainwright.recipe.load import Loaded, dump, from_mapping, load
+from trainwright.recipe.load import Loaded, dump, dump_masked, from_mapping, load
 from trainwright.recipe.reading import Data, Dataset
 from trainwright.recipe.schema import (
     Batch,
@@ -35,7 +35,7 @@ from trainwright.recipe.schema import (
     SpikeHandling,
 )
 from trainwright.recipe.section import Part
-from trainwright.recipe.source import Source, problem
+from trainwright.recipe.source import Source, problem, require_unmasked
 
 __all__ = [
     "DATASETS",
@@ -71,9 +71,11 @@ __all__ = [
     "SpikeHandling",
     "Unit",
     "dump",
+    "dump_masked",
     "from_mapping",
     "json_schema",
     "load",
     "optimizer_row",
     "problem",
+    "require_unmasked",
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from trainwright.runlog.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runlog.json_values import JsonValue, strict
 
 NAME = "errors.json"
@@ -122,12 +124,13 @@ class BadCases:
         return list(_lines(self))
 
 
-def bad_cases_in(text: str) -> BadCases | None:
-    """The content of ``errors.json``; None where it is not such a file, which anybody may have written."""
+def read_bad_cases(path: Path) -> BadCases:
+    """Reads ``errors.json``. Raises UnreadableFile where it is not as ``trainwright errors`` writes it."""
+    value = read_json(path, BUNDLE)
     try:
-        return TypeAdapter(BadCases).validate_json(text)
-    except ValidationError:
-        return None
+        return TypeAdapter(BadCases).validate_python(value)
+    except ValidationError as error:
+        raise UnreadableFile(path, f"{error.error_count()} of its values are not those of a list of errors") from None
 
 
 def _lines(cases: BadCases) -> Iterator[str]:

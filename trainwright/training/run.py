@@ -36,10 +36,11 @@ from trainwright.observe.terminal import Console
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
-from trainwright.recipe import Loaded
+from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import ensure_identity
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended, Found, RunVerdict
 from trainwright.state.rng import preserved_rng
@@ -76,10 +77,11 @@ Extra = Callable[[Job, RunFolder, Progress], Observer]
 
 @dataclass(frozen=True)
 class Stage:
-    """What a run needs besides its job: its folder and the lock on it, output, signals, and the other ranks."""
+    """What a run needs besides its job: its folder, the lock on it and its identity, output, signals, other ranks."""
 
     folder: RunFolder
     lock: RunLock
+    identity: str
     progress: Progress
     signals: Signals
     world: World
@@ -107,6 +109,7 @@ def train(
     launch = Launch.read(os.environ)
     with all_at_once(loaded, parts, launch.size):
         require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
+        require_unmasked(loaded.recipe.model_dump(), "", loaded.source)
         require_channels(loaded.recipe.alerts)
     with (
         process_settings(seeds=parts is None or parts.generators is None),
@@ -156,9 +159,9 @@ def _lead(
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     if start.serve:
-        serve_beside(folder, progress.say)
+        serve_beside(folder, progress.print)
     world.agree(folder)
-    return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
+    return _run(job, Stage(folder, lock, ensure_identity(folder), progress, signals, world, earlier), extras)
 
 
 @contextmanager
@@ -335,7 +338,8 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         listener=logbook.recorder,
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
-        keep_there=keep_there(stage.folder, job, stage.progress.say),
+        run=stage.identity,
+        keep_there=keep_there(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
         clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # the other ranks are not asked
     )
 

@@ -37,8 +37,10 @@ from trainwright.report.verdict import VerdictFacts, evaluations_in, judge, loss
 from trainwright.runlog import records
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
+from trainwright.runlog.printing import printable
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
+from trainwright.runlog.secrets import masked
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
@@ -243,7 +245,7 @@ class Watch:
             with suppress(
                 OSError, ValueError
             ):  # stderr was closed: no reason to end the loop, or to hide its exception
-                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+                self._console.print(printable(masked(line)), highlight=False, markup=False, soft_wrap=True)
 
 
 def watch(

@@ -22,6 +22,7 @@ from trainwright.recipe import Recipe, load
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Evaluated, Record, Started, Step
+from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.state.examine import CheckpointDifference, differences, examine
 from trainwright.state.manifest import name_of
 from trainwright.verbs.verify.trial import OTHER_DISK, STEP_S, TrialPart
@@ -177,7 +178,7 @@ class _TrialRuns:
         """Runs the straight and the interrupted run and compares them."""
         begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
         straight = self._straight("straight")
-        precision = str(json.loads(straight.plan.read_text())["precision"])
+        precision = read_as(straight.plan, PlanFile).precision
         self.shared.append(f"precision={precision}")  # measured once: two processes might measure differently
         halves = self._interrupted()
         upto, log, cause = n, _first_difference(straight, halves, range(1, n + 1), "before its end"), None
