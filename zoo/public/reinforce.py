@@ -93,7 +93,7 @@ def main(watch, seed, folder):
                 print(
                     f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}"
                 )
-            if running_reward > 100:
+            if running_reward > 130:
                 print(f"Solved! Running reward is now {running_reward}!")
                 break
             if i_episode == 400:
