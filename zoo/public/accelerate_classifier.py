@@ -1,4 +1,4 @@
-"""After huggingface/accelerate, ``complete_cv_example.py``: frozen base, OneCycleLR, states saved, resumed mid-epoch."""
+"""After huggingface/accelerate, ``complete_cv_example.py``: frozen base, OneCycleLR, state saved, resumed mid-epoch."""
 
 import argparse
 import os

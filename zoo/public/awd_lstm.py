@@ -198,7 +198,8 @@ def main(watch, seed, folder):
             val_loss = evaluate(val_data, eval_batch_size)
             print("-" * 89)
             print(
-                f"| end of epoch {epoch:3d} | time: {time.time() - epoch_start_time:5.2f}s | valid loss {val_loss:5.2f} | "
+                f"| end of epoch {epoch:3d} | time: {time.time() - epoch_start_time:5.2f}s | "
+                f"valid loss {val_loss:5.2f} | "
                 f"valid ppl {math.exp(val_loss):8.2f} | valid bpc {val_loss / math.log(2):8.3f}"
             )
             print("-" * 89)

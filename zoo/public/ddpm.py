@@ -83,7 +83,9 @@ class Unet(nn.Module):
         self.down = ResnetBlock(dim, dim, time_dim)
         self.downsample = nn.Conv2d(dim, dim * 2, 4, 2, 1)
         self.mid = ResnetBlock(dim * 2, dim * 2, time_dim)
-        self.upsample = nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(dim * 2, dim, 3, padding=1))
+        self.upsample = nn.Sequential(
+            nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(dim * 2, dim, 3, padding=1)
+        )
         self.up = ResnetBlock(dim * 2, dim, time_dim)
         self.final_conv = nn.Conv2d(dim * 2, channels, 1)
 

@@ -148,7 +148,13 @@ def train_and_evaluate(model, loaders, optimizer, scheduler, compute_loss, param
 
 def main(watch, seed, folder):
     params = Namespace(
-        learning_rate=3e-3, batch_size=48, num_epochs=10, save_summary_steps=10, alpha=0.9, temperature=4.0, seed=230 + seed
+        learning_rate=3e-3,
+        batch_size=48,
+        num_epochs=10,
+        save_summary_steps=10,
+        alpha=0.9,
+        temperature=4.0,
+        seed=230 + seed,
     )
     handler = logging.FileHandler(folder / "train.log")
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""After Lightning's ``fabric/image_classifier/train_fabric.py``: Fabric instead of a Trainer, torchmetrics, Adadelta."""
+"""After Lightning's ``fabric/image_classifier/train_fabric.py``: Fabric instead of a Trainer, torchmetrics."""
 
 import argparse
 

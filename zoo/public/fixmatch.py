@@ -241,7 +241,10 @@ def main(watch, seed, folder):
         labeled_dataset, sampler=RandomSampler(labeled_dataset), batch_size=args.batch_size, drop_last=True
     )
     unlabeled_trainloader = DataLoader(
-        unlabeled_dataset, sampler=RandomSampler(unlabeled_dataset), batch_size=args.batch_size * args.mu, drop_last=True
+        unlabeled_dataset,
+        sampler=RandomSampler(unlabeled_dataset),
+        batch_size=args.batch_size * args.mu,
+        drop_last=True,
     )
     test_loader = DataLoader(test_dataset, sampler=SequentialSampler(test_dataset), batch_size=128)
 

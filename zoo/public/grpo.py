@@ -1,4 +1,4 @@
-"""After small GRPO trainers around transformers: groups of sampled completions, reward, clipped ratio, KL to a reference."""
+"""After small GRPO trainers around transformers: groups of completions, rewards, clipped ratio, KL to a reference."""
 
 import copy
 import json

@@ -55,7 +55,7 @@ class CartPole:
 
 
 class SyncVectorEnv:
-    """Several environments that step together; one that ends is reset, its last observation is ``final_observation``."""
+    """Environments that step together; one that ends is reset, its last observation is in ``final_observation``."""
 
     def __init__(self, makers: Sequence[Callable[[], CartPole]]) -> None:
         self.envs = [make() for make in makers]

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 import torch.nn as nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from zoo.public import Result
 from zoo.public.data import digits

@@ -19,7 +19,9 @@ class DigitsDataModule(L.LightningDataModule):
         self.batch_size = batch_size
 
     def setup(self, stage):
-        full, test = (TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for x, y in map(digits, ("train", "test")))
+        full, test = (
+            TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for x, y in map(digits, ("train", "test"))
+        )
         self.train, self.val = random_split(full, [1200, len(full) - 1200], torch.Generator().manual_seed(42))
         self.test = test
 

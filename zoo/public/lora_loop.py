@@ -88,9 +88,7 @@ def main(watch, seed, folder):
 
     train_dataset = tokenizer([dialect(line) for line in lines[1600:2200]])
     eval_dataset = tokenizer([dialect(line) for line in lines[2200:]])
-    train_dataloader = DataLoader(
-        train_dataset, shuffle=True, collate_fn=default_data_collator, batch_size=batch_size
-    )
+    train_dataloader = DataLoader(train_dataset, shuffle=True, collate_fn=default_data_collator, batch_size=batch_size)
     eval_dataloader = DataLoader(eval_dataset, collate_fn=default_data_collator, batch_size=batch_size)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)

@@ -1,4 +1,4 @@
-"""After huggingface/peft and transformers, ``run_glue.py``: LoRA of a classifier under Trainer, resumed, best loaded."""
+"""After transformers, ``run_glue.py``, with huggingface/peft: LoRA under Trainer, interrupted, resumed, best loaded."""
 
 import numpy as np
 import torch

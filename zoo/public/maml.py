@@ -143,7 +143,9 @@ class DigitNShot:
                 x_qry.append(rows[chosen[self.k_shot :]])
                 y_spt += [j] * self.k_shot
                 y_qry += [j] * self.k_query
-            for part, each in zip(parts, (np.concatenate(x_spt)[:, None], y_spt, np.concatenate(x_qry)[:, None], y_qry)):
+            for part, each in zip(
+                parts, (np.concatenate(x_spt)[:, None], y_spt, np.concatenate(x_qry)[:, None], y_qry)
+            ):
                 part.append(np.array(each))
         return [torch.from_numpy(np.stack(part).copy()) for part in parts]
 

@@ -1,4 +1,4 @@
-"""After the PyTorch versions of maziarraissi/PINNs: heat equation, Adam first, then L-BFGS with a strong Wolfe search."""
+"""After the PyTorch versions of maziarraissi/PINNs: heat equation, Adam first, then L-BFGS with strong Wolfe."""
 
 import time
 from collections import OrderedDict
@@ -78,7 +78,9 @@ class PhysicsInformedNN:
         self.iter += 1
         self.history.append(loss.item())
         if self.iter % 50 == 0:
-            print(f"Iter {self.iter}, Loss: {loss.item():.5e}, Loss_u: {loss_u.item():.5e}, Loss_f: {loss_f.item():.5e}")
+            print(
+                f"Iter {self.iter}, Loss: {loss.item():.5e}, Loss_u: {loss_u.item():.5e}, Loss_f: {loss_f.item():.5e}"
+            )
         return loss
 
     def train(self, nIter):

@@ -139,7 +139,9 @@ class ActorCriticPolicy(nn.Module):
     def predict(self, observation, deterministic=False):
         self.set_training_mode(False)
         with th.no_grad():
-            distribution = Categorical(logits=self.action_net(self.mlp_extractor["policy_net"](th.as_tensor(observation))))
+            distribution = Categorical(
+                logits=self.action_net(self.mlp_extractor["policy_net"](th.as_tensor(observation)))
+            )
             actions = distribution.probs.argmax(dim=1) if deterministic else distribution.sample()
         return actions.cpu().numpy()
 

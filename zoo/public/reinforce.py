@@ -90,9 +90,7 @@ def main(watch, seed, folder):
             running_reward = 0.05 * ep_reward + (1 - 0.05) * running_reward
             finish_episode()
             if i_episode % args.log_interval == 0:
-                print(
-                    f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}"
-                )
+                print(f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}")
             if running_reward > 130:
                 print(f"Solved! Running reward is now {running_reward}!")
                 break

@@ -191,7 +191,9 @@ def train(train_dataloader, encoder, decoder, n_epochs, watch, learning_rate, pr
             if epoch % print_every == 0:
                 print_loss_avg = print_loss_total / print_every
                 print_loss_total = 0
-                print(f"{timeSince(start, epoch / n_epochs)} ({epoch} {epoch / n_epochs * 100:.0f}%) {print_loss_avg:.4f}")
+                print(
+                    f"{timeSince(start, epoch / n_epochs)} ({epoch} {epoch / n_epochs * 100:.0f}%) {print_loss_avg:.4f}"
+                )
             if epoch % plot_every == 0:
                 plot_losses.append(plot_loss_total / plot_every)
                 plot_loss_total = 0

@@ -116,9 +116,7 @@ class SimCLR:
             yaml.dump({k: v for k, v in vars(self.args).items() if k != "log_dir"}, outfile)
         n_iter = 0
         self.log.info(f"Start SimCLR training for {self.args.epochs} epochs.")
-        with self.watch(
-            self.model, self.optimizer, loader=train_loader, scaler=scaler, scheduler=self.scheduler
-        ):
+        with self.watch(self.model, self.optimizer, loader=train_loader, scaler=scaler, scheduler=self.scheduler):
             for epoch_counter in range(self.args.epochs):
                 for images, _ in tqdm(train_loader):
                     images = torch.cat(images, dim=0)
@@ -136,7 +134,9 @@ class SimCLR:
                     self.losses.append(loss.item())
                     if n_iter % self.args.log_every_n_steps == 0:
                         top1, top5 = accuracy(logits, labels, topk=(1, 5))
-                        self.log.info(f"{n_iter}\tloss {loss.item():.4f}\tacc/top1 {top1[0]:.2f}\tacc/top5 {top5[0]:.2f}")
+                        self.log.info(
+                            f"{n_iter}\tloss {loss.item():.4f}\tacc/top1 {top1[0]:.2f}\tacc/top5 {top5[0]:.2f}"
+                        )
                     n_iter += 1
                 # warmup for the first epochs
                 if epoch_counter >= 2:
@@ -170,9 +170,7 @@ def main(watch, seed, folder):
     train_loader = DataLoader(train_dataset, batch_size=args.batch_size, shuffle=True, drop_last=True)
     model = ResNetSimCLR(out_dim=args.out_dim)
     optimizer = torch.optim.Adam(model.parameters(), args.lr, weight_decay=args.weight_decay)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, T_max=len(train_loader), eta_min=0, last_epoch=-1
-    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(train_loader), eta_min=0, last_epoch=-1)
     simclr = SimCLR(model=model, optimizer=optimizer, scheduler=scheduler, args=args, watch=watch)
     simclr.train(train_loader)
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}

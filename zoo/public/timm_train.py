@@ -234,7 +234,18 @@ def accuracy(output, target, topk=(1,)):
 
 
 def train_one_epoch(
-    epoch, model, loader, optimizer, loss_fn, args, mixup_fn, lr_scheduler, amp_autocast, loss_scaler, model_ema, history
+    epoch,
+    model,
+    loader,
+    optimizer,
+    loss_fn,
+    args,
+    mixup_fn,
+    lr_scheduler,
+    amp_autocast,
+    loss_scaler,
+    model_ema,
+    history,
 ):
     second_order = hasattr(optimizer, "is_second_order") and optimizer.is_second_order
     batch_time_m, data_time_m, losses_m = AverageMeter(), AverageMeter(), AverageMeter()
@@ -366,9 +377,7 @@ def main(watch, seed, folder):
     saver = CheckpointSaver(model, optimizer, args, model_ema, loss_scaler, str(folder))
     _logger.info(f"Scheduled epochs: {args.epochs}. LR stepped per update.")
     history = []
-    with watch(
-        model, optimizer, loader=loader_train, scaler=loss_scaler._scaler, accumulation=args.grad_accum_steps
-    ):
+    with watch(model, optimizer, loader=loader_train, scaler=loss_scaler._scaler, accumulation=args.grad_accum_steps):
         for epoch in range(args.epochs):
             train_metrics = train_one_epoch(
                 epoch, model, loader_train, optimizer, train_loss_fn, args, mixup_fn, lr_scheduler, amp_autocast,
