@@ -34,7 +34,7 @@ TIMES = re.compile(
     r"(?i)\b(?:time|data|eta|took|sps|mfu|img/s|ms/batch|iter_dt|time/fps|time/time_elapsed|\w+_runtime|\w+_per_second)"
     r"['\"]?\s*[:=|]?\s*['\"]?-?\d[\d.:,]*(?:\s*\(\s*[\d.]+\))?"  # a number after the name of a time
     r"|\d\d: \d\d: \d\d|\d+m \d+s"
-    r"|\b\d+(?:\.\d+)?(?:\s?(?:ms|s|sec|seconds)\b|/s\b)"  # a number before a unit of time
+    r"| *\b\d+(?:\.\d+)?(?:\s?(?:ms|s|sec|seconds)\b|/s\b)"  # a number before a unit of time
 )
 """What a program prints of times, which differ between any two runs."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
@@ -225,13 +225,16 @@ _PICKLE = SimpleNamespace(Unpickler=_NoTrainwright, load=lambda file, **more: _N
 
 def _copied(model: nn.Module) -> str:
     """The digest of what a pickle and a deep copy of the model hold, or why there is none."""
-    try:
-        data = pickle.dumps(model)
-    except Exception as error:  # a class in a function cannot be pickled
-        return f"{type(error).__name__}"
-    loaded = _NoTrainwright(io.BytesIO(data)).load()
-    copies = [*_leaves(loaded, "pickle"), *_leaves(copy.deepcopy(model), "deepcopy")]
-    return _digest(repr(copies).encode())
+    found = []
+    for name, make in (("pickle", pickle.dumps), ("deepcopy", copy.deepcopy)):
+        try:
+            made = make(model)
+        except Exception as error:  # a class in a function cannot be pickled, a tensor with a graph cannot be copied
+            found.append(type(error).__name__)
+        else:
+            loaded = _NoTrainwright(io.BytesIO(made)).load() if name == "pickle" else made
+            found.append(repr([*_leaves(loaded, name)]))
+    return _digest(repr(found).encode())
 
 
 def _files(folder: Path) -> dict[str, str]:
