@@ -189,7 +189,7 @@ def main(watch, seed, folder):
     (folder / "input.txt").write_text("\n".join(sentences(3500)) + "\n")
     w2v = Word2VecTrainer(
         input_file=str(folder / "input.txt"), output_file=str(folder / "out.vec"), watch=watch, emb_dimension=24,
-        batch_size=16, window_size=4, iterations=3, initial_lr=0.02, min_count=5,
+        batch_size=16, window_size=4, iterations=4, initial_lr=0.02, min_count=5,
     )  # fmt: skip
     optimizer = w2v.train()
     objects = {"model": w2v.skip_gram_model, "optimizer": optimizer}
