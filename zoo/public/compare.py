@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -220,7 +220,9 @@ class _NoTrainwright(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_PICKLE = SimpleNamespace(Unpickler=_NoTrainwright, load=lambda file, **more: _NoTrainwright(file, **more).load())
+_PICKLE = ModuleType("pickle_without_trainwright")
+_PICKLE.Unpickler = _NoTrainwright  # type: ignore[attr-defined]
+_PICKLE.load = lambda file, **more: _NoTrainwright(file, **more).load()  # type: ignore[attr-defined]
 
 
 def _copied(model: nn.Module) -> str:
@@ -264,6 +266,7 @@ def _saved(path: Path) -> Iterator[tuple[str, str]]:
         except Exception as error:
             yield "", f"cannot be loaded: {type(error).__name__}: {error}"
             return
+        yield "globals", repr(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
     yield "", f"weights_only={weights_only}"
     yield from _leaves(value, "")
 
