@@ -1,109 +1,98 @@
 """After pytorch/examples, ``reinforcement_learning/actor_critic.py``: two heads, smooth L1 loss of the value."""
 
 import argparse
-from collections import namedtuple
-from itertools import count
+import itertools
+from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-import torch.optim as optim
+from torch import nn, optim
 from torch.distributions import Categorical
 
 from zoo.public import Result
 from zoo.public.gym import CartPole
 
-SavedAction = namedtuple("SavedAction", ["log_prob", "value"])
+
+class Taken(NamedTuple):
+    log_prob: torch.Tensor
+    value: torch.Tensor
 
 
-class Policy(nn.Module):
-    """Actor and critic in one model."""
-
-    def __init__(self):
+class ActorCritic(nn.Module):
+    def __init__(self, hidden=128):
         super().__init__()
-        self.affine1 = nn.Linear(4, 128)
-        self.action_head = nn.Linear(128, 2)
-        self.value_head = nn.Linear(128, 1)
-        self.saved_actions = []
-        self.rewards = []
+        self.shared = nn.Linear(4, hidden)
+        self.actor, self.critic = nn.Linear(hidden, 2), nn.Linear(hidden, 1)
+        self.taken, self.rewards = [], []
 
-    def forward(self, x):
-        x = F.relu(self.affine1(x))
-        action_prob = F.softmax(self.action_head(x), dim=-1)
-        state_values = self.value_head(x)
-        return action_prob, state_values
+    def forward(self, state):
+        features = self.shared(state).relu()
+        return self.actor(features).softmax(-1), self.critic(features)
+
+
+class Agent:
+    def __init__(self, model, gamma, lr):
+        self.model, self.gamma = model, gamma
+        self.optimizer = optim.Adam(model.parameters(), lr=lr)
+
+    def act(self, state):
+        probabilities, value = self.model(torch.as_tensor(state))
+        choice = Categorical(probabilities)
+        action = choice.sample()
+        self.model.taken.append(Taken(choice.log_prob(action), value))
+        return action.item()
+
+    def returns(self):
+        total, found = 0.0, []
+        for reward in reversed(self.model.rewards):
+            total = reward + self.gamma * total
+            found.append(total)
+        found = torch.tensor(found[::-1])
+        return (found - found.mean()) / (found.std() + torch.finfo(torch.float32).eps)
+
+    def learn(self):
+        actor_terms, critic_terms = [], []
+        for target, step in zip(self.returns(), self.model.taken):
+            surprise = target - step.value.item()
+            actor_terms.append(-step.log_prob * surprise)
+            critic_terms.append(F.smooth_l1_loss(step.value, target.reshape(1)))
+        loss = torch.stack(actor_terms).sum() + torch.stack(critic_terms).sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.model.taken.clear()
+        self.model.rewards.clear()
+        return loss.item()
 
 
 def main(watch, seed, folder):
-    parser = argparse.ArgumentParser(description="PyTorch actor-critic example")
-    parser.add_argument("--gamma", type=float, default=0.99, metavar="G")
-    parser.add_argument("--seed", type=int, default=543, metavar="N")
-    parser.add_argument("--log-interval", type=int, default=10, metavar="N")
+    parser = argparse.ArgumentParser(description="Actor-critic on CartPole")
+    parser.add_argument("--gamma", type=float, default=0.99)
+    parser.add_argument("--seed", type=int, default=543)
+    parser.add_argument("--log-interval", type=int, default=10)
     args = parser.parse_args(["--seed", str(543 + seed)])
     env = CartPole()
     env.reset(seed=args.seed)
     torch.manual_seed(args.seed)
+    agent = Agent(ActorCritic(), args.gamma, lr=1e-2)
 
-    model = Policy()
-    optimizer = optim.Adam(model.parameters(), lr=1e-2)
-    eps = np.finfo(np.float32).eps.item()
-    history = []
-
-    def select_action(state):
-        state = torch.from_numpy(state).float()
-        probs, state_value = model(state)
-        m = Categorical(probs)
-        action = m.sample()
-        model.saved_actions.append(SavedAction(m.log_prob(action), state_value))
-        return action.item()
-
-    def finish_episode():
-        R = 0
-        saved_actions = model.saved_actions
-        policy_losses = []
-        value_losses = []
-        returns = []
-        for r in model.rewards[::-1]:
-            R = r + args.gamma * R
-            returns.insert(0, R)
-        returns = torch.tensor(returns)
-        returns = (returns - returns.mean()) / (returns.std() + eps)
-        for (log_prob, value), R in zip(saved_actions, returns):
-            advantage = R - value.item()
-            policy_losses.append(-log_prob * advantage)
-            value_losses.append(F.smooth_l1_loss(value, torch.tensor([R])))
-
-        optimizer.zero_grad()
-        loss = torch.stack(policy_losses).sum() + torch.stack(value_losses).sum()
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-        del model.rewards[:]
-        del model.saved_actions[:]
-
-    running_reward = 10
-    with watch(model, optimizer):
-        for i_episode in count(1):
+    average, history = 10.0, []
+    with watch(agent.model, agent.optimizer):
+        for episode in itertools.count(1):
             state, _ = env.reset()
-            ep_reward = 0
-            for _ in range(1, 10000):
-                action = select_action(state)
-                state, reward, terminated, truncated, _ = env.step(action)
-                model.rewards.append(reward)
-                ep_reward += reward
-                if terminated or truncated:
-                    break
-
-            running_reward = 0.05 * ep_reward + (1 - 0.05) * running_reward
-            finish_episode()
-            if i_episode % args.log_interval == 0:
-                print(f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}")
-            if running_reward > 90:
-                print(f"Solved! Running reward is now {running_reward}!")
+            over = False
+            while not over:
+                state, reward, fell, too_long, _ = env.step(agent.act(state))
+                agent.model.rewards.append(reward)
+                over = fell or too_long
+            reached = sum(agent.model.rewards)
+            average = 0.95 * average + 0.05 * reached
+            history.append(agent.learn())
+            if episode % args.log_interval == 0:
+                print(f"Episode {episode}\tLast reward: {reached:.2f}\tAverage reward: {average:.2f}")
+            if average > 90 or episode == 300:
+                print(f"Stopped at an average of {average:.1f} after {episode} episodes")
                 break
-            if i_episode == 300:
-                break
-    torch.save(model.state_dict(), folder / "actor_critic.pt")
-    objects = {"model": model, "optimizer": optimizer}
-    return Result("running reward", running_reward, 50, history, objects)
+    torch.save(agent.model.state_dict(), folder / "actor_critic.pt")
+    objects = {"model": agent.model, "optimizer": agent.optimizer}
+    return Result("running reward", average, 50, history, objects)

@@ -4,82 +4,69 @@ import argparse
 
 import numpy as np
 import torch
-import torch.nn as nn
-import torch.optim as optim
+from torch import nn, optim
 
 from zoo.public import Result
 
 
 class Sequence(nn.Module):
-    def __init__(self):
+    """Two cells on top of each other; goes on with what it predicted for ``future`` steps."""
+
+    def __init__(self, hidden=20):
         super().__init__()
-        self.lstm1 = nn.LSTMCell(1, 20)
-        self.lstm2 = nn.LSTMCell(20, 20)
-        self.linear = nn.Linear(20, 1)
+        self.cells = nn.ModuleList([nn.LSTMCell(1, hidden), nn.LSTMCell(hidden, hidden)])
+        self.linear = nn.Linear(hidden, 1)
 
-    def forward(self, input, future=0):
-        outputs = []
-        h_t = torch.zeros(input.size(0), 20, dtype=torch.double)
-        c_t = torch.zeros(input.size(0), 20, dtype=torch.double)
-        h_t2 = torch.zeros(input.size(0), 20, dtype=torch.double)
-        c_t2 = torch.zeros(input.size(0), 20, dtype=torch.double)
-        for input_t in input.split(1, dim=1):
-            h_t, c_t = self.lstm1(input_t, (h_t, c_t))
-            h_t2, c_t2 = self.lstm2(h_t, (h_t2, c_t2))
-            output = self.linear(h_t2)
-            outputs += [output]
-        for _ in range(future):
-            h_t, c_t = self.lstm1(output, (h_t, c_t))
-            h_t2, c_t2 = self.lstm2(h_t, (h_t2, c_t2))
-            output = self.linear(h_t2)
-            outputs += [output]
-        return torch.cat(outputs, dim=1)
+    def forward(self, series, future=0):
+        zero = series.new_zeros(len(series), self.linear.in_features)
+        states = [(zero, zero) for _ in self.cells]
+        predicted = []
+        for step in range(series.shape[1] + future):
+            value = series[:, step : step + 1] if step < series.shape[1] else predicted[-1]
+            for i, cell in enumerate(self.cells):
+                states[i] = cell(value, states[i])
+                value = states[i][0]
+            predicted.append(self.linear(value))
+        return torch.cat(predicted, dim=1)
 
 
-def generate_sine_wave(folder, T=10, L=60, N=24):
-    x = np.empty((N, L), "int64")
-    x[:] = np.array(range(L)) + np.random.randint(-4 * T, 4 * T, N).reshape(N, 1)
-    torch.save(np.sin(x / 1.0 / T).astype("float64"), open(folder / "traindata.pt", "wb"))  # noqa: SIM115
+def sine_waves(count=24, length=60, period=10):
+    starts = np.random.randint(-4 * period, 4 * period, (count, 1))
+    return np.sin((np.arange(length) + starts) / period)
 
 
 def main(watch, seed, folder):
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6, help="steps to run")
+    parser.add_argument("--future", type=int, default=60, help="steps to predict beyond the data")
     opt = parser.parse_args([])
     np.random.seed(seed)
     torch.manual_seed(seed)
-    generate_sine_wave(folder)
-    data = torch.load(folder / "traindata.pt", weights_only=False)
-    input = torch.from_numpy(data[3:, :-1])
-    target = torch.from_numpy(data[3:, 1:])
-    test_input = torch.from_numpy(data[:3, :-1])
-    test_target = torch.from_numpy(data[:3, 1:])
-    seq = Sequence()
-    seq.double()
+    torch.save(sine_waves(), folder / "traindata.pt")
+
+    waves = torch.from_numpy(torch.load(folder / "traindata.pt", weights_only=False))
+    (test_x, test_y), (x, y) = ((part[:, :-1], part[:, 1:]) for part in (waves[:3], waves[3:]))
+    seq = Sequence().double()
     criterion = nn.MSELoss()
-    # L-BFGS, since all of the data fit into one batch
-    optimizer = optim.LBFGS(seq.parameters(), lr=0.8, max_iter=14)
+    optimizer = optim.LBFGS(seq.parameters(), lr=0.8, max_iter=14)  # all of the data is one batch
     history = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = criterion(seq(x), y)
+        print("loss:", loss.item())
+        loss.backward()
+        history.append(loss.item())
+        return loss
+
     with watch(seq, optimizer):
         for i in range(opt.steps):
             print("STEP: ", i)
-
-            def closure():
-                optimizer.zero_grad()
-                out = seq(input)
-                loss = criterion(out, target)
-                print("loss:", loss.item())
-                history.append(loss.item())
-                loss.backward()
-                return loss
-
             optimizer.step(closure)
             with torch.no_grad():
-                future = 60
-                pred = seq(test_input, future=future)
-                loss = criterion(pred[:, :-future], test_target)
-                print("test loss:", loss.item())
-                y = pred.detach().numpy()
-            np.savetxt(folder / f"predict{i}.csv", y, delimiter=",")
+                pred = seq(test_x, future=opt.future)
+                test_loss = criterion(pred[:, : test_y.shape[1]], test_y).item()
+            print("test loss:", test_loss)
+            np.savetxt(folder / f"predict{i}.csv", pred.numpy(), delimiter=",")
     objects = {"seq": seq, "optimizer": optimizer}
-    return Result("test loss", loss.item(), 0.05, history, objects, higher_is_better=False)
+    return Result("test loss", test_loss, 0.05, history, objects, higher_is_better=False)

@@ -10,102 +10,91 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.public import Result
 from zoo.public.data import digits, save_image
 
+PIXELS = 64
+
 
 class VAE(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden=256, latent=10):
         super().__init__()
-        self.fc1 = nn.Linear(64, 256)
-        self.fc21 = nn.Linear(256, 10)
-        self.fc22 = nn.Linear(256, 10)
-        self.fc3 = nn.Linear(10, 256)
-        self.fc4 = nn.Linear(256, 64)
+        self.latent = latent
+        self.encoder = nn.Linear(PIXELS, hidden)
+        self.to_mu, self.to_logvar = nn.Linear(hidden, latent), nn.Linear(hidden, latent)
+        self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, PIXELS), nn.Sigmoid())
 
     def encode(self, x):
-        h1 = F.relu(self.fc1(x))
-        return self.fc21(h1), self.fc22(h1)
-
-    def reparameterize(self, mu, logvar):
-        std = torch.exp(0.5 * logvar)
-        eps = torch.randn_like(std)
-        return mu + eps * std
+        h = self.encoder(x).relu()
+        return self.to_mu(h), self.to_logvar(h)
 
     def decode(self, z):
-        h3 = F.relu(self.fc3(z))
-        return torch.sigmoid(self.fc4(h3))
+        return self.decoder(z)
 
-    def forward(self, x):
-        mu, logvar = self.encode(x.view(-1, 64))
-        z = self.reparameterize(mu, logvar)
+    def forward(self, pictures):
+        mu, logvar = self.encode(pictures.flatten(1))
+        z = mu + torch.randn_like(mu) * (logvar / 2).exp()
         return self.decode(z), mu, logvar
 
 
-def loss_function(recon_x, x, mu, logvar):
-    BCE = F.binary_cross_entropy(recon_x, x.view(-1, 64), reduction="sum")
-    KLD = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-    return BCE + KLD
+def loss_function(recon, pictures, mu, logvar):
+    """The negative evidence lower bound, summed over pixels and pictures."""
+    bce = F.binary_cross_entropy(recon, pictures.flatten(1), reduction="sum")
+    kld = 0.5 * (mu.square() + logvar.exp() - logvar - 1).sum()
+    return bce + kld
+
+
+def train(epoch, model, loader, optimizer, args, history):
+    model.train()
+    train_loss = 0
+    for batch_idx, (data, _) in enumerate(loader):
+        optimizer.zero_grad()
+        recon, mu, logvar = model(data)
+        loss = loss_function(recon, data, mu, logvar)
+        loss.backward()
+        optimizer.step()
+        train_loss += loss.item()
+        history.append(loss.item() / len(data))
+        if batch_idx % args.log_interval == 0:
+            where = f"[{batch_idx * args.batch_size}/{len(loader.dataset)} ({100 * batch_idx / len(loader):.0f}%)]"
+            print(f"Train Epoch: {epoch} {where}\tLoss: {history[-1]:.6f}")
+    print(f"====> Epoch: {epoch} Average loss: {train_loss / len(loader.dataset):.4f}")
+
+
+@torch.no_grad()
+def test(epoch, model, loader, folder):
+    model.eval()
+    test_loss = 0
+    for i, (data, _) in enumerate(loader):
+        recon, mu, logvar = model(data)
+        test_loss += loss_function(recon, data, mu, logvar).item()
+        if i == 0:
+            pair = torch.cat([data[:8], recon[:8].view(-1, 1, 8, 8)])
+            save_image(pair, folder / f"reconstruction_{epoch}.png", nrow=8)
+    test_loss /= len(loader.dataset)
+    print(f"====> Test set loss: {test_loss:.4f}")
+    return test_loss
 
 
 def main(watch, seed, folder):
-    parser = argparse.ArgumentParser(description="VAE MNIST Example")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N")
-    parser.add_argument("--epochs", type=int, default=40, metavar="N")
-    parser.add_argument("--seed", type=int, default=1, metavar="S")
-    parser.add_argument("--log-interval", type=int, default=10, metavar="N")
+    parser = argparse.ArgumentParser(description="VAE of digits")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-interval", type=int, default=10)
     args = parser.parse_args(["--seed", str(seed)])
     torch.manual_seed(args.seed)
-    device = torch.device("cpu")
-
-    def loader(split, shuffle):
+    loaders = {}
+    for split in ("train", "test"):
         x, y = digits(split)
         dataset = TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y))
-        return DataLoader(dataset, batch_size=args.batch_size, shuffle=shuffle)
-
-    train_loader, test_loader = loader("train", True), loader("test", False)
-    model = VAE().to(device)
+        loaders[split] = DataLoader(dataset, batch_size=args.batch_size, shuffle=split == "train")
+    model = VAE()
     optimizer = optim.Adam(model.parameters(), lr=1e-3)
     history = []
-
-    def train(epoch):
-        model.train()
-        train_loss = 0
-        for batch_idx, (data, _) in enumerate(train_loader):
-            data = data.to(device)
-            optimizer.zero_grad()
-            recon_batch, mu, logvar = model(data)
-            loss = loss_function(recon_batch, data, mu, logvar)
-            loss.backward()
-            train_loss += loss.item()
-            optimizer.step()
-            history.append(loss.item() / len(data))
-            if batch_idx % args.log_interval == 0:
-                done, total = batch_idx * len(data), len(train_loader.dataset)
-                percent = 100.0 * batch_idx / len(train_loader)
-                print(f"Train Epoch: {epoch} [{done}/{total} ({percent:.0f}%)]\tLoss: {loss.item() / len(data):.6f}")
-        print(f"====> Epoch: {epoch} Average loss: {train_loss / len(train_loader.dataset):.4f}")
-
-    def test(epoch):
-        model.eval()
-        test_loss = 0
-        with torch.no_grad():
-            for i, (data, _) in enumerate(test_loader):
-                data = data.to(device)
-                recon_batch, mu, logvar = model(data)
-                test_loss += loss_function(recon_batch, data, mu, logvar).item()
-                if i == 0:
-                    n = min(data.size(0), 8)
-                    comparison = torch.cat([data[:n], recon_batch.view(args.batch_size, 1, 8, 8)[:n]])
-                    save_image(comparison.cpu(), folder / f"reconstruction_{epoch}.png", nrow=n)
-        test_loss /= len(test_loader.dataset)
-        print(f"====> Test set loss: {test_loss:.4f}")
-        return test_loss
-
-    with watch(model, optimizer, loader=train_loader):
+    with watch(model, optimizer, loader=loaders["train"]):
         for epoch in range(1, args.epochs + 1):
-            train(epoch)
-            test_loss = test(epoch)
+            train(epoch, model, loaders["train"], optimizer, args, history)
+            test_loss = test(epoch, model, loaders["test"], folder)
             with torch.no_grad():
-                sample = torch.randn(64, 10).to(device)
-                sample = model.decode(sample).cpu()
-                save_image(sample.view(64, 1, 8, 8), folder / f"sample_{epoch}.png")
+                drawn = model.decode(torch.randn(64, model.latent))
+            save_image(drawn.view(64, 1, 8, 8), folder / f"sample_{epoch}.png")
     objects = {"model": model, "optimizer": optimizer}
     return Result("test loss", test_loss, 27, history, objects, higher_is_better=False)
