@@ -1,223 +1,184 @@
 """After salesforce/awd-lstm-lm: an LSTM whose state is carried over windows of random length, with AR and TAR."""
 
 import math
-import os
 import time
 from argparse import Namespace
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from zoo.public import Result
 from zoo.public.data import sentences
 
 
-class Dictionary:
-    def __init__(self):
-        self.word2idx, self.idx2word = {}, []
-
-    def add_word(self, word):
-        if word not in self.word2idx:
-            self.idx2word.append(word)
-            self.word2idx[word] = len(self.idx2word) - 1
-        return self.word2idx[word]
-
-
 class Corpus:
     def __init__(self):
-        self.dictionary = Dictionary()
-        lines = [line.split() + ["<eos>"] for line in sentences(1400)]
-        self.train = self.tokenize(lines[:1100])
-        self.valid = self.tokenize(lines[1100:1250])
-        self.test = self.tokenize(lines[1250:])
+        lines = [[*line.split(), "<eos>"] for line in sentences(1400)]
+        self.word2idx = {word: i for i, word in enumerate(dict.fromkeys(w for line in lines for w in line))}
+        self.train, self.valid, self.test = map(self.encode, (lines[:1100], lines[1100:1250], lines[1250:]))
 
-    def tokenize(self, lines):
-        return torch.tensor([self.dictionary.add_word(word) for line in lines for word in line])
+    def encode(self, lines):
+        return torch.tensor([self.word2idx[word] for line in lines for word in line])
 
 
-def batchify(data, bsz):
-    nbatch = data.size(0) // bsz
-    return data[: nbatch * bsz].view(bsz, -1).t().contiguous()
+def batchify(tokens, columns):
+    """One long text as several columns beside each other."""
+    rows = len(tokens) // columns
+    return tokens[: rows * columns].view(columns, rows).t().contiguous()
 
 
 def repackage_hidden(h):
     """The same values, cut from their history."""
-    return h.detach() if isinstance(h, torch.Tensor) else tuple(repackage_hidden(v) for v in h)
+    return h.detach() if torch.is_tensor(h) else type(h)(map(repackage_hidden, h))
 
 
-def get_batch(source, i, args, seq_len=None):
-    seq_len = min(seq_len if seq_len else args.bptt, len(source) - 1 - i)
-    return source[i : i + seq_len], source[i + 1 : i + 1 + seq_len].view(-1)
+def window(source, start, length):
+    length = min(length, len(source) - 1 - start)
+    return source[start : start + length], source[start + 1 : start + 1 + length].flatten()
 
 
 class LockedDropout(nn.Module):
     """One mask for all time steps."""
 
-    def forward(self, x, dropout=0.5):
-        if not self.training or not dropout:
+    def forward(self, x, p):
+        if not (self.training and p):
             return x
-        mask = x.new_empty(1, x.size(1), x.size(2)).bernoulli_(1 - dropout) / (1 - dropout)
-        return mask.expand_as(x) * x
+        return x * F.dropout(torch.ones_like(x[:1]), p)
 
 
 class RNNModel(nn.Module):
-    def __init__(self, ntoken, ninp, nhid, nlayers, dropout, dropouth, dropouti, dropoute, tie_weights):
+    def __init__(self, ntoken, ninp, nhid, nlayers, dropout, dropouth, dropouti, dropoute):
         super().__init__()
+        sizes = [ninp, *[nhid] * (nlayers - 1), ninp]
+        self.encoder, self.decoder = nn.Embedding(ntoken, ninp), nn.Linear(ninp, ntoken)
+        self.rnns = nn.ModuleList([nn.LSTM(a, b) for a, b in zip(sizes[:-1], sizes[1:])])
         self.lockdrop = LockedDropout()
-        self.encoder = nn.Embedding(ntoken, ninp)
-        sizes = [ninp] + [nhid] * (nlayers - 1) + [ninp]
-        self.rnns = nn.ModuleList(nn.LSTM(a, b) for a, b in zip(sizes, sizes[1:]))
-        self.decoder = nn.Linear(ninp, ntoken)
-        if tie_weights:
-            self.decoder.weight = self.encoder.weight
-        self.encoder.weight.data.uniform_(-0.1, 0.1)
-        self.decoder.bias.data.fill_(0)
-        self.sizes = sizes[1:]
+        self.decoder.weight = self.encoder.weight  # tied
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
         self.dropout, self.dropouth, self.dropouti, self.dropoute = dropout, dropouth, dropouti, dropoute
 
-    def embedded_dropout(self, words):
-        weight = self.encoder.weight
-        if self.training and self.dropoute:
-            keep = weight.new_empty(weight.size(0), 1).bernoulli_(1 - self.dropoute) / (1 - self.dropoute)
-            weight = keep.expand_as(weight) * weight
-        return F.embedding(words, weight)
+    def embed(self, words):
+        table = self.encoder.weight
+        if self.training and self.dropoute:  # leaves out whole words
+            table = table * F.dropout(table.new_ones(len(table), 1), self.dropoute)
+        return F.embedding(words, table)
 
-    def forward(self, input, hidden, return_h=False):
-        raw_output = self.lockdrop(self.embedded_dropout(input), self.dropouti)
-        new_hidden, raw_outputs, outputs = [], [], []
-        for layer, rnn in enumerate(self.rnns):
-            raw_output, new_h = rnn(raw_output, hidden[layer])
-            new_hidden.append(new_h)
-            raw_outputs.append(raw_output)
-            if layer != len(self.rnns) - 1:
-                raw_output = self.lockdrop(raw_output, self.dropouth)
-                outputs.append(raw_output)
-        output = self.lockdrop(raw_output, self.dropout)
-        outputs.append(output)
-        decoded = self.decoder(output.view(-1, output.size(2)))
-        if return_h:
-            return decoded, new_hidden, raw_outputs, outputs
-        return decoded, new_hidden
+    def forward(self, words, hidden, return_h=False):
+        x = self.lockdrop(self.embed(words), self.dropouti)
+        states, raw, dropped = [], [], []
+        for i, (rnn, state) in enumerate(zip(self.rnns, hidden)):
+            x, state = rnn(x, state)
+            states.append(state)
+            raw.append(x)
+            x = self.lockdrop(x, self.dropout if i + 1 == len(self.rnns) else self.dropouth)
+            dropped.append(x)
+        decoded = self.decoder(x.flatten(0, 1))
+        return (decoded, states, raw, dropped) if return_h else (decoded, states)
 
-    def init_hidden(self, bsz):
-        weight = next(self.parameters()).data
-        return [(weight.new_zeros(1, bsz, size), weight.new_zeros(1, bsz, size)) for size in self.sizes]
+    def init_hidden(self, columns):
+        weight = self.encoder.weight.data
+        return [tuple(weight.new_zeros(1, columns, rnn.hidden_size) for _ in "hc") for rnn in self.rnns]
+
+
+def shown(loss):
+    return f"loss {loss:5.2f} | ppl {math.exp(loss):8.2f} | bpc {loss / math.log(2):8.3f}"
 
 
 def main(watch, seed, folder):
     args = Namespace(
         emsize=48, nhid=96, nlayers=2, lr=8.0, clip=0.25, epochs=10, batch_size=12, bptt=20,
         dropout=0.1, dropouth=0.1, dropouti=0.1, dropoute=0.0, alpha=0.2, beta=0.1, wdecay=1.2e-6,
-        seed=1111 + seed, log_interval=20, save=os.path.join(folder, "model.pt"), when=[8],
+        seed=1111 + seed, log_interval=20, when=[8],
     )  # fmt: skip
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-
-    print("Producing dataset...")
+    save = folder / "model.pt"
     corpus = Corpus()
-    eval_batch_size = 10
-    train_data = batchify(corpus.train, args.batch_size)
-    val_data = batchify(corpus.valid, eval_batch_size)
-    test_data = batchify(corpus.test, 1)
-
-    ntokens = len(corpus.dictionary.idx2word)
-    drops = (args.dropout, args.dropouth, args.dropouti, args.dropoute)
-    model = RNNModel(ntokens, args.emsize, args.nhid, args.nlayers, *drops, tie_weights=True)
+    train_data, val_data, test_data = batchify(corpus.train, args.batch_size), batchify(corpus.valid, 10), corpus.test
+    model = RNNModel(
+        len(corpus.word2idx), args.emsize, args.nhid, args.nlayers, args.dropout, args.dropouth, args.dropouti,
+        args.dropoute,
+    )  # fmt: skip
     criterion = nn.CrossEntropyLoss()
-    params = list(model.parameters()) + list(criterion.parameters())
-    print("Args:", {k: v for k, v in vars(args).items() if k != "save"})
-    print("Model total parameters:", sum(x.numel() for x in params))
+    params = [*model.parameters(), *criterion.parameters()]
+    print("Args:", args)
+    print("Model total parameters:", sum(p.numel() for p in params))
     optimizer = torch.optim.SGD(params, lr=args.lr, weight_decay=args.wdecay)
     history = []
 
-    def evaluate(data_source, batch_size=10):
+    def evaluate(source, columns):
         model.eval()
-        total_loss = 0
-        hidden = model.init_hidden(batch_size)
-        for i in range(0, data_source.size(0) - 1, args.bptt):
-            data, targets = get_batch(data_source, i, args)
-            output, hidden = model(data, hidden)
-            total_loss += len(data) * criterion(output, targets).data
+        total, hidden = 0.0, model.init_hidden(columns)
+        for start in range(0, len(source) - 1, args.bptt):
+            words, targets = window(source, start, args.bptt)
+            output, hidden = model(words, hidden)
+            total += len(words) * criterion(output, targets).item()
             hidden = repackage_hidden(hidden)
-        return total_loss.item() / len(data_source)
+        return total / len(source)
 
-    def train():
-        total_loss = 0
-        start_time = time.time()
+    def train(epoch):
+        since, started = [], time.time()
         hidden = model.init_hidden(args.batch_size)
-        batch, i = 0, 0
-        while i < train_data.size(0) - 1 - 1:
-            bptt = args.bptt if np.random.random() < 0.95 else args.bptt / 2.0
-            seq_len = max(5, int(np.random.normal(bptt, 5)))
-            lr2 = optimizer.param_groups[0]["lr"]
-            optimizer.param_groups[0]["lr"] = lr2 * seq_len / args.bptt
+        start = batch = 0
+        while start < len(train_data) - 2:
+            usual = args.bptt if np.random.random() < 0.95 else args.bptt / 2
+            seq_len = max(5, int(np.random.normal(usual, 5)))
+            group = optimizer.param_groups[0]
+            lr, group["lr"] = group["lr"], group["lr"] * seq_len / args.bptt
             model.train()
-            data, targets = get_batch(train_data, i, args, seq_len=seq_len)
+            words, targets = window(train_data, start, seq_len)
 
             hidden = repackage_hidden(hidden)
             optimizer.zero_grad()
-            output, hidden, rnn_hs, dropped_rnn_hs = model(data, hidden, return_h=True)
+            output, hidden, raw, dropped = model(words, hidden, return_h=True)
             raw_loss = criterion(output, targets)
-            loss = raw_loss
-            if args.alpha:
-                loss = loss + sum(args.alpha * dropped_rnn_h.pow(2).mean() for dropped_rnn_h in dropped_rnn_hs[-1:])
-            if args.beta and len(data) > 1:
-                loss = loss + sum(args.beta * (rnn_h[1:] - rnn_h[:-1]).pow(2).mean() for rnn_h in rnn_hs[-1:])
+            loss = raw_loss + args.alpha * dropped[-1].pow(2).mean()  # AR
+            if len(words) > 1:
+                loss = loss + args.beta * raw[-1].diff(dim=0).pow(2).mean()  # TAR
             loss.backward()
-            if args.clip:
-                torch.nn.utils.clip_grad_norm_(params, args.clip)
+            nn.utils.clip_grad_norm_(params, args.clip)
             optimizer.step()
+            group["lr"] = lr
 
+            since.append(raw_loss.item())
             history.append(raw_loss.item())
-            total_loss += raw_loss.data
-            optimizer.param_groups[0]["lr"] = lr2
-            if batch % args.log_interval == 0 and batch > 0:
-                cur_loss = total_loss.item() / args.log_interval
-                elapsed = time.time() - start_time
-                print(
-                    f"| epoch {epoch:3d} | {batch:5d}/{len(train_data) // args.bptt:5d} batches | lr {lr2:05.5f} | "
-                    f"ms/batch {elapsed * 1000 / args.log_interval:5.2f} | loss {cur_loss:5.2f} | "
-                    f"ppl {math.exp(cur_loss):8.2f} | bpc {cur_loss / math.log(2):8.3f}"
-                )
-                total_loss = 0
-                start_time = time.time()
-            batch += 1
-            i += seq_len
+            start, batch = start + seq_len, batch + 1
+            if batch % args.log_interval == 0:
+                ms = (time.time() - started) * 1000 / len(since)
+                where = f"| epoch {epoch:3d} | {batch:5d}/{len(train_data) // args.bptt:5d} batches | lr {lr:05.5f} "
+                print(f"{where}| ms/batch {ms:5.2f} | {shown(sum(since) / len(since))}")
+                since, started = [], time.time()
 
-    def model_save(fn):
-        with open(fn, "wb") as f:
-            torch.save([model, criterion, optimizer], f)
+    def model_save(path):
+        with open(path, "wb") as file:
+            torch.save([model, criterion, optimizer], file)
 
-    stored_loss = 100000000
+    stored_loss = math.inf
     with watch(model, optimizer):
         for epoch in range(1, args.epochs + 1):
-            epoch_start_time = time.time()
-            train()
-            val_loss = evaluate(val_data, eval_batch_size)
+            begun = time.time()
+            train(epoch)
+            val_loss = evaluate(val_data, 10)
             print("-" * 89)
-            print(
-                f"| end of epoch {epoch:3d} | time: {time.time() - epoch_start_time:5.2f}s | "
-                f"valid loss {val_loss:5.2f} | "
-                f"valid ppl {math.exp(val_loss):8.2f} | valid bpc {val_loss / math.log(2):8.3f}"
-            )
+            print(f"| end of epoch {epoch:3d} | time: {time.time() - begun:5.2f}s | valid {shown(val_loss)}")
             print("-" * 89)
             if val_loss < stored_loss:
-                model_save(args.save)
+                model_save(save)
                 print("Saving model (new best validation)")
                 stored_loss = val_loss
             if epoch in args.when:
-                print("Saving model before learning rate decreased")
-                model_save(f"{args.save}.e{epoch}")
-                print("Dividing learning rate by 10")
+                print("Saving model, then dividing the learning rate by 10")
+                model_save(folder / f"model.pt.e{epoch}")
                 optimizer.param_groups[0]["lr"] /= 10.0
 
-    with open(args.save, "rb") as f:
-        model, criterion, optimizer = torch.load(f, weights_only=False)
-    test_loss = evaluate(test_data, 1)
+    with open(save, "rb") as file:
+        model, criterion, optimizer = torch.load(file, weights_only=False)
+    test_loss = evaluate(batchify(test_data, 1), 1)
     print("=" * 89)
-    print(f"| End of training | test loss {test_loss:5.2f} | test ppl {math.exp(test_loss):8.2f}")
+    print(f"| End of training | test {shown(test_loss)}")
     print("=" * 89)
     objects = {"model": model, "optimizer": optimizer}
     return Result("test perplexity", math.exp(test_loss), 4.0, history, objects, higher_is_better=False)

@@ -1,22 +1,20 @@
 """After somepago/saint: attention over the columns, then over the rows of the batch; AUROC on validation and test."""
 
-import os
 from argparse import Namespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch.optim as optim
 from sklearn.metrics import roc_auc_score
-from torch import einsum, nn
+from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 from zoo.public import Result
 
 
-def data_prep(seed=0, n=4000):
+def data_prep(n=4000):
     """Three categorical and four continuous columns; the label depends on products of them."""
-    rng = np.random.RandomState(seed)
+    rng = np.random.RandomState(0)
     cat_dims = [5, 4, 3]
     X_cat = np.stack([rng.randint(d, size=n) for d in cat_dims], axis=1)
     X_con = rng.normal(size=(n, 4)).astype(np.float32)
@@ -24,152 +22,119 @@ def data_prep(seed=0, n=4000):
     logit = 1.5 * X_con[:, 0] * effects[0][X_cat[:, 0]] + effects[1][X_cat[:, 1]] + 1.2 * X_con[:, 1]
     logit += 0.8 * X_con[:, 2] * X_con[:, 3] + effects[2][X_cat[:, 2]]
     y = (rng.rand(n) < 1 / (1 + np.exp(-2 * logit))).astype(np.int64)
-    cuts = np.split(np.arange(n), [int(0.65 * n), int(0.8 * n)])
-    mean, std = X_con[cuts[0]].mean(0), X_con[cuts[0]].std(0)
-    return cat_dims, [(X_cat[cut], X_con[cut], y[cut]) for cut in cuts], (mean, std)
+    parts = np.split(np.arange(n), [int(0.65 * n), int(0.8 * n)])
+    scale = X_con[parts[0]].mean(0), X_con[parts[0]].std(0)
+    return cat_dims, [CatCon(X_cat[part], X_con[part], y[part], *scale) for part in parts]
 
 
-class DataSetCatCon(Dataset):
-    def __init__(self, part, continuous_mean_std):
-        X_cat, X_con, self.y = part
-        mean, std = continuous_mean_std
-        self.X1, self.X2 = X_cat.astype(np.int64), ((X_con - mean) / std).astype(np.float32)
-        self.cls = np.zeros((len(self.y), 1), dtype=np.int64)
+class CatCon(Dataset):
+    """Category ids after the id 0 of CLS, standardized numbers, the label."""
+
+    def __init__(self, categories, numbers, labels, mean, std):
+        self.categories = np.concatenate([np.zeros((len(labels), 1)), categories], axis=1).astype(np.int64)
+        self.numbers, self.labels = ((numbers - mean) / std).astype(np.float32), labels
 
     def __len__(self):
-        return len(self.y)
+        return len(self.labels)
 
-    def __getitem__(self, idx):
-        return np.concatenate((self.cls[idx], self.X1[idx])), self.X2[idx], self.y[idx]
-
-
-class Residual(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x, **kwargs):
-        return self.fn(x, **kwargs) + x
+    def __getitem__(self, row):
+        return self.categories[row], self.numbers[row], self.labels[row]
 
 
 class PreNorm(nn.Module):
-    def __init__(self, dim, fn):
-        super().__init__()
-        self.norm, self.fn = nn.LayerNorm(dim), fn
+    """The way around is from the normalized input, as the authors have it."""
 
-    def forward(self, x, **kwargs):
-        return self.fn(self.norm(x), **kwargs)
+    def __init__(self, dim, inner):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(dim), inner
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.inner(x)
 
 
 class GEGLU(nn.Module):
     def forward(self, x):
-        x, gates = x.chunk(2, dim=-1)
-        return x * F.gelu(gates)
+        value, gate = x.tensor_split(2, dim=-1)
+        return value * F.gelu(gate)
 
 
-class FeedForward(nn.Module):
-    def __init__(self, dim, mult=2, dropout=0.0):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(dim, dim * mult * 2), GEGLU(), nn.Dropout(dropout), nn.Linear(dim * mult, dim)
-        )
-
-    def forward(self, x, **kwargs):
-        return self.net(x)
+def feed_forward(dim, mult, dropout):
+    return nn.Sequential(nn.Linear(dim, 2 * mult * dim), GEGLU(), nn.Dropout(dropout), nn.Linear(mult * dim, dim))
 
 
 class Attention(nn.Module):
-    def __init__(self, dim, heads=4, dim_head=8):
+    def __init__(self, dim, heads, dim_head=8):
         super().__init__()
-        inner_dim = dim_head * heads
-        self.heads, self.scale = heads, dim_head**-0.5
-        self.to_qkv = nn.Linear(dim, inner_dim * 3, bias=False)
-        self.to_out = nn.Linear(inner_dim, dim)
+        self.heads = heads
+        self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
+        self.to_out = nn.Linear(heads * dim_head, dim)
 
     def forward(self, x):
-        b, n, _ = x.shape
-        q, k, v = (t.reshape(b, n, self.heads, -1).transpose(1, 2) for t in self.to_qkv(x).chunk(3, dim=-1))
-        attn = (einsum("b h i d, b h j d -> b h i j", q, k) * self.scale).softmax(dim=-1)
-        out = einsum("b h i j, b h j d -> b h i d", attn, v)
-        return self.to_out(out.transpose(1, 2).reshape(b, n, -1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, -1))
+        weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) / q.size(-1) ** 0.5, dim=-1)
+        return self.to_out(torch.einsum("bhij,bhjd->bhid", weights, v).transpose(1, 2).flatten(2))
 
 
 class RowColTransformer(nn.Module):
-    def __init__(self, dim, nfeats, depth, heads, ff_dropout):
+    def __init__(self, dim, columns, depth, heads, dropout):
         super().__init__()
-        self.layers = nn.ModuleList([])
-        wide = dim * nfeats
+        wide = dim * columns
+        self.layers = nn.ModuleList()
         for _ in range(depth):
-            self.layers.append(
-                nn.ModuleList(
-                    [
-                        PreNorm(dim, Residual(Attention(dim, heads=heads))),
-                        PreNorm(dim, Residual(FeedForward(dim, dropout=ff_dropout))),
-                        PreNorm(wide, Residual(Attention(wide, heads=heads))),
-                        PreNorm(wide, Residual(FeedForward(wide, mult=1, dropout=ff_dropout))),
-                    ]
-                )
+            over_columns = nn.Sequential(
+                PreNorm(dim, Attention(dim, heads)), PreNorm(dim, feed_forward(dim, 2, dropout))
             )
+            over_rows = nn.Sequential(
+                PreNorm(wide, Attention(wide, heads)), PreNorm(wide, feed_forward(wide, 1, dropout))
+            )
+            self.layers.append(nn.ModuleList([over_columns, over_rows]))
 
-    def forward(self, x, x_cont):
-        x = torch.cat((x, x_cont), dim=1)
-        b, n, d = x.shape
-        for attn1, ff1, attn2, ff2 in self.layers:
-            x = ff1(attn1(x))
-            x = x.reshape(1, b, n * d)  # the rows of the batch attend to each other
-            x = ff2(attn2(x))
-            x = x.reshape(b, n, d)
+    def forward(self, x):
+        shape = x.shape
+        for over_columns, over_rows in self.layers:
+            x = over_columns(x)
+            x = over_rows(x.flatten(1)[None])[0].view(shape)  # the batch is the sequence
         return x
 
 
-class simple_MLP(nn.Module):
-    def __init__(self, dims):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(dims[0], dims[1]), nn.ReLU(), nn.Linear(dims[1], dims[2]))
-
-    def forward(self, x):
-        if len(x.shape) == 1:
-            x = x.view(x.size(0), -1)
-        return self.layers(x)
+def simple_MLP(inputs, hidden, outputs):
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
 class SAINT(nn.Module):
-    def __init__(self, categories, num_continuous, dim, depth, heads, ff_dropout, y_dim):
+    """Never called as a whole: the loop goes through its parts."""
+
+    def __init__(self, categories, num_continuous, opt):
         super().__init__()
-        offset = F.pad(torch.tensor(list(categories)), (1, 0), value=0).cumsum(dim=-1)[:-1]
-        self.register_buffer("categories_offset", offset)
-        self.embeds = nn.Embedding(sum(categories), dim)
-        self.simple_MLP = nn.ModuleList([simple_MLP([1, 24, dim]) for _ in range(num_continuous)])
-        self.transformer = RowColTransformer(dim, len(categories) + num_continuous, depth, heads, ff_dropout)
-        self.mlpfory = simple_MLP([dim, 48, y_dim])
+        starts = np.cumsum([0, *categories[:-1]])
+        self.register_buffer("categories_offset", torch.from_numpy(starts))
+        self.embeds = nn.Embedding(sum(categories), opt.embedding_size)
+        self.numbers = nn.ModuleList(simple_MLP(1, 24, opt.embedding_size) for _ in range(num_continuous))
+        columns = len(categories) + num_continuous
+        self.transformer = RowColTransformer(
+            opt.embedding_size, columns, opt.transformer_depth, opt.attention_heads, opt.ff_dropout
+        )
+        self.mlpfory = simple_MLP(opt.embedding_size, 48, 2)
 
 
-def embed_data_mask(x_categ, x_cont, model):
-    x_categ = x_categ + model.categories_offset.type_as(x_categ)
-    x_categ_enc = model.embeds(x_categ)
-    n1, n2 = x_cont.shape
-    x_cont_enc = torch.empty(n1, n2, x_categ_enc.shape[-1])
-    for i in range(n2):
-        x_cont_enc[:, i, :] = model.simple_MLP[i](x_cont[:, i])
-    return x_categ_enc, x_cont_enc
+def embed_data(x_categ, x_cont, model):
+    tokens = model.embeds(x_categ + model.categories_offset)
+    numbers = [mlp(x_cont[:, [i]]) for i, mlp in enumerate(model.numbers)]
+    return torch.cat([tokens, torch.stack(numbers, dim=1)], dim=1)
 
 
 def classification_scores(model, dloader):
     model.eval()
-    y_test, y_pred, prob = torch.empty(0), torch.empty(0), torch.empty(0)
+    labels, outputs = [], []
     with torch.no_grad():
-        for x_categ, x_cont, y_gts in dloader:
-            reps = model.transformer(*embed_data_mask(x_categ, x_cont, model))
-            y_outs = model.mlpfory(reps[:, 0, :])
-            y_test = torch.cat([y_test, y_gts.squeeze().float()], dim=0)
-            y_pred = torch.cat([y_pred, torch.argmax(y_outs, dim=1).float()], dim=0)
-            prob = torch.cat([prob, torch.softmax(y_outs, dim=1)[:, -1].float()], dim=0)
-    acc = (y_pred == y_test).sum().float() / y_test.shape[0] * 100
-    return acc.item(), roc_auc_score(y_true=y_test.numpy(), y_score=prob.numpy())
-
-
-def count_parameters(model):
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for x_categ, x_cont, y in dloader:
+            reps = model.transformer(embed_data(x_categ, x_cont, model))
+            outputs.append(model.mlpfory(reps[:, 0]))
+            labels.append(y)
+    labels, outputs = torch.cat(labels), torch.cat(outputs)
+    accuracy = 100 * (outputs.argmax(1) == labels).float().mean().item()
+    return accuracy, roc_auc_score(labels.numpy(), outputs.softmax(1)[:, 1].numpy())
 
 
 def main(watch, seed, folder):
@@ -178,57 +143,38 @@ def main(watch, seed, folder):
         set_seed=1 + seed,
     )  # fmt: skip
     torch.manual_seed(opt.set_seed)
-    os.makedirs(folder / "bestmodels", exist_ok=True)
-    print("Downloading and processing the dataset, it might take some time.")
-    cat_dims, parts, continuous_mean_std = data_prep()
-    datasets = [DataSetCatCon(part, continuous_mean_std) for part in parts]
-    trainloader = DataLoader(datasets[0], batch_size=opt.batchsize, shuffle=True, num_workers=0)
-    validloader = DataLoader(datasets[1], batch_size=opt.batchsize, shuffle=False, num_workers=0)
-    testloader = DataLoader(datasets[2], batch_size=opt.batchsize, shuffle=False, num_workers=0)
-    model = SAINT(
-        categories=(1, *cat_dims),
-        num_continuous=4,
-        dim=opt.embedding_size,
-        depth=opt.transformer_depth,
-        heads=opt.attention_heads,
-        ff_dropout=opt.ff_dropout,
-        y_dim=2,
+    print("Processing the dataset, it might take some time.")
+    cat_dims, datasets = data_prep()
+    trainloader, validloader, testloader = (
+        DataLoader(dataset, batch_size=opt.batchsize, shuffle=i == 0) for i, dataset in enumerate(datasets)
     )
+    model = SAINT((1, *cat_dims), 4, opt)
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.AdamW(model.parameters(), lr=opt.lr)
-    history = []
-    best_valid_auroc = 0
-    best_test_auroc = 0
+    history, best_valid_auroc, best_test_auroc = [], 0.0, 0.0
     print("Training begins now.")
     with watch(model, optimizer, loader=trainloader):
         for epoch in range(opt.epochs):
             model.train()
             running_loss = 0.0
-            for data in trainloader:
+            for x_categ, x_cont, y_gts in trainloader:
                 optimizer.zero_grad()
-                x_categ, x_cont, y_gts = data
-                x_categ_enc, x_cont_enc = embed_data_mask(x_categ, x_cont, model)
-                reps = model.transformer(x_categ_enc, x_cont_enc)
-                y_reps = reps[:, 0, :]
-                y_outs = model.mlpfory(y_reps)
-                loss = criterion(y_outs, y_gts.squeeze())
+                reps = model.transformer(embed_data(x_categ, x_cont, model))
+                # the representation of CLS alone predicts the label
+                loss = criterion(model.mlpfory(reps[:, 0]), y_gts)
                 loss.backward()
                 optimizer.step()
                 running_loss += loss.item()
                 history.append(loss.item())
             if epoch % 2 == 0:
-                model.eval()
-                with torch.no_grad():
-                    accuracy, auroc = classification_scores(model, validloader)
-                    test_accuracy, test_auroc = classification_scores(model, testloader)
-                    print(f"[EPOCH {epoch + 1}] VALID ACCURACY: {accuracy:.3f}, VALID AUROC: {auroc:.3f}")
-                    print(f"[EPOCH {epoch + 1}] TEST ACCURACY: {test_accuracy:.3f}, TEST AUROC: {test_auroc:.3f}")
-                    if auroc > best_valid_auroc:
-                        best_valid_auroc = auroc
-                        best_test_auroc = test_auroc
-                        torch.save(model.state_dict(), folder / "bestmodels" / "bestmodel.pth")
-                model.train()
-    print(f"TOTAL NUMBER OF PARAMS: {count_parameters(model)}")
+                accuracy, auroc = classification_scores(model, validloader)
+                test_accuracy, test_auroc = classification_scores(model, testloader)
+                print(f"[EPOCH {epoch + 1}] VALID ACCURACY: {accuracy:.3f}, VALID AUROC: {auroc:.3f}")
+                print(f"[EPOCH {epoch + 1}] TEST ACCURACY: {test_accuracy:.3f}, TEST AUROC: {test_auroc:.3f}")
+                if auroc > best_valid_auroc:
+                    best_valid_auroc, best_test_auroc = auroc, test_auroc
+                    torch.save(model.state_dict(), folder / "bestmodel.pth")
+    print(f"TOTAL NUMBER OF PARAMS: {sum(p.numel() for p in model.parameters() if p.requires_grad)}")
     print(f"AUROC on best model:  {best_test_auroc:.3f}")
     objects = {"model": model, "optimizer": optimizer}
     return Result("test AUROC", float(best_test_auroc), 0.8, history, objects)
