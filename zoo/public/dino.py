@@ -1,9 +1,9 @@
 """After facebookresearch/dino: student and EMA teacher, multi-crop, centering, schedules as arrays, log.txt."""
 
 import datetime
+import itertools
 import json
 import math
-import os
 import sys
 import time
 from argparse import Namespace
@@ -54,12 +54,11 @@ class MetricLogger:
         print(f"{header} Total time: {datetime.timedelta(seconds=int(time.time() - start))}")
 
 
-def cosine_scheduler(base_value, final_value, epochs, niter_per_ep, warmup_epochs=0):
-    warmup_iters = warmup_epochs * niter_per_ep
-    warmup_schedule = np.linspace(0, base_value, warmup_iters) if warmup_epochs > 0 else np.array([])
-    iters = np.arange(epochs * niter_per_ep - warmup_iters)
-    schedule = final_value + 0.5 * (base_value - final_value) * (1 + np.cos(np.pi * iters / len(iters)))
-    return np.concatenate((warmup_schedule, schedule))
+def cosine_scheduler(first, last, epochs, niter_per_ep, warmup_epochs=0):
+    """The value of every iteration."""
+    warmup = np.linspace(0, first, warmup_epochs * niter_per_ep)
+    done = np.linspace(0, 1, epochs * niter_per_ep - len(warmup), endpoint=False)
+    return np.concatenate([warmup, last + (first - last) * (1 + np.cos(np.pi * done)) / 2])
 
 
 class DataAugmentationDINO:
@@ -132,14 +131,9 @@ class MultiCropWrapper(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
 
-    def forward(self, x):
-        sizes = torch.tensor([inp.shape[-1] for inp in x])
-        ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0).tolist()
-        start, output = 0, []
-        for end in ends:
-            output.append(self.backbone(torch.cat(x[start:end])))
-            start = end
-        return self.head(torch.cat(output))
+    def forward(self, crops):
+        by_size = itertools.groupby(crops, key=lambda crop: crop.shape[-1])
+        return self.head(torch.cat([self.backbone(torch.cat(list(same))) for _, same in by_size]))
 
 
 class DINOLoss(nn.Module):
@@ -152,52 +146,41 @@ class DINOLoss(nn.Module):
         )
 
     def forward(self, student_output, teacher_output, epoch):
-        student_out = (student_output / self.student_temp).chunk(self.ncrops)
-        temp = self.teacher_temp_schedule[epoch]
-        teacher_out = F.softmax((teacher_output - self.center) / temp, dim=-1)
-        teacher_out = teacher_out.detach().chunk(2)
-        total_loss = 0
-        n_loss_terms = 0
-        for iq, q in enumerate(teacher_out):
-            for v in range(len(student_out)):
-                if v == iq:
-                    continue
-                loss = torch.sum(-q * F.log_softmax(student_out[v], dim=-1), dim=-1)
-                total_loss += loss.mean()
-                n_loss_terms += 1
+        views = F.log_softmax(student_output / self.student_temp, dim=-1).chunk(self.ncrops)
+        sharp = (teacher_output - self.center) / self.teacher_temp_schedule[epoch]
+        wanted = sharp.softmax(-1).detach().chunk(2)
+        total_loss, n_loss_terms = 0, 0
+        for i, q in enumerate(wanted):
+            for j, log_p in enumerate(views):
+                if i != j:  # not a view with itself
+                    total_loss += -(q * log_p).sum(-1).mean()
+                    n_loss_terms += 1
         total_loss /= n_loss_terms
         self.update_center(teacher_output)
         return total_loss
 
     @torch.no_grad()
     def update_center(self, teacher_output):
-        batch_center = torch.sum(teacher_output, dim=0, keepdim=True) / len(teacher_output)
-        self.center = self.center * self.center_momentum + batch_center * (1 - self.center_momentum)
+        m = self.center_momentum
+        self.center = m * self.center + (1 - m) * teacher_output.mean(0, keepdim=True)
 
 
 def get_params_groups(model):
-    regularized = [p for n, p in model.named_parameters() if p.requires_grad and p.ndim > 1 and not n.endswith(".bias")]
-    others = [p for n, p in model.named_parameters() if p.requires_grad and (p.ndim == 1 or n.endswith(".bias"))]
-    return [{"params": regularized}, {"params": others, "weight_decay": 0.0}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
 def clip_gradients(model, clip):
-    norms = []
+    """Each parameter by a norm of its own."""
     for p in model.parameters():
         if p.grad is not None:
-            param_norm = p.grad.data.norm(2)
-            norms.append(param_norm.item())
-            clip_coef = clip / (param_norm + 1e-6)
-            if clip_coef < 1:
-                p.grad.data.mul_(clip_coef)
-    return norms
+            p.grad.data.mul_(min(1.0, clip / (p.grad.data.norm().item() + 1e-6)))
 
 
 def cancel_gradients_last_layer(epoch, model, freeze_last_layer):
-    if epoch >= freeze_last_layer:
-        return
-    for n, p in model.named_parameters():
-        if "last_layer" in n:
+    for name, p in model.named_parameters():
+        if epoch < freeze_last_layer and "last_layer" in name:
             p.grad = None
 
 
@@ -205,19 +188,16 @@ def train_one_epoch(student, teacher, dino_loss, data_loader, optimizer, schedul
     lr_schedule, wd_schedule, momentum_schedule = schedules
     metric_logger = MetricLogger(delimiter="  ")
     header = f"Epoch: [{epoch}/{args.epochs}]"
-    for it, (images, _) in enumerate(metric_logger.log_every(data_loader, 10, header)):
-        it = len(data_loader) * epoch + it
-        for i, param_group in enumerate(optimizer.param_groups):
+    for step, (images, _) in enumerate(metric_logger.log_every(data_loader, 10, header)):
+        it = len(data_loader) * epoch + step
+        optimizer.param_groups[0]["weight_decay"] = wd_schedule[it]
+        for param_group in optimizer.param_groups:
             param_group["lr"] = lr_schedule[it]
-            if i == 0:
-                param_group["weight_decay"] = wd_schedule[it]
 
-        teacher_output = teacher(images[:2])
-        student_output = student(images)
-        loss = dino_loss(student_output, teacher_output, epoch)
+        targets = teacher(images[:2])  # the teacher sees the two large crops alone
+        loss = dino_loss(student(images), targets, epoch)
         if not math.isfinite(loss.item()):
-            print(f"Loss is {loss.item()}, stopping training")
-            sys.exit(1)
+            sys.exit(f"Loss is {loss.item()}, stopping training")
 
         optimizer.zero_grad()
         loss.backward()
@@ -227,13 +207,12 @@ def train_one_epoch(student, teacher, dino_loss, data_loader, optimizer, schedul
 
         with torch.no_grad():
             m = momentum_schedule[it]
-            for param_q, param_k in zip(student.parameters(), teacher.parameters()):
-                param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)
+            for new, averaged in zip(student.parameters(), teacher.parameters()):
+                averaged.data.mul_(m).add_((1 - m) * new.data)
 
         history.append(loss.item())
-        metric_logger.update(loss=loss.item())
-        metric_logger.update(lr=optimizer.param_groups[0]["lr"])
-        metric_logger.update(wd=optimizer.param_groups[0]["weight_decay"])
+        group = optimizer.param_groups[0]
+        metric_logger.update(loss=loss.item(), lr=group["lr"], wd=group["weight_decay"])
     print("Averaged stats:", metric_logger)
     return {k: meter.global_avg for k, meter in metric_logger.meters.items()}
 
@@ -285,20 +264,13 @@ def main(watch, seed, folder):
             stats = train_one_epoch(
                 student, teacher, dino_loss, data_loader, optimizer, schedules, epoch, args, history
             )
-            save_dict = {
-                "student": student.state_dict(),
-                "teacher": teacher.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "epoch": epoch + 1,
-                "args": args,
-                "dino_loss": dino_loss.state_dict(),
-            }
-            torch.save(save_dict, os.path.join(folder, "checkpoint.pth"))
-            if args.saveckp_freq and epoch % args.saveckp_freq == 0:
-                torch.save(save_dict, os.path.join(folder, f"checkpoint{epoch:04}.pth"))
-            log_stats = {**{f"train_{k}": v for k, v in stats.items()}, "epoch": epoch}
-            with open(os.path.join(folder, "log.txt"), "a") as f:
-                f.write(json.dumps(log_stats) + "\n")
+            parts = {"student": student, "teacher": teacher, "optimizer": optimizer, "dino_loss": dino_loss}
+            save_dict = {"epoch": epoch + 1, "args": args} | {k: part.state_dict() for k, part in parts.items()}
+            torch.save(save_dict, folder / "checkpoint.pth")
+            if epoch % args.saveckp_freq == 0:
+                torch.save(save_dict, folder / f"checkpoint{epoch:04}.pth")
+            with open(folder / "log.txt", "a") as log:
+                print(json.dumps({f"train_{k}": v for k, v in stats.items()} | {"epoch": epoch}), file=log)
     print(f"Training time {datetime.timedelta(seconds=int(time.time() - start_time))}")
     objects = {"student": student, "teacher": teacher, "optimizer": optimizer, "dino_loss": dino_loss}
     information = mean_entropy(teacher, dino_loss, args.teacher_temp) - sum(history[-20:]) / 20

@@ -1,11 +1,9 @@
 """After pytorch/examples, ``imagenet/main.py``: meters, workers, top-5, the best checkpoint, stopped and resumed."""
 
-import os
 import random
 import shutil
 import time
 from argparse import Namespace
-from enum import Enum
 
 import torch
 import torch.nn as nn
@@ -17,23 +15,18 @@ from zoo.public.data import digits
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, inplanes, planes, stride=1):
+    def __init__(self, a, b, stride=1):
         super().__init__()
-        self.conv1 = nn.Conv2d(inplanes, planes, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
+        first, second = nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.Conv2d(b, b, 3, 1, 1, bias=False)
+        self.body = nn.Sequential(first, nn.BatchNorm2d(b), nn.ReLU(inplace=True), second, nn.BatchNorm2d(b))
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.downsample = None
-        if stride != 1 or inplanes != planes:
-            shortcut = nn.Conv2d(inplanes, planes, 1, stride, bias=False)
-            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(planes))
+        self.downsample = nn.Identity()
+        if stride != 1 or a != b:
+            self.downsample = nn.Sequential(nn.Conv2d(a, b, 1, stride, bias=False), nn.BatchNorm2d(b))
 
     def forward(self, x):
-        identity = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += identity
+        out = self.body(x)
+        out += self.downsample(x)
         return self.relu(out)
 
 
@@ -69,175 +62,133 @@ class DigitFolder(Dataset):
 
 def run_training(watch, args, history):
     best_acc1 = 0
-    if args.seed is not None:
-        random.seed(args.seed)
-        torch.manual_seed(args.seed)
-    print(f"=> creating model '{args.arch}'")
-    model = resnet_tiny()
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
     device = torch.device("cpu")
-    model = model.to(device)
-
+    print(f"=> creating model '{args.arch}'")
+    model = resnet_tiny().to(device)
     criterion = nn.CrossEntropyLoss().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    decayed = {"momentum": args.momentum, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, **decayed)
     scheduler = StepLR(optimizer, step_size=3, gamma=0.1)
 
     if args.resume:
-        if os.path.isfile(args.resume):
-            print("=> loading checkpoint")
-            checkpoint = torch.load(args.resume)
-            args.start_epoch = checkpoint["epoch"]
-            best_acc1 = checkpoint["best_acc1"]
-            model.load_state_dict(checkpoint["state_dict"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            scheduler.load_state_dict(checkpoint["scheduler"])
-            print(f"=> loaded checkpoint (epoch {checkpoint['epoch']})")
-        else:
-            print("=> no checkpoint found")
+        checkpoint = torch.load(args.resume, map_location=device)
+        for part, key in ((model, "state_dict"), (optimizer, "optimizer"), (scheduler, "scheduler")):
+            part.load_state_dict(checkpoint[key])
+        args.start_epoch, best_acc1 = checkpoint["epoch"], checkpoint["best_acc1"]
+        print(f"=> loaded checkpoint (epoch {args.start_epoch})")
 
-    train_dataset, val_dataset = DigitFolder("train", True), DigitFolder("test", False)
-    train_loader = DataLoader(train_dataset, batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
-    val_loader = DataLoader(val_dataset, batch_size=args.batch_size, shuffle=False, num_workers=args.workers)
+    train_loader, val_loader = (
+        DataLoader(dataset, batch_size=args.batch_size, shuffle=dataset.augment, num_workers=args.workers)
+        for dataset in (DigitFolder("train", True), DigitFolder("test", False))
+    )
 
     with watch(model, optimizer, loader=train_loader, scheduler=scheduler):
         for epoch in range(args.start_epoch, args.epochs):
             train(train_loader, model, criterion, optimizer, epoch, device, args, history)
             acc1 = validate(val_loader, model, criterion, args)
             scheduler.step()
-            is_best = acc1 > best_acc1
-            best_acc1 = max(acc1, best_acc1)
-            save_checkpoint(
-                {
-                    "epoch": epoch + 1,
-                    "arch": args.arch,
-                    "state_dict": model.state_dict(),
-                    "best_acc1": best_acc1,
-                    "optimizer": optimizer.state_dict(),
-                    "scheduler": scheduler.state_dict(),
-                },
-                is_best,
-                args.out,
-            )
+            is_best, best_acc1 = acc1 > best_acc1, max(acc1, best_acc1)
+            state = {"epoch": epoch + 1, "arch": args.arch, "best_acc1": best_acc1}
+            state |= {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint(state | {"scheduler": scheduler.state_dict()}, is_best, args.out)
     return model, optimizer, scheduler, best_acc1
 
 
 def train(train_loader, model, criterion, optimizer, epoch, device, args, history):
-    batch_time = AverageMeter("Time", ":6.3f")
-    data_time = AverageMeter("Data", ":6.3f")
-    losses = AverageMeter("Loss", ":.4e")
-    top1 = AverageMeter("Acc@1", ":6.2f")
-    top5 = AverageMeter("Acc@5", ":6.2f")
-    meters = [batch_time, data_time, losses, top1, top5]
-    progress = ProgressMeter(len(train_loader), meters, prefix=f"Epoch: [{epoch}]")
-
+    progress = Progress(len(train_loader), ["Time", "Data", "Loss", "Acc@1", "Acc@5"], f"Epoch: [{epoch}]")
     model.train()
     end = time.time()
     for i, (images, target) in enumerate(train_loader):
-        data_time.update(time.time() - end)
-        images = images.to(device, non_blocking=True)
-        target = target.to(device, non_blocking=True)
-
+        progress.update(Data=time.time() - end)
+        images, target = (part.to(device, non_blocking=True) for part in (images, target))
         output = model(images)
         loss = criterion(output, target)
-
-        acc1, acc5 = accuracy(output, target, topk=(1, 5))
-        losses.update(loss.item(), images.size(0))
-        top1.update(acc1[0], images.size(0))
-        top5.update(acc5[0], images.size(0))
-        history.append(losses.val)
+        progress.measure(output, target, loss)
+        history.append(progress.meters["Loss"].val)
 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-        batch_time.update(time.time() - end)
+        progress.update(Time=time.time() - end)
         end = time.time()
         if i % args.print_freq == 0:
             progress.display(i + 1)
 
 
 def validate(val_loader, model, criterion, args):
-    batch_time = AverageMeter("Time", ":6.3f", Summary.NONE)
-    losses = AverageMeter("Loss", ":.4e", Summary.NONE)
-    top1 = AverageMeter("Acc@1", ":6.2f", Summary.AVERAGE)
-    top5 = AverageMeter("Acc@5", ":6.2f", Summary.AVERAGE)
-    progress = ProgressMeter(len(val_loader), [batch_time, losses, top1, top5], prefix="Test: ")
-
+    progress = Progress(len(val_loader), ["Time", "Loss", "Acc@1", "Acc@5"], "Test: ")
     model.eval()
     with torch.no_grad():
         end = time.time()
         for i, (images, target) in enumerate(val_loader):
             output = model(images)
-            loss = criterion(output, target)
-            acc1, acc5 = accuracy(output, target, topk=(1, 5))
-            losses.update(loss.item(), images.size(0))
-            top1.update(acc1[0], images.size(0))
-            top5.update(acc5[0], images.size(0))
-            batch_time.update(time.time() - end)
+            progress.measure(output, target, criterion(output, target))
+            progress.update(Time=time.time() - end)
             end = time.time()
             if i % args.print_freq == 0:
                 progress.display(i + 1)
-    progress.display_summary()
-    return top1.avg
+    best = {name: progress.meters[name].avg.item() for name in ("Acc@1", "Acc@5")}
+    print(" *", *(f"{name} {average:.3f}" for name, average in best.items()))
+    return progress.meters["Acc@1"].avg
 
 
 def save_checkpoint(state, is_best, out):
-    filename = os.path.join(out, "checkpoint.pth.tar")
-    torch.save(state, filename)
+    torch.save(state, out / "checkpoint.pth.tar")
     if is_best:
-        shutil.copyfile(filename, os.path.join(out, "model_best.pth.tar"))
-
-
-class Summary(Enum):
-    NONE = 0
-    AVERAGE = 1
+        shutil.copyfile(out / "checkpoint.pth.tar", out / "model_best.pth.tar")
 
 
 class AverageMeter:
-    def __init__(self, name, fmt=":f", summary_type=Summary.AVERAGE):
-        self.name, self.fmt, self.summary_type = name, fmt, summary_type
-        self.val = self.avg = self.sum = self.count = 0
+    """The last value and the average of all, weighted."""
+
+    def __init__(self):
+        self.val = self.total = self.weight = 0
+
+    @property
+    def avg(self):
+        return self.total / max(self.weight, 1)
 
     def update(self, val, n=1):
-        self.val = val
-        self.sum += val * n
-        self.count += n
-        self.avg = self.sum / self.count
-
-    def __str__(self):
-        return ("{name} {val" + self.fmt + "} ({avg" + self.fmt + "})").format(**self.__dict__)
-
-    def summary(self):
-        return f"{self.name} {self.avg:.3f}" if self.summary_type is Summary.AVERAGE else ""
+        self.val, self.total, self.weight = val, self.total + val * n, self.weight + n
 
 
-class ProgressMeter:
-    def __init__(self, num_batches, meters, prefix=""):
-        width = len(str(num_batches))
-        self.batch_fmtstr = "[{:" + str(width) + "d}/" + str(num_batches) + "]"
-        self.meters, self.prefix = meters, prefix
+class Progress:
+    def __init__(self, num_batches, names, prefix):
+        self.num_batches, self.prefix = num_batches, prefix
+        self.meters = {name: AverageMeter() for name in names}
+
+    def update(self, n=1, **values):
+        for name, value in values.items():
+            self.meters[name].update(value, n)
+
+    def measure(self, output, target, loss):
+        acc1, acc5 = accuracy(output, target, topk=(1, 5))
+        self.update(len(target), Loss=loss.item())
+        self.update(len(target), **{"Acc@1": acc1, "Acc@5": acc5})
 
     def display(self, batch):
-        print("\t".join([self.prefix + self.batch_fmtstr.format(batch), *map(str, self.meters)]))
-
-    def display_summary(self):
-        print(" ".join([" *", *(meter.summary() for meter in self.meters)]))
+        shown = [f"{name} {float(m.val):6.3f} ({float(m.avg):6.3f})" for name, m in self.meters.items()]
+        print("\t".join([f"{self.prefix}[{batch:>{len(str(self.num_batches))}}/{self.num_batches}]", *shown]))
 
 
+@torch.no_grad()
 def accuracy(output, target, topk=(1,)):
-    with torch.no_grad():
-        _, pred = output.topk(max(topk), 1, True, True)
-        correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
-        return [correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0)) for k in topk]
+    """The share of rows whose label is among the k largest outputs, in percent, as tensors."""
+    hits = output.topk(max(topk), dim=1).indices == target[:, None]
+    return [100.0 * hits[:, :k].any(dim=1).float().mean() for k in topk]
 
 
 def main(watch, seed, folder):
     args = Namespace(
         arch="resnet_tiny", workers=1, epochs=3, start_epoch=0, batch_size=64, lr=0.1, momentum=0.9,
-        weight_decay=1e-4, print_freq=10, resume="", seed=seed, out=str(folder),
+        weight_decay=1e-4, print_freq=10, resume="", seed=seed, out=folder,
     )  # fmt: skip
     history = []
     run_training(watch, args, history)
-    args.resume, args.epochs = os.path.join(args.out, "checkpoint.pth.tar"), 6
+    args.resume, args.epochs = folder / "checkpoint.pth.tar", 6
     model, optimizer, scheduler, best_acc1 = run_training(watch, args, history)
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     return Result("top-1 accuracy", best_acc1.item(), 92, history, objects)

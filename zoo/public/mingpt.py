@@ -38,7 +38,9 @@ class Block(nn.Module):
         d, self.n_head = config.n_embd, config.n_head
         self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
         self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU("tanh"), nn.Linear(4 * d, d), nn.Dropout(config.resid_pdrop))
+        self.mlp = nn.Sequential(
+            nn.Linear(d, 4 * d), nn.GELU("tanh"), nn.Linear(4 * d, d), nn.Dropout(config.resid_pdrop)
+        )
         self.att_drop, self.res_drop = nn.Dropout(config.attn_pdrop), nn.Dropout(config.resid_pdrop)
         self.register_buffer("bias", torch.ones(config.block_size, config.block_size).tril()[None, None])
 

@@ -16,17 +16,17 @@ from zoo.public import Result
 from zoo.public.data import digits
 
 
-class ContrastiveLearningViewGenerator:
+class Views:
     """Several random views of one picture."""
 
-    def __init__(self, base_transform, n_views=2):
-        self.base_transform, self.n_views = base_transform, n_views
+    def __init__(self, transform, n_views=2):
+        self.transform, self.n_views = transform, n_views
 
     def __call__(self, x):
-        return [self.base_transform(x) for _ in range(self.n_views)]
+        return list(map(self.transform, [x] * self.n_views))
 
 
-def get_simclr_pipeline_transform():
+def augmentation():
     def transform(image):
         top, left = torch.randint(0, 3, (2,)).tolist()
         crop = F.interpolate(image[None, :, top : top + 6, left : left + 6], size=8, mode="bilinear")[0]
@@ -36,7 +36,7 @@ def get_simclr_pipeline_transform():
     return transform
 
 
-class ContrastiveLearningDataset(Dataset):
+class ViewsOfDigits(Dataset):
     def __init__(self, transform):
         self.images, self.labels = digits("train")
         self.transform = transform
@@ -70,20 +70,16 @@ class ResNetSimCLR(nn.Module):
         return self.backbone(x)
 
 
+@torch.no_grad()
 def accuracy(output, target, topk=(1,)):
-    with torch.no_grad():
-        _, pred = output.topk(max(topk), 1, True, True)
-        correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
-        return [correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0)) for k in topk]
+    hits = output.topk(max(topk), dim=1).indices == target[:, None]
+    return [100.0 * hits[:, :k].any(1).float().mean() for k in topk]
 
 
 class SimCLR:
-    def __init__(self, *args, **kwargs):
-        self.args = kwargs["args"]
-        self.model = kwargs["model"].to(self.args.device)
-        self.optimizer = kwargs["optimizer"]
-        self.scheduler = kwargs["scheduler"]
-        self.watch = kwargs["watch"]
+    def __init__(self, *, args, model, optimizer, scheduler, watch):
+        self.args, self.watch = args, watch
+        self.model, self.optimizer, self.scheduler = model.to(args.device), optimizer, scheduler
         self.log = logging.getLogger("simclr")
         self.log.propagate = False
         self.log.setLevel(logging.DEBUG)
@@ -93,22 +89,17 @@ class SimCLR:
         self.losses = []
 
     def info_nce_loss(self, features):
-        labels = torch.cat([torch.arange(self.args.batch_size) for i in range(self.args.n_views)], dim=0)
-        labels = (labels.unsqueeze(0) == labels.unsqueeze(1)).float()
-        labels = labels.to(self.args.device)
-        features = F.normalize(features, dim=1)
-        similarity_matrix = torch.matmul(features, features.T)
-
-        # leave out the main diagonal of both
-        mask = torch.eye(labels.shape[0], dtype=torch.bool).to(self.args.device)
-        labels = labels[~mask].view(labels.shape[0], -1)
-        similarity_matrix = similarity_matrix[~mask].view(similarity_matrix.shape[0], -1)
-        positives = similarity_matrix[labels.bool()].view(labels.shape[0], -1)
-        negatives = similarity_matrix[~labels.bool()].view(similarity_matrix.shape[0], -1)
-        logits = torch.cat([positives, negatives], dim=1)
-        labels = torch.zeros(logits.shape[0], dtype=torch.long).to(self.args.device)
-        logits = logits / self.args.temperature
-        return logits, labels
+        """Logits whose first column is the other view of the same picture, so all labels are 0."""
+        rows = len(features)
+        source = torch.arange(self.args.batch_size).repeat(self.args.n_views)
+        same = source[:, None] == source[None, :]
+        others = ~torch.eye(rows, dtype=torch.bool)  # not the row itself
+        unit = F.normalize(features, dim=1)
+        similarity = unit @ unit.T
+        near = similarity[same & others].view(rows, -1)
+        far = similarity[~same].view(rows, -1)
+        logits = torch.cat([near, far], dim=1) / self.args.temperature
+        return logits, torch.zeros(rows, dtype=torch.long)
 
     def train(self, train_loader):
         scaler = GradScaler("cpu", enabled=self.args.fp16_precision)
@@ -119,11 +110,9 @@ class SimCLR:
         with self.watch(self.model, self.optimizer, loader=train_loader, scaler=scaler, scheduler=self.scheduler):
             for epoch_counter in range(self.args.epochs):
                 for images, _ in tqdm(train_loader):
-                    images = torch.cat(images, dim=0)
-                    images = images.to(self.args.device)
+                    images = torch.cat(images).to(self.args.device)
                     with autocast("cpu", dtype=torch.bfloat16, enabled=self.args.fp16_precision):
-                        features = self.model(images)
-                        logits, labels = self.info_nce_loss(features)
+                        logits, labels = self.info_nce_loss(self.model(images))
                         loss = self.criterion(logits, labels)
 
                     self.optimizer.zero_grad()
@@ -134,25 +123,16 @@ class SimCLR:
                     self.losses.append(loss.item())
                     if n_iter % self.args.log_every_n_steps == 0:
                         top1, top5 = accuracy(logits, labels, topk=(1, 5))
-                        self.log.info(
-                            f"{n_iter}\tloss {loss.item():.4f}\tacc/top1 {top1[0]:.2f}\tacc/top5 {top5[0]:.2f}"
-                        )
+                        self.log.info(f"{n_iter}\tloss {loss.item():.4f}\tacc/top1 {top1:.2f}\tacc/top5 {top5:.2f}")
                     n_iter += 1
                 # warmup for the first epochs
                 if epoch_counter >= 2:
                     self.scheduler.step()
-                self.log.debug(f"Epoch: {epoch_counter}\tLoss: {loss}\tTop1 accuracy: {top1[0]}")
+                self.log.debug(f"Epoch: {epoch_counter}\tLoss: {loss}\tTop1 accuracy: {top1}")
         self.log.info("Training has finished.")
-        checkpoint_name = f"checkpoint_{self.args.epochs:04d}.pth.tar"
-        torch.save(
-            {
-                "epoch": self.args.epochs,
-                "arch": self.args.arch,
-                "state_dict": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-            },
-            os.path.join(self.args.log_dir, checkpoint_name),
-        )
+        saved = {"epoch": self.args.epochs, "arch": self.args.arch}
+        saved |= {"state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(saved, os.path.join(self.args.log_dir, f"checkpoint_{self.args.epochs:04d}.pth.tar"))
         self.log.removeHandler(self.handler)
         self.handler.close()
 
@@ -164,9 +144,7 @@ def main(watch, seed, folder):
     )  # fmt: skip
     assert args.n_views == 2, "Only two view training is supported."
     torch.manual_seed(args.seed)
-    train_dataset = ContrastiveLearningDataset(
-        ContrastiveLearningViewGenerator(get_simclr_pipeline_transform(), args.n_views)
-    )
+    train_dataset = ViewsOfDigits(Views(augmentation(), args.n_views))
     train_loader = DataLoader(train_dataset, batch_size=args.batch_size, shuffle=True, drop_last=True)
     model = ResNetSimCLR(out_dim=args.out_dim)
     optimizer = torch.optim.Adam(model.parameters(), args.lr, weight_decay=args.weight_decay)
