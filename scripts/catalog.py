@@ -51,7 +51,12 @@ def described(row: recipe.Row) -> str:
 def arguments(factory: Callable[..., Any]) -> Iterator[tuple[str, str, str]]:
     """Name, type and default of each argument that a recipe may give; not what the engine passes to a loss."""
     for name, each in inspect.signature(factory).parameters.items():
-        if name in ("model", "batch", "chunked"):  # loss.chunked is a key of its own
+        if name in (
+            "model",
+            "batch",
+            "chunked",
+            "max_logits_bytes",
+        ):  # loss.chunked is a key of its own; the plan knows
             continue
         stars = "**" if each.kind is each.VAR_KEYWORD else ""
         default = "" if stars else "required" if each.default is each.empty else f"`{shown(each.default)}`"

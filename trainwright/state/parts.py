@@ -24,7 +24,7 @@ SAMPLED_ELEMENTS = 256
 MAX_PICKLED_BYTES, MAX_PICKLE_S = 65536, 2e-3
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """The captured content of one object."""
 
     @property
@@ -38,7 +38,7 @@ class Part(Protocol):
     def put_back(self) -> bool:
         """Writes the content into the object where it has changed. Returns whether the object now has it."""
 
-    def again(self) -> Part:
+    def again(self) -> StatePart:
         """Captures the same object as it is now."""
 
 
@@ -189,7 +189,7 @@ class Gradient(Bindings):
         self.owner.grad = value
 
 
-class Items:
+class OwnedItems:
     """The items of a dict, in their order: attributes of an object, or a container."""
 
     def __init__(self, owner: dict[Any, Any]) -> None:
@@ -197,7 +197,7 @@ class Items:
 
     @property
     def key(self) -> Hashable:
-        return Items, id(self.owner)
+        return OwnedItems, id(self.owner)
 
     @property
     def is_empty(self) -> bool:
@@ -225,8 +225,8 @@ class Items:
             kind.__setitem__(owner, key, value)
         return True
 
-    def again(self) -> Items:
-        return Items(self.owner)
+    def again(self) -> OwnedItems:
+        return OwnedItems(self.owner)
 
 
 def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
@@ -254,9 +254,9 @@ class EmptyDicts:
                 owner.clear()
         return True
 
-    def again(self) -> Part:
+    def again(self) -> StatePart:
         """They may be filled by now."""
-        return Several([Items(owner) for owner in self.owners], self.key)
+        return Several([OwnedItems(owner) for owner in self.owners], self.key)
 
 
 class Several:
@@ -264,7 +264,7 @@ class Several:
 
     is_empty = False
 
-    def __init__(self, parts: Sequence[Part], key: Hashable) -> None:
+    def __init__(self, parts: Sequence[StatePart], key: Hashable) -> None:
         self._parts, self.key = parts, key
 
     def put_back(self) -> bool:
@@ -345,8 +345,8 @@ class Length:
         last = next(reversed(self.owner), None) if hasattr(self.owner, "__reversed__") else None
         return len(self.owner) == self.length and last is self.last
 
-    def again(self) -> Part:
-        kinds: tuple[tuple[type, Callable[[Any], Part]], ...] = ((dict, Items), (set, Elements))
+    def again(self) -> StatePart:
+        kinds: tuple[tuple[type, Callable[[Any], StatePart]], ...] = ((dict, OwnedItems), (set, Elements))
         make = next((make for kind, make in kinds if isinstance(self.owner, kind)), Sequenced)
         return make(self.owner)
 

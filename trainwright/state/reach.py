@@ -58,14 +58,14 @@ from trainwright.state.parts import (
     Elements,
     EmptyDicts,
     Gradient,
-    Items,
     Length,
     MemoryFile,
-    Part,
+    OwnedItems,
     RandomState,
     Sequenced,
     Settings,
     Slots,
+    StatePart,
     TensorData,
     Values,
     Witness,
@@ -78,7 +78,7 @@ MAX_OBJECTS = 50_000
 MAX_COPIED_BYTES = 128 * 2**20
 """Tensors and arrays beyond this are not copied, only compared by a sample of their elements."""
 MAX_FOLLOWED_ITEMS = 1024
-"""Items of longer containers are not followed: such a list is a history, or data."""
+"""OwnedItems of longer containers are not followed: such a list is a history, or data."""
 
 Trail: TypeAlias = "tuple[Trail | None, str]"
 """How an object was reached: the trail to the object that refers to it, and the name of the reference."""
@@ -89,7 +89,7 @@ class Reference(NamedTuple):
 
     name: str
     value: object
-    part: Items | Bindings | None = None
+    part: OwnedItems | Bindings | None = None
 
 
 class ReachableState:
@@ -115,7 +115,7 @@ class ReachableState:
         self.gaps: list[str] = []
         self.num_bytes = 0
         self.is_brief, self._copies = is_brief, copies
-        self._parts: dict[Hashable, tuple[Part, Trail]] = {}
+        self._parts: dict[Hashable, tuple[StatePart, Trail]] = {}
         self._walked: dict[int, object] = {id(each): each for each in known}  # alive, so that no id is used again
         self._entry: _Entry | None = None
         self._under: dict[_Entry, list[Hashable]] = {}
@@ -125,7 +125,7 @@ class ReachableState:
         if is_brief:
             self._walked, self._under = {}, {}
 
-    def include(self, roots: Iterable[tuple[str, object]]) -> list[Part]:
+    def include(self, roots: Iterable[tuple[str, object]]) -> list[StatePart]:
         """Captures further objects, as they are now. Returns their parts."""
         before = set(self._parts)
         waiting: list[tuple[object, Trail, _Entry | None]] = [(value, (None, name), None) for name, value in roots]
@@ -160,8 +160,8 @@ class ReachableState:
 
     def saved_attributes(self, owner: object) -> dict[str, Any]:
         """The captured attributes of an object."""
-        found = self._parts.get((Items, id(vars(owner))))
-        return found[0].saved if found is not None and isinstance(found[0], Items) else {}
+        found = self._parts.get((OwnedItems, id(vars(owner))))
+        return found[0].saved if found is not None and isinstance(found[0], OwnedItems) else {}
 
     def saved_data(self, tensor: Tensor) -> Tensor | None:
         """The captured elements of a tensor; None where they were not copied."""
@@ -170,7 +170,7 @@ class ReachableState:
 
     # for the handlers
 
-    def add(self, part: Part, trail: Trail) -> None:
+    def add(self, part: StatePart, trail: Trail) -> None:
         self._parts[part.key] = part, trail
         if self.is_brief and self._entry is not None:
             self._under.setdefault(self._entry, []).append(part.key)
@@ -196,7 +196,7 @@ class ReachableState:
         return True
 
 
-_Entry: TypeAlias = tuple[Items | Bindings, str]
+_Entry: TypeAlias = tuple[OwnedItems | Bindings, str]
 _Handler: TypeAlias = Callable[[ReachableState, Any, Trail], Iterable[Reference]]
 """Captures one object and returns what it refers to."""
 
@@ -372,7 +372,7 @@ def _attributes(state: ReachableState, value: Any, trail: Trail) -> Iterator[Ref
         state.add(slots, trail)
         yield from [Reference(name, found) for name, found in slots.saved.items()]
     if type(value).__dictoffset__:
-        items = Items(vars(value))
+        items = OwnedItems(vars(value))
         state.add(items, trail)
         yield from [Reference(str(name), found) for name, found in items.saved.items()]
 
@@ -383,7 +383,7 @@ def _instance(state: ReachableState, value: object, trail: Trail) -> Iterator[Re
 
 
 def _module(state: ReachableState, value: nn.Module | Optimizer, trail: Trail) -> Iterator[Reference]:
-    items, empty = Items(vars(value)), []
+    items, empty = OwnedItems(vars(value)), []
     state.add(items, trail)
     for name, found in items.saved.items():
         if type(found) in (dict, OrderedDict) and not found:
@@ -398,9 +398,9 @@ def _dict(state: ReachableState, value: dict[Any, Any], trail: Trail) -> Iterato
     if type(value) not in (dict, OrderedDict):
         yield from _attributes(state, value, trail)
     if len(value) > MAX_FOLLOWED_ITEMS:
-        state.add(Length(value) if state.is_brief else Items(value), trail)
+        state.add(Length(value) if state.is_brief else OwnedItems(value), trail)
         return
-    items = Items(value)
+    items = OwnedItems(value)
     state.add(items, trail)
     for key, found in items.saved.items():
         yield Reference(key if type(key) is str else "", found)
@@ -495,7 +495,7 @@ def _context_variable(state: ReachableState, value: contextvars.ContextVar[Any],
 
 
 def _thread_local(state: ReachableState, value: Any, trail: Trail) -> Iterator[Reference]:
-    items = Items(vars(value))
+    items = OwnedItems(vars(value))
     state.add(items, trail)
     yield from [Reference(str(name), found) for name, found in items.saved.items()]
 
@@ -531,7 +531,7 @@ def _function(state: ReachableState, value: types.FunctionType, trail: Trail) ->
     yield from [Reference("", each) for each in defaults]
     if owner != "user":
         return
-    attributes = Items(vars(value))
+    attributes = OwnedItems(vars(value))
     state.add(attributes, trail)
     yield from [Reference(str(name), each) for name, each in attributes.saved.items()]
     names, attribute_names = names_of(value.__code__)
