@@ -23,6 +23,7 @@ from trainwright.pages.profile import ProfilePanel
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import Loaded, from_mapping
+from trainwright.runlog.files import UnreadableFile
 from trainwright.training.job import prepare
 from trainwright.verbs.profile import ProfiledRun, profile
 from trainwright.verbs.profile_trials import Trials, num_rounds
@@ -194,12 +195,12 @@ def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0s", "--json"])
     assert said.exit_code == 0, said.output
     seen = json.loads(said.stdout.splitlines()[-1])
-    panel = ProfilePanel.read(Path(seen["run"]))
-    assert panel is not None
+    panel = ProfilePanel.read(Path(seen["run"]) / "profile.json")
     assert panel.headline == seen["verdict"]["headline"]
     assert panel.headline in (Path(seen["run"]) / "report.html").read_text()
     (Path(seen["run"]) / "profile.json").write_text('{"facts": 3}')
-    assert ProfilePanel.read(Path(seen["run"])) is None
+    with pytest.raises(UnreadableFile):
+        ProfilePanel.read(Path(seen["run"]) / "profile.json")
 
 
 def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[float]]:
