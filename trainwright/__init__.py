@@ -37,6 +37,7 @@ _HOME = {
     "for_steps": "trainwright.engine.until",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.state.checkpoint",
+    "log": "trainwright.engine.user_log",
     "lr_range": "trainwright.engine.lr_range",
     "make_clip": "trainwright.engine.clip",
     "make_own_step": "trainwright.engine.own_step",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from trainwright.engine.step import make_step as make_step
     from trainwright.engine.until import for_seconds as for_seconds
     from trainwright.engine.until import for_steps as for_steps
+    from trainwright.engine.user_log import log as log
     from trainwright.errors import TrainwrightError as TrainwrightError
     from trainwright.observe.early_stopping import EarlyStopping as EarlyStopping
     from trainwright.recipe import Recipe as Recipe

@@ -17,7 +17,6 @@ from trainwright.build.model import require_ready
 from trainwright.build.ready import AGAIN, ReadyBatches
 from trainwright.build.unwrap import Unwrapped, noting_what_looks_like_batches, unwrap
 from trainwright.engine.loss import OfModel, require_callable
-from trainwright.engine.metrics import metric_set
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note
@@ -25,13 +24,13 @@ from trainwright.recipe import from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.arguments import naming_remedies
+from trainwright.training.asked_metrics import MetricsLike, split_metrics
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
 from trainwright.training.result import Result
 from trainwright.training.run import train
 
 if TYPE_CHECKING:
-    from trainwright.engine.metrics import Metric
     from trainwright.engine.observer import Observer, Stop
     from trainwright.engine.own_step import OwnStep
     from trainwright.engine.step import StepResult
@@ -81,7 +80,7 @@ def fit(
     settings: Mapping[str, object] | None = None,
     resume: str | Path | None = None,
     accept: str | Sequence[str] = (),
-    metrics: Mapping[str, Metric | Callable[..., object]] | None = None,
+    metrics: MetricsLike | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     restore_best: bool = False,
     quiet: bool = False,
@@ -127,8 +126,9 @@ def fit(
         resume: The folder of an earlier run of the same call, which is continued.
         accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
         metrics: What is measured over the whole validation set, and over the training batches since the last record of
-            the log, by name: objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of
-            ``torchmetrics``, or functions of all outputs and all targets.
+            the log: names such as ``["accuracy", "f1"]`` (docs/catalog.md lists them), or a mapping of names to
+            objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of ``torchmetrics``, or
+            to functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
@@ -143,8 +143,7 @@ def fit(
     judge = loss if loss is not None else OfModel() if advance is None else no_loss
     if not isinstance(judge, str):
         require_callable(judge)
-    metrics = {} if metrics is None else metrics
-    metric_set(metrics)
+    named_metrics, own_metrics = split_metrics(metrics)
     objects = passed(optimizer, schedule, lr=lr, warmup=warmup)
     options = {
         "until": _until(until, epochs, steps),
@@ -171,6 +170,8 @@ def fit(
     recipe = _recipe_of(model, train_data, sets, advance or judge, batch_key) | objects.sections
     if restore_best:
         overrides.append(("checkpoint.restore_best", True))
+    if named_metrics:
+        overrides.append(("metrics", named_metrics))
     loaded = from_mapping(recipe, overrides=overrides, name="tw.fit")
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
@@ -184,7 +185,7 @@ def fit(
         schedule=objects.schedule,
         observers=[as_observer(each) for each in observers],
         advance=advance,
-        metrics=metrics,
+        metrics=own_metrics,
         more_val={name: each for name, each in sets.items() if name != val_name},
         val_name=val_name or "val",
     )
