@@ -145,8 +145,10 @@ def by_fit(task: Task, loader: Any, clocks: Clocks) -> None:
         task.loss,
         until=f"{task.steps}steps",
         lr=LR,
+        schedule="cosine",
         warmup=f"{min(WARMUP, task.steps // 2)}steps",
-        precision="fp32",
+        clip=CLIP_AT,
+        settings={"optimizer.weight_decay": 0.0},
         observers=[clocks],
         quiet=True,
     )

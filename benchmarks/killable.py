@@ -50,7 +50,8 @@ data:
   val: {{use: "noisy:Noisy", args: {{size: 16, step_ms: 0}}}}
   workers: {workers}
 batch: {{size: 8, micro: 4}}
-optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1}}
+optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1, decay_norms_and_biases: false, clip: {{by: norm, at: 1.0}}}}
+schedule: {{use: cosine, warmup: 0.1run}}
 evaluation: {{every: 10steps}}
 checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
 parallel: {parallel}

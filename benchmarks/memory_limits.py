@@ -104,7 +104,7 @@ def fit(case: Case) -> int:
     """The same of ``tw.fit``; the batch is its default."""
     with tempfile.TemporaryDirectory() as folder:
         until = f"{STEPS}steps"
-        done = tw.fit(case.model, case.data, case.loss, until=until, settings={"folder": folder}, quiet=True)
+        done = tw.fit(case.model, case.data, case.loss, until=until, clip=1.0, settings={"folder": folder}, quiet=True)
     assert done.state is not None and done.step == STEPS
     return done.state.micro_limit or BATCH
 

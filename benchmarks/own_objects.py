@@ -31,7 +31,7 @@ from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, Clock, Task, m
 
 CASES = ("several", "schedule", "metrics")
 EVERY = 10
-QUIET = {"log.doctor": False, "checkpoint.every": None, "checkpoint.at_least_every": None, "schedule.use": "constant"}
+QUIET = {"log.doctor": False, "checkpoint.every": None, "checkpoint.at_least_every": None}
 
 
 def optimizers(model: nn.Module, case: str) -> list[Optimizer]:
@@ -102,18 +102,17 @@ def ours(task: Task, clock: Clock, case: str) -> None:
     model = task.make_model()
     made = optimizers(model, case)
     schedules = schedulers(made, case, task.steps)
-    settings = {key: value for key, value in QUIET.items() if not (schedules and key == "schedule.use")}
     tw.fit(
         model,
         task.make_data(),
         task.loss,
         steps=task.steps,
         batch=task.batch_size,
-        precision="fp32",
         optimizer=made,
         schedule=schedules or None,
+        clip=CLIP_AT,
         metrics={name: Flat(each) for name, each in metrics(task, case).items()},
-        settings=settings,
+        settings=QUIET,
         observers=[clock],
         quiet=True,
     )

@@ -122,7 +122,7 @@ def plain(task: Task, clock: Clock, implementation: dict[str, bool] | None = Non
 
 
 def fit(task: Task, clock: Clock, settings: dict[str, object] | None = None) -> dict[str, bool]:
-    """``tw.fit`` as the README shows it. Returns the implementation of AdamW that was chosen."""
+    """``tw.fit`` with the settings of the plain loop. Returns the implementation of AdamW that was chosen."""
     import trainwright as tw
 
     result = tw.fit(
@@ -132,9 +132,10 @@ def fit(task: Task, clock: Clock, settings: dict[str, object] | None = None) -> 
         until=f"{task.steps}steps",
         lr=LR,
         batch=task.batch_size,
-        precision="fp32",
+        schedule="cosine",
         warmup=f"{min(WARMUP, task.steps // 2)}steps",
-        settings=settings,
+        clip=CLIP_AT,
+        settings={"optimizer.weight_decay": 0.0, **(settings or {})},
         observers=[clock],
         quiet=True,
     )
@@ -163,7 +164,7 @@ def command(task: Task) -> dict[str, object]:
         "data: {train: parts:data}\n"
         "loss: parts:loss\n"
         f"batch: {{size: {task.batch_size}}}\n"
-        f"optimizer: {{use: adamw, lr: {LR}}}\n"
+        f"optimizer: {{use: adamw, lr: {LR}, weight_decay: 0.0, clip: {{by: norm, at: {CLIP_AT}}}}}\n"
         f"schedule: {{use: cosine, warmup: {min(WARMUP, task.steps // 2)}steps}}\n"
     )
     from trainwright.cli import app

@@ -41,7 +41,9 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
 
 def main(steps: int = 300, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
-    return tw.fit(Autoencoder(), (digits(),), loss, batch=64, steps=steps, lr=3e-3, precision="fp32", resume=resume)
+    return tw.fit(
+        Autoencoder(), (digits(),), loss, batch=64, steps=steps, lr=3e-3, schedule="cosine", clip=1.0, resume=resume
+    )
 
 
 if __name__ == "__main__":

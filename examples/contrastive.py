@@ -45,7 +45,9 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
 def main(steps: int = 200, resume: Path | None = None) -> tw.Result:
     data = pairs()
     encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-    return tw.fit(encoder, data, advance=step, batch=64, accumulation=4, lr=3e-3, steps=steps, resume=resume)
+    return tw.fit(
+        encoder, data, advance=step, batch=64, accumulation=4, lr=3e-3, schedule="cosine", steps=steps, resume=resume
+    )
 
 
 if __name__ == "__main__":

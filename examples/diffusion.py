@@ -59,7 +59,9 @@ def sample(model: nn.Module, count: int) -> Tensor:
 
 def main(steps: int = 500, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
-    result = tw.fit(Denoiser(), (digits(),), loss, batch=128, steps=steps, lr=3e-3, precision="fp32", resume=resume)
+    result = tw.fit(
+        Denoiser(), (digits(),), loss, batch=128, steps=steps, lr=3e-3, schedule="cosine", clip=1.0, resume=resume
+    )
     sample(result.state.model, 4)
     return result
 

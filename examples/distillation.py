@@ -46,7 +46,15 @@ def main(steps: int = 300, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
     teacher, student = net(256), net(16)
     return tw.fit(
-        student, digits(), Distillation(teacher), batch=64, steps=steps, lr=3e-3, precision="fp32", resume=resume
+        student,
+        digits(),
+        Distillation(teacher),
+        batch=64,
+        steps=steps,
+        lr=3e-3,
+        schedule="cosine",
+        clip=1.0,
+        resume=resume,
     )
 
 

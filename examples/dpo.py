@@ -45,7 +45,9 @@ class Preference(nn.Module):
 def main(steps: int = 100, resume: Path | None = None) -> tw.Result:
     data = preferences()
     model = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=1, heads=2, d_model=16)
-    return tw.fit(model, data, Preference(model), batch=32, steps=steps, lr=3e-3, precision="fp32", resume=resume)
+    return tw.fit(
+        model, data, Preference(model), batch=32, steps=steps, lr=3e-3, schedule="cosine", clip=1.0, resume=resume
+    )
 
 
 if __name__ == "__main__":

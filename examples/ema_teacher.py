@@ -46,7 +46,7 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
 
 def main(steps: int = 200, resume: Path | None = None) -> tw.Result:
     data = pairs()
-    return tw.fit(Byol(), data, advance=step, batch=64, lr=3e-3, steps=steps, resume=resume)
+    return tw.fit(Byol(), data, advance=step, batch=64, lr=3e-3, schedule="cosine", steps=steps, resume=resume)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tw.Loss:
 def main(steps: int = 300, resume: Path | None = None) -> tw.Result:
     data = clouds()
     critic = nn.Sequential(nn.Linear(2, 32), nn.SiLU(), nn.Linear(32, 1, bias=False))
-    return tw.fit(critic, data, loss, batch=64, steps=steps, lr=5e-3, precision="fp32", resume=resume)
+    return tw.fit(critic, data, loss, batch=64, steps=steps, lr=5e-3, schedule="cosine", clip=1.0, resume=resume)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
 
 def main(steps: int = 100, resume: Path | None = None) -> tw.Result:
     data = waves()
-    return tw.fit(Recurrent(), (data,), advance=step, batch=32, lr=5e-3, steps=steps, resume=resume)
+    return tw.fit(Recurrent(), (data,), advance=step, batch=32, lr=5e-3, schedule="cosine", steps=steps, resume=resume)
 
 
 if __name__ == "__main__":

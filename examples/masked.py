@@ -48,7 +48,16 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
 def main(steps: int = 200, resume: Path | None = None) -> tw.Result:
     data = sequences()
     return tw.fit(
-        Encoder(), (data,), loss, batch=32, accumulation=2, steps=steps, lr=3e-3, precision="fp32", resume=resume
+        Encoder(),
+        (data,),
+        loss,
+        batch=32,
+        accumulation=2,
+        steps=steps,
+        lr=3e-3,
+        schedule="cosine",
+        clip=1.0,
+        resume=resume,
     )
 
 

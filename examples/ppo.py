@@ -50,7 +50,7 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
 def main(steps: int = 50, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
     seeds = torch.arange(4096)
-    return tw.fit(Agent(), (seeds,), advance=step, batch=64, lr=5e-3, steps=steps, resume=resume)
+    return tw.fit(Agent(), (seeds,), advance=step, batch=64, lr=5e-3, schedule="cosine", steps=steps, resume=resume)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,15 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
 def main(steps: int = 200, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
     return tw.fit(
-        policy(), (torch.arange(4096),), loss, batch=64, steps=steps, lr=1e-2, precision="fp32", resume=resume
+        policy(),
+        (torch.arange(4096),),
+        loss,
+        batch=64,
+        steps=steps,
+        lr=1e-2,
+        schedule="cosine",
+        clip=1.0,
+        resume=resume,
     )
 
 

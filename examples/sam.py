@@ -32,7 +32,19 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
 
 def main(steps: int = 200, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
-    return tw.fit(net(32), digits(), advance=step, optimizer="sgd", lr=0.05, batch=64, steps=steps, resume=resume)
+    momentum = {"optimizer.args": {"momentum": 0.9}}
+    return tw.fit(
+        net(32),
+        digits(),
+        advance=step,
+        optimizer="sgd",
+        lr=0.05,
+        schedule="cosine",
+        batch=64,
+        steps=steps,
+        settings=momentum,
+        resume=resume,
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,16 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tw.Loss:
 def main(steps: int = 300, resume: Path | None = None) -> tw.Result:
     data = reversals()
     return tw.fit(
-        Translator(), data, loss, batch=32, accumulation=2, steps=steps, lr=5e-3, precision="fp32", resume=resume
+        Translator(),
+        data,
+        loss,
+        batch=32,
+        accumulation=2,
+        steps=steps,
+        lr=5e-3,
+        schedule="cosine",
+        clip=1.0,
+        resume=resume,
     )
 
 

@@ -35,7 +35,8 @@ def named(rows: Mapping[str, recipe.Row]) -> str:
 
 def optimizer(row: recipe.OptimizerRow) -> list[str]:
     state = str(row.state_per_weight) + "".join(f"; {row.state_per_weight + 1} with {name}" for name in row.adds_state)
-    state += f"; 0 without {row.needs_for_state}" if row.needs_for_state else ""
+    if row.needs_for_state:
+        state += f"; 0 {'without' if row.keeps_state else 'unless args have'} {row.needs_for_state}"
     decay = "decoupled" if row.decoupled else "L2"
     offload = f"no: {row.why_not_offloaded}" if row.why_not_offloaded else "yes"
     args = "those of torch" if row.factory.startswith("torch.") else ", ".join(accepted_args(row.name))

@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from trainwright.data.order import epoch_order
 
-SEED = 1337  # of a recipe that does not say
+SEED = 1337  # of the order, where no other is asked for
 
 
 def batches(data: Sequence[Tensor], size: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
-    """Epoch after epoch, each in an order of its own; torch's generator is seeded as a run seeds it."""
-    torch.manual_seed(SEED)
+    """Epoch after epoch, each in an order of its own."""
     orders = (torch.from_numpy(epoch_order(len(data[0]), seed=SEED, epoch=epoch)) for epoch in count())
     rows = (part for order in orders for part in order.split(size))
     for part in islice(rows, steps):
@@ -33,7 +32,7 @@ def batches(data: Sequence[Tensor], size: int, steps: int) -> Iterator[tuple[Ten
 
 def adamw(model: nn.Module, lr: float) -> Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(trained, lr, fused=True)
 
 
 def follow_cosine(optimizer: Optimizer, lr: float, step: int, steps: int) -> None:

@@ -186,7 +186,7 @@ def test_a_row_of_a_device_is_all_that_a_plan_needs(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine-9gb: {memory: 9GiB, bandwidth: 1e12, flops: {fp32: 2e13, bf16: 2e14}}\n")
     device = find_device("mine-9gb", load_devices(path))
-    plan = forecast(from_mapping(MLP), device)
+    plan = forecast(from_mapping({**MLP, "precision": "auto"}), device)
     assert (plan.choice.best.layout.precision, plan.choice.fits) == ("bf16", True)
     assert not forecast(from_mapping(MLP), device.with_memory(1 << 20)).choice.fits
 
@@ -194,7 +194,9 @@ def test_a_row_of_a_device_is_all_that_a_plan_needs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_optimizer_can_be_planned_for_a_device_that_is_not_there() -> None:
     for name, row in OPTIMIZERS.items():
-        trace = forecast(from_mapping({**MLP, "optimizer": name}), find_device("rtx4090", known_devices())).trace
+        args = {row.needs_for_state: 0.9} if row.needs_for_state else {}
+        recipe = from_mapping({**MLP, "optimizer": {"use": name, "args": args}})
+        trace = forecast(recipe, find_device("rtx4090", known_devices())).trace
         per_weight = trace.resident.get("optimizer", 0) / trace.resident["weights"]
         assert per_weight == pytest.approx(row.state_per_weight, abs=0.15), name
 
@@ -252,7 +254,9 @@ def kept_values(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 CASES = [(row.name, args) for row in OPTIMIZERS.values() for args in ({}, *({name: True} for name in row.adds_state))]
-CASES += [(row.name, {row.needs_for_state: 0.0}) for row in OPTIMIZERS.values() if row.needs_for_state]
+CASES += [
+    (row.name, {row.needs_for_state: at}) for row in OPTIMIZERS.values() for at in (0.0, 0.9) if row.needs_for_state
+]
 
 
 @pytest.mark.parametrize(("name", "args"), CASES, ids=lambda case: str(case))
@@ -268,7 +272,8 @@ def test_the_state_of_an_optimizer_weighs_what_its_row_says(name: str, args: dic
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_decoupled_weight_decay_stays_out_of_the_moments(name: str) -> None:
-    (moved, plain), (decayed, with_decay) = stepped(name, {}), stepped(name, {}, decay=0.1)
+    args = {OPTIMIZERS[name].needs_for_state: 0.9} if OPTIMIZERS[name].needs_for_state else {}
+    (moved, plain), (decayed, with_decay) = stepped(name, args), stepped(name, args, decay=0.1)
     assert not all(torch.equal(a, b) for a, b in zip(moved.parameters(), decayed.parameters()))
     pairs = zip(kept_values(plain).values(), kept_values(with_decay).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs) == OPTIMIZERS[name].decoupled

@@ -51,6 +51,7 @@ _HOME = {
     "steps": "trainwright.engine.loop",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
+    "verify_plain": "trainwright.verbs.verify.plain",
     "watch": "trainwright.watching.watch",
 }
 
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from trainwright.verbs.bad_cases import bad_cases as bad_cases
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
+    from trainwright.verbs.verify.plain import verify_plain as verify_plain
     from trainwright.watching.watch import watch as watch
 
 

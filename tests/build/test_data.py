@@ -582,7 +582,7 @@ def test_how_a_loader_reads_is_kept_and_what_is_not_used_is_told() -> None:
     found = unwrap(loader)
     assert (found.workers, found.prefetch, found.timeout_s, found.worker_init) == (2, 5, 90, print)
     assert found.start_method == "spawn"
-    assert list(found.not_used) == ["generator", "in_order=False"]
+    assert list(found.not_used) == ["in_order=False"]
     plain = unwrap(DataLoader(Augmented(), batch_size=4, pin_memory=True))
     assert (plain.prefetch, plain.timeout_s, plain.worker_init, plain.start_method) == (None,) * 4
     assert plain.not_used == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from tests.build.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
 from trainwright.build.optim import Lamb, Lars, Muon, make_optimizer, muon_groups
 from trainwright.build.optim.muon import orthogonalize
+from trainwright.build.resolve import imported
 from trainwright.errors import UsageError
+from trainwright.recipe import OPTIMIZERS
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any], float], Tensor]
 
 
 def train_by(formula: Formula, model: nn.Module, decay: float = DECAY) -> list[Tensor]:
-    """``formula(w, g, memory, decay)`` gives the next w; no decay on vectors, as ``param_groups`` has it."""
+    """``formula(w, g, memory, decay)`` gives the next w; no decay on vectors, as without ``decay_norms_and_biases``."""
     memories: list[dict[str, Any]] = [{} for _ in model.parameters()]
     for step in range(STEPS):
         fill_grads(model, step)
@@ -86,7 +89,7 @@ def adafactor(w: Tensor, g: Tensor, memory: dict[str, Any], decay: float) -> Ten
 @pytest.mark.parametrize(
     ("name", "formula", "args"),
     [
-        ("sgd", sgd, {"nesterov": True}),
+        ("sgd", sgd, {"momentum": 0.9, "nesterov": True}),
         ("adam", adam, {}),
         ("adamw", adamw, {"betas": [0.8, 0.99], "eps": 1e-7}),
         ("adafactor", adafactor, {}),
@@ -96,7 +99,7 @@ def adafactor(w: Tensor, g: Tensor, memory: dict[str, Any], decay: float) -> Ten
 )
 def test_equals_its_formula(name: str, formula: Formula, args: dict[str, Any]) -> None:
     model = net()
-    optimizer = make_optimizer(name, model, lr=LR, weight_decay=DECAY, args=args)
+    optimizer = make_optimizer(name, model, lr=LR, weight_decay=DECAY, decay_norms_and_biases=False, args=args)
     tolerance = 1e-11 if name == "adafactor" else 1e-12  # it takes its sums in another order
     assert_near(train(model, optimizer), train_by(formula, net()), tolerance)
 
@@ -127,7 +130,9 @@ def test_lamb_and_lars_equal_another_implementation() -> None:
     assert_near([matrices[0].weight], [matrices[1].weight], 1e-11)
 
     model, reference = net(), net()
-    optimizer = make_optimizer("lars", model, lr=LR, weight_decay=DECAY, args={"eps": 0.0})
+    optimizer = make_optimizer(
+        "lars", model, lr=LR, weight_decay=DECAY, decay_norms_and_biases=False, args={"eps": 0.0}
+    )
     theirs = others.LARS(reference.parameters(), lr=LR, weight_decay=DECAY)
     assert_near(train(model, optimizer), train(reference, theirs), 1e-12)
 
@@ -198,7 +203,7 @@ def test_muon_in_float32_equals_its_formula() -> None:
 
     model = net(torch.float32)
     args = {"ns_dtype": "float32", "adamw_lr": LR, "adamw_betas": [0.8, 0.99], "adamw_eps": 1e-7}
-    optimizer = make_optimizer("muon", model, lr=LR, weight_decay=DECAY, args=args)
+    optimizer = make_optimizer("muon", model, lr=LR, weight_decay=DECAY, decay_norms_and_biases=False, args=args)
     assert_near(train(model, optimizer), train_by(either, net(torch.float32)), 1e-4)
 
 
@@ -233,7 +238,9 @@ def test_muon_takes_the_groups_of_a_vector_only_for_adamw() -> None:
 
 def test_a_factory_of_the_user_gets_groups_and_arguments() -> None:
     model = net()
-    optimizer = make_optimizer(torch.optim.RMSprop, model, lr=0.5, weight_decay=0.1, args={"alpha": 0.7})
+    optimizer = make_optimizer(
+        torch.optim.RMSprop, model, lr=0.5, weight_decay=0.1, decay_norms_and_biases=False, args={"alpha": 0.7}
+    )
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert [(g["lr"], g["alpha"], g["weight_decay"]) for g in optimizer.param_groups] == [
         (0.5, 0.7, 0.1),
@@ -243,10 +250,30 @@ def test_a_factory_of_the_user_gets_groups_and_arguments() -> None:
         make_optimizer(torch.optim.RMSprop, model, lr=0.5, args={"alhpa": 0.7})
 
 
-def test_sgd_has_momentum_unless_told() -> None:
-    assert make_optimizer("sgd", net(), lr=0.1).param_groups[0]["momentum"] == 0.9
-    plain = make_optimizer("sgd", net(), lr=0.1, args={"momentum": 0.0})
-    assert plain.param_groups[0]["momentum"] == 0.0 and not plain.state
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_not_given_has_the_default_of_the_class(name: str) -> None:
+    """The rows of the catalog repeat them for the plan, which knows no torch."""
+    row, optimizer = OPTIMIZERS[name], make_optimizer(name, net())
+    defaults = {
+        key: each.default
+        for key, each in inspect.signature(imported(row.factory)).parameters.items()
+        if each.default is not each.empty and key not in ("fused", "foreach")
+    }
+    assert {"lr": row.lr, "weight_decay": row.weight_decay}.items() <= defaults.items()
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in defaults if key in group} == {
+        key: value for key, value in defaults.items() if key in group
+    }
+    if not row.groups:
+        assert len(optimizer.param_groups) == 1
+
+
+def test_a_factory_of_the_user_keeps_its_own_defaults() -> None:
+    optimizer = make_optimizer(torch.optim.AdamW, net())
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(1e-3, 1e-2)]
+
+
+def test_dampened_sgd_is_not_fused() -> None:
     assert not make_optimizer("sgd", net(), lr=0.1, args={"dampening": 0.1}).param_groups[0]["fused"]
 
 

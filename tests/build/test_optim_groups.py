@@ -30,6 +30,9 @@ class Net(nn.Module):
             self.head.weight = self.tokens.weight
 
 
+NO_DECAY: dict[str, Any] = {"decay_norms_and_biases": False}
+
+
 def names_of(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {group["name"]: [names[id(p)] for p in group["params"]] for group in groups}
@@ -37,7 +40,7 @@ def names_of(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, list[s
 
 def test_norms_and_biases_do_not_decay_and_tied_weights_come_once() -> None:
     model = Net()
-    groups = param_groups(model, lr=0.1, weight_decay=0.01)
+    groups = param_groups(model, lr=0.1, weight_decay=0.01, **NO_DECAY)
     assert names_of(model, groups) == {
         "decay": ["tokens.weight", "conv.weight", "hidden.weight"],
         "no_decay": [
@@ -50,17 +53,24 @@ def test_norms_and_biases_do_not_decay_and_tied_weights_come_once() -> None:
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.1, 0.01), (0.1, 0.0)]
 
 
-def test_all_decay_when_asked() -> None:
+def test_all_are_in_one_group_where_nothing_is_asked_for() -> None:
     model = Net()
-    groups = param_groups(model, lr=0.1, weight_decay=0.01, decay_norms_and_biases=True)
+    groups = param_groups(model, lr=0.1, weight_decay=0.01)
     assert names_of(model, groups) == {"decay": [name for name, _ in model.named_parameters()]}
+    (group,) = param_groups(model, lr=None, weight_decay=None)
+    assert group.keys() == {"name", "params"}, "the optimizer's own defaults count"
+
+
+def test_a_rule_cannot_scale_a_learning_rate_that_is_not_known() -> None:
+    with pytest.raises(UsageError, match="scales the learning rate, and none is given"):
+        param_groups(Net(), lr=None, weight_decay=None, rules=[GroupRule("head.*", lr_scale=0.1)])
 
 
 def test_frozen_parameters_are_left_out() -> None:
     model = Net()
     model.tokens.weight.requires_grad_(False)
     model.hidden.requires_grad_(False)
-    members = names_of(model, param_groups(model, lr=0.1, weight_decay=0.01))
+    members = names_of(model, param_groups(model, lr=0.1, weight_decay=0.01, **NO_DECAY))
     assert members["decay"] == ["conv.weight"] and "hidden.bias" not in members["no_decay"]
     with pytest.raises(UsageError, match="no trainable parameter"):
         param_groups(model.requires_grad_(False), lr=0.1, weight_decay=0.0)
@@ -73,7 +83,7 @@ def test_the_first_matching_rule_wins_and_any_tied_name_matches() -> None:
         GroupRule("hidden.bias", weight_decay=0.3),
         GroupRule("hidden.*", lr_scale=0.1),
     ]
-    groups = param_groups(model, lr=0.1, weight_decay=0.01, rules=rules)
+    groups = param_groups(model, lr=0.1, weight_decay=0.01, rules=rules, **NO_DECAY)
     members = names_of(model, groups)
     assert members["decay lr=0.5"] == ["tokens.weight"]
     assert members["no_decay"][-1] == "conv.bias"
@@ -96,7 +106,7 @@ def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_name() -> None
 def test_muon_gets_the_hidden_matrices_and_comes_first() -> None:
     for tied in (True, False):
         model = Net(tied)
-        groups = muon_groups(model, lr=0.02, weight_decay=0.1, adamw={"lr": 1e-3})
+        groups = muon_groups(model, lr=0.02, weight_decay=0.1, adamw={"lr": 1e-3}, **NO_DECAY)
         members = names_of(model, groups)
         assert members["muon decay"] == ["conv.weight", "hidden.weight"]
         assert members["adamw decay"] == ["tokens.weight"] + ([] if tied else ["head.weight"])

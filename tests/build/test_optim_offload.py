@@ -33,9 +33,9 @@ from trainwright.state.train_state import TrainState
 
 RULES = [GroupRule("head.*", lr_scale=0.3), GroupRule("conv.weight", weight_decay=0.5)]
 BOX: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": ("sgd", {}),
-    "sgd-dampened": ("sgd", {"dampening": 0.1}),
-    "nesterov": ("sgd", {"nesterov": True}),
+    "sgd": ("sgd", {"momentum": 0.9}),
+    "sgd-dampened": ("sgd", {"momentum": 0.9, "dampening": 0.1}),
+    "nesterov": ("sgd", {"momentum": 0.9, "nesterov": True}),
     "adam": ("adam", {"amsgrad": True}),
     "adamw": ("adamw", {"betas": [0.9, 0.95]}),
     "adamw-foreach": ("adamw", {"foreach": True}),
@@ -252,7 +252,7 @@ def test_moments_of_a_plain_run_in_sixteen_bits_are_taken_over() -> None:
     [
         ("adafactor", {}, "next to nothing"),
         ("muon", {}, "matrix products"),
-        ("sgd", {"momentum": 0.0}, "keeps nothing"),
+        ("sgd", {}, "keeps nothing"),
         ("lars", {"momentum": 0}, "keeps nothing"),
     ],
 )

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.engine.plain import bits, cut, gradients, relative_error, train
 from trainwright.engine import chunked
-from trainwright.engine.chunked import chunked_cross_entropy, is_worth_chunking
+from trainwright.engine.chunked import chunked_cross_entropy, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.losses import hf_causal_lm, language_model
 from trainwright.engine.precision import Precision
@@ -363,16 +363,17 @@ def test_a_label_out_of_range_names_its_rows(label: int) -> None:
     assert messages[0] == messages[1]
 
 
-def test_auto_is_of_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_worth_chunking(8192, 50257)
-    assert not is_worth_chunking(24 * 64, 256)
+def test_auto_is_in_chunks_only_beyond_what_there_is_room_for() -> None:
     model, batch = model_of(), tokens()
     seen: list[tuple[int, ...]] = []
     model.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
-    language_model(model, batch)
-    monkeypatch.setattr(chunked, "WORTH_BYTES", 2 * 4 * 48 * V - 1)
-    language_model(model, batch)
-    assert seen == [(6, 8, V), (6, 8, D)]
+    needed = logits_bytes(48, V)
+    for room in (None, needed, needed - 1):
+        language_model(model, batch, max_logits_bytes=room)
+    assert seen == [(6, 8, V), (6, 8, V), (6, 8, D)]
+    language_model(model, batch, chunked=False, max_logits_bytes=0)
+    language_model(model, batch, chunked=True, max_logits_bytes=None)
+    assert seen[3:] == [(6, 8, V), (6, 8, D)], "what is asked for counts, whatever there is room for"
 
 
 def test_training_ends_where_the_plain_loss_ends() -> None:

@@ -110,11 +110,29 @@ def test_the_average_of_the_weights_is_counted() -> None:
 def test_a_loss_in_chunks_is_scaled_from_whole_chunks() -> None:
     small = ["model.args.layers=1", "model.args.block_size=256", "data.train.args.block_size=256"]
     loaded = load(RECIPES / "gpt2-124m.yaml", overrides=small, environ={})
-    survey = LayoutSurvey(make_blueprint(loaded), find_device("h100-80gb", known_devices()), "bf16")
-    assert (survey.blueprint.chunked(1), survey.blueprint.chunked(4)) == (False, True)
+    device = find_device("h100-80gb", known_devices())
+    survey = LayoutSurvey(make_blueprint(loaded), device, "bf16")
     layout, traced = survey.layout("none", chunked=True), survey.trace(64, chunked=True)
     assert traced.peak.total <= layout.scaled.peak_bytes(64, 1) <= 1.1 * traced.peak.total
     assert layout.scaled.at(64, 1).flops == pytest.approx(traced.flops, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_loss_is_computed_in_chunks_only_where_its_logits_do_not_fit() -> None:
+    """The recipe on a device with plenty of memory, and on one in which the logits of 8 samples are too much."""
+    small = ["model.args.layers=1", "model.args.block_size=256", "batch.size=8", "batch.micro=8"]
+    small += [f"data.{name}.args.block_size=256" for name in ("train", "val")]
+    loaded = load(RECIPES / "gpt2-124m.yaml", overrides=small, environ={})
+    large = find_device("h100-80gb", known_devices())
+    blueprint, little = make_blueprint(loaded), large.with_memory(3 << 30)
+    assert (blueprint.chunked(8, large), blueprint.chunked(1, little), blueprint.chunked(8, little)) == (
+        False,
+        False,
+        True,
+    )
+    assert forecast(loaded, large).written.layout.chunked is False
+    made = forecast(loaded, little)
+    assert made.written.layout.chunked and "loss.chunked=true" not in made.settings, "a run decides alike"
 
 
 def test_planning_leaves_the_process_as_it_was() -> None:

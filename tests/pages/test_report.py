@@ -113,10 +113,13 @@ def test_a_report_shows_the_model_the_machine_and_what_was_written(tmp_path: Pat
     folder.write_json("model.json", facts)
     folder.write_text("samples/samples.txt", "--- 25% of the run\nonce <b>upon</b> a time\n")
     folder.write_text("graph.svg", "<svg>the graph</svg>")
-    folder.write_json("plan.json", {**PLAN, "expected_loss": 2.5001, "device": "cpu"})
+    header = {"settings": [{"name": "clip", "value": "norm at 1", "origin": "recommended", "why": "by the preset"}]}
+    folder.write_json("plan.json", {**PLAN, "expected_loss": 2.5001, "device": "cpu", "header": header})
     page = page_of(folder)
     for shown in ("GPT", "Block", "0 to 5", "\u00d7 6", "2 each, frozen", "100%", "once <b>upon</b> a time"):
         assert shown in page.text, shown
+    for shown in ("clip", "norm at 1", "recommended", "by the preset"):
+        assert page.text.count(shown) == 1, shown
     pictures = [named["src"] or "" for tag, named in page.tags if tag == "img"]
     assert [base64.b64decode(each.rpartition(",")[2]).decode() for each in pictures] == ["<svg>the graph</svg>"]
     assert "trainwright plan RUN" in page.text and "trainwright graph RUN" not in page.text
@@ -130,6 +133,7 @@ def test_a_report_shows_the_model_the_machine_and_what_was_written(tmp_path: Pat
 def test_a_tree_that_is_none_is_left_out(tmp_path: Path, modules: object) -> None:
     folder = make_run(tmp_path, "run", [step(1)])
     folder.write_json("model.json", {"modules": modules, "reference_losses": [3]})
+    folder.write_json("plan.json", {**PLAN, "header": modules})
     page = page_of(folder)
     assert "run" in page.text and "meter" not in {tag for tag, _ in page.tags}
     deep: Any = TREE
@@ -156,7 +160,9 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
         settings={},
     )
     folder.recipe.write_text(f"# {EVIL}\nmodel: '</script>'\n")
-    folder.write_json("plan.json", {**PLAN, "notes": [{"topic": EVIL, "choice": EVIL, "why": EVIL}], EVIL: EVIL})
+    header = {"settings": [{"name": EVIL, "value": EVIL, "origin": EVIL}, 3]}
+    notes = [{"topic": EVIL, "choice": EVIL, "why": EVIL}]
+    folder.write_json("plan.json", {**PLAN, "notes": notes, "header": header, EVIL: EVIL})
     folder.write_json("provenance.json", {"command": [EVIL], EVIL: EVIL})
     folder.write_json("model.json", {"modules": [{**TREE, "kind": EVIL}], "reference_losses": {EVIL: 1.0}})
     folder.write_text("samples/samples.txt", EVIL)

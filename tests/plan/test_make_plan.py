@@ -250,7 +250,9 @@ def test_a_busy_machine_chooses_no_other_precision(bf16_s: float, precision: str
 def test_memory_by_optimizer() -> None:
     adamw = memory_bytes("adamw", {}, parameters=100, trainable=60, activations=7)
     assert adamw == {"weights": 400, "gradients": 240, "optimizer": 480, "activations": 7}
-    assert memory_bytes("sgd", {}, parameters=100, trainable=60, activations=7)["optimizer"] == 240
+    assert memory_bytes("sgd", {}, parameters=100, trainable=60, activations=7)["optimizer"] == 0
+    with_momentum = memory_bytes("sgd", {"momentum": 0.9}, parameters=100, trainable=60, activations=7)
+    assert with_momentum["optimizer"] == 240
 
 
 def test_units_for_people() -> None:

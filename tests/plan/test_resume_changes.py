@@ -42,6 +42,7 @@ def recipe(*settings: str) -> dict[str, Any]:
         "model": "mynets:Net",
         "data": {"train": "mydata:train_set"},
         "batch": {"size": 32},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.0},  # as in a run folder, whose recipe states every value
     }
     return from_mapping(base, overrides=list(settings)).recipe.model_dump(mode="json")
 

@@ -42,7 +42,7 @@ BROKEN = [
     ("batch: {seed: 1}", "batch.seed", 3, "not a key of batch", "write it as seed, at the top level"),
     ("epochs: 3", "epochs", 3, "not a key", "write it as until"),
     ("batch_size: 3", "batch_size", 3, "not a key", "write it as batch.size"),
-    ("zzzz: 3", "zzzz", 3, "not a key", "keys here are name, seed"),
+    ("zzzz: 3", "zzzz", 3, "not a key", "keys here are name, preset, seed"),
     ("loss: {use: mse, reduction: sum}", "loss.reduction", 3, "not a key of loss", "loss.args.reduction"),
     ("optimizer: {use: sgd, momentum: 0.9}", "optimizer.momentum", 3, "not a key", "optimizer.args.momentum"),
     ("loss: {name: mse}", "loss.name", 3, "not a key of loss", "write it as name, at the top level"),

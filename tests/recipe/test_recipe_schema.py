@@ -71,6 +71,87 @@ def test_defaults() -> None:
     assert recipe.model.args == {} and recipe.data.val is None
 
 
+def test_what_is_not_stated_does_not_change_the_mathematics() -> None:
+    recipe = from_mapping(SMALL).recipe
+    assert recipe.optimizer.clip.by == "none" and recipe.schedule.use == "constant" and recipe.precision is None
+    assert recipe.optimizer.weight_decay == 0.01, "the default of torch.optim.AdamW"
+    assert recipe.optimizer.decay_norms_and_biases and recipe.optimizer.args == {}
+    assert (recipe.model.ema, recipe.model.compile, recipe.preset) == (None, False, None)
+    assert (recipe.data.drop_last, recipe.spikes.policy, recipe.optimizer.offload) == (False, "warn", False)
+
+
+@each_row("use", ["sgd", "adafactor", "muon", "lars"])
+def test_an_optimizer_has_its_own_defaults(use: str) -> None:
+    row, optimizer = room.OPTIMIZERS[use], from_mapping({**SMALL, "optimizer": use}).recipe.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.args) == (row.lr, row.weight_decay, {})
+    stated = from_mapping({**SMALL, "optimizer": {"use": use, "lr": 0.5, "weight_decay": 0.25}}).recipe.optimizer
+    assert (stated.lr, stated.weight_decay) == (0.5, 0.25)
+
+
+def test_an_optimizer_that_is_not_in_the_box_keeps_its_defaults_to_itself() -> None:
+    optimizer = from_mapping({**SMALL, "optimizer": "mine.optim:Mine"}).recipe.optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == (None, None)
+
+
+def test_a_bound_alone_clips_by_the_norm() -> None:
+    assert from_mapping(SMALL, overrides=["optimizer.clip.at=0.5"]).recipe.optimizer.clip.by == "norm"
+    with_measure = {**SMALL, "optimizer": {"clip": {"by": "value", "at": 0.5}}}
+    assert from_mapping(with_measure).recipe.optimizer.clip.by == "value"
+
+
+RECOMMENDED = {"preset": "recommended"}
+
+
+def test_the_recommended_settings() -> None:
+    loaded = from_mapping({**SMALL, **RECOMMENDED})
+    recipe, optimizer = loaded.recipe, loaded.recipe.optimizer
+    assert (recipe.precision, recipe.schedule.use, str(recipe.schedule.warmup)) == ("auto", "cosine", "0.05run")
+    assert (optimizer.clip.by, optimizer.clip.at, optimizer.decay_norms_and_biases) == ("norm", 1.0, False)
+    assert loaded.by_preset == {
+        "precision",
+        "schedule.use",
+        "schedule.warmup",
+        "optimizer.clip.by",
+        "optimizer.clip.at",
+        "optimizer.decay_norms_and_biases",
+    }
+    assert from_mapping({**SMALL, **RECOMMENDED, "optimizer": "sgd"}).recipe.optimizer.args == {"momentum": 0.9}
+
+
+@each_row(
+    ("stated", "path", "value"),
+    [
+        ({"precision": "fp32"}, "precision", "fp32"),
+        ({"schedule": "wsd"}, "schedule.warmup", "0steps"),
+        ({"schedule": {"warmup": "10steps"}}, "schedule.use", "cosine"),
+        ({"optimizer": {"clip": {"at": 0.5}}}, "optimizer.clip.by", "norm"),
+        ({"optimizer": {"clip": {"by": "none"}}}, "optimizer.clip.by", "none"),
+        ({"optimizer": {"use": "sgd", "args": {"momentum": 0.8}}}, "optimizer.args.momentum", 0.8),
+        ({"optimizer": {"decay_norms_and_biases": True}}, "optimizer.decay_norms_and_biases", True),
+    ],
+)
+def test_what_is_stated_wins_over_the_preset(stated: dict[str, Any], path: str, value: object) -> None:
+    loaded = from_mapping({**SMALL, **RECOMMENDED, **stated})
+    found: Any = loaded.recipe.model_dump(mode="json")
+    for key in path.split("."):
+        found = found[key]
+    assert found == value and path not in loaded.by_preset - {"schedule.use", "optimizer.clip.by"}
+    assert from_mapping(yaml.safe_load(dump(loaded.recipe))).recipe == loaded.recipe, "a dump states every value"
+
+
+def test_an_override_wins_over_the_preset_and_is_asked() -> None:
+    loaded = from_mapping({**SMALL, **RECOMMENDED}, overrides=["schedule.use=constant"])
+    assert loaded.recipe.schedule.use == "constant" and "schedule.use" in loaded.asked & loaded.overridden
+    assert {"model.use", "data.train", "preset"} < loaded.asked and "optimizer.lr" not in loaded.asked
+
+
+@each_row("recipe", sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
+def test_a_recipe_in_the_box_states_what_it_trains_with(recipe: str) -> None:
+    asked = load(Path(__file__).parents[2] / "recipes" / recipe, environ={}).asked
+    for path in ("precision", "optimizer.use", "optimizer.lr", "optimizer.clip", "schedule.use"):
+        assert any(each == path or each.startswith(f"{path}.") for each in asked), path
+
+
 @each_row("mapping", [SMALL, FULL])
 def test_dump_loads_back_equal(mapping: dict[str, Any], tmp_path: Path) -> None:
     recipe = from_mapping(mapping).recipe

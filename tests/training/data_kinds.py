@@ -340,8 +340,8 @@ KINDS = [
     Kind("`RandomSampler` with replacement", sampled(lambda: RandomSampler(range(SIZE), True, 37))),
     Kind("`DistributedSampler` of one replica", distributed),
     Kind("sampler with a generator of torch", sampled(lambda: OfGenerator(torch.Generator()))),
-    Kind("sampler with a generator of NumPy", sampled(lambda: OfGenerator(np.random.default_rng()))),
-    Kind("sampler with a `random.Random`", sampled(lambda: OfGenerator(random.Random()))),
+    Kind("sampler with a generator of NumPy", sampled(lambda: OfGenerator(np.random.default_rng(3)))),
+    Kind("sampler with a `random.Random`", sampled(lambda: OfGenerator(random.Random(3)))),
     Kind("sampler that counts its epochs itself", sampled(CountsEpochs)),
     Kind("sampler that draws from the machine's entropy", sampled(Unrepeatable), exact=False),
     Kind(

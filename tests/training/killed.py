@@ -29,6 +29,7 @@ import trainwright as tw
 from tests.training.data_kinds import KINDS, Kind, parts_of
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.unwrap import Unwrapped, unwrap
+from trainwright.state.rng import seed_all
 
 SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13
 """Steps: of an epoch of 5 batches, the checkpoint of step 8 lies in the middle, and so does the kill."""
@@ -138,7 +139,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train(kind: Kind, folder: Path, kill_at: int | None, resume: Path | None) -> None:
-    torch.manual_seed(1)
+    seed_all(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
     settings = {
         "folder": str(folder),

@@ -44,6 +44,7 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
 
 
 def fitted(until: str = "12steps", **options: Any) -> tw.Result:
+    options = {"schedule": "cosine", **options}
     return tw.fit(net(), data(), advance=step, until=until, lr=0.05, batch=16, quiet=True, **options)
 
 
@@ -58,15 +59,15 @@ def test_it_learns_and_is_logged_watched_and_resumed() -> None:
     steps = records(result.run, "step")
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["probed"]["worst"] > steps[0]["loss"]
-    assert steps[-1]["lr"] < 0.01, "the default schedule"
+    assert steps[-1]["lr"] < 0.01, "the schedule"
     assert records(result.run, "found") == [] and result.findings == ()
     plan = json.loads((result.run / "plan.json").read_text())
     assert plan["precision"] == "fp32"
     (layers,) = records(result.run, "layers")
     assert layers["step"] == 2 and layers["grad_norm"][0] > 0 and layers["act_log2"][0]
-    assert {"dry run", "precision", "clip"} <= {note["topic"] for note in plan["notes"]}
+    assert {"dry run", "precision"} <= {note["topic"] for note in plan["notes"]}
     assert "use: live:step" in (result.run / "recipe.yaml").read_text()
-    assert tw.fit(net(), data(), advance=step, until="14steps", lr=0.05, batch=16, resume=result.run).step == 14
+    assert fitted("14steps", resume=result.run).step == 14
 
 
 @pytest.mark.process
@@ -90,7 +91,7 @@ def test_an_update_that_is_left_out_is_in_the_log() -> None:
 @pytest.mark.process
 def test_a_loss_beside_it_is_for_the_evaluation() -> None:
     result = tw.fit(
-        net(), data(), F.mse_loss, advance=step, val=data(32), until="12steps", lr=0.05, batch=16, quiet=True
+        net(), data(), F.mse_loss, advance=step, val=data(32), until="12steps", lr=0.1, batch=16, quiet=True
     )
     assert result.val_loss is not None and result.val_loss < 4.0
 
@@ -124,6 +125,7 @@ def test_an_evaluation_needs_a_loss() -> None:
     [
         ({"precision": "bf16"}, "precision is bf16"),
         ({"settings": {"spikes.policy": "skip"}}, "spikes.policy is skip"),
+        ({"clip": 1.0}, "clipping by norm is asked for"),
     ],
 )
 def test_what_cannot_be_done_inside_of_it_is_refused_before_the_run(options: dict[str, Any], said: str) -> None:
@@ -133,10 +135,10 @@ def test_what_cannot_be_done_inside_of_it_is_refused_before_the_run(options: dic
 
 
 def test_several_processes_are_refused() -> None:
-    recipe = from_mapping({"model": "mlp", "data": {"train": "digits"}}).recipe
-    require_own_step_fits(recipe, 1)
+    loaded = from_mapping({"model": "mlp", "data": {"train": "digits"}, "preset": "recommended"})
+    require_own_step_fits(loaded, 1)
     with pytest.raises(UsageError, match="it runs in 2 processes"):
-        require_own_step_fits(recipe, 2)
+        require_own_step_fits(loaded, 2)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_without_one() -> None:

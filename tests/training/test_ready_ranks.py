@@ -80,7 +80,7 @@ made = kinds[given.pop("kind")]
 until, resume = given.pop("until", "9steps"), given.pop("resume", None)
 result = tw.fit(model, made(), weighted, val=function, until=until, lr=1e-2, quiet=True, resume=resume,
                 settings={"log.every": "1steps", "evaluation.every": "3steps", "schedule.use": "constant",
-                          "precision": "fp32", "checkpoint.every": "3steps", "log.doctor": False, **given})
+                          "precision": "fp32", "checkpoint.every": "3steps", "log.doctor": False, **given}, seed=1337)
 print(json.dumps([p.double().tolist() for p in model.parameters()]) if "parallel.shard" not in given else "[]")
 """
 

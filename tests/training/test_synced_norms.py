@@ -65,8 +65,7 @@ dtype = getattr(torch, given.pop("dtype"))
 (x, y), model = net.data(dtype), net.model(dtype)
 exec(given.pop("change", ""))
 result = tw.fit(model, (x, y), nn.CrossEntropyLoss(), val=(x[:23], y[:23]), until="7steps", lr=0.1, quiet=True,
-                settings={"optimizer.use": "sgd", "schedule.use": "constant", "precision": "fp32", "batch.size": 12,
-                          "optimizer.clip.by": "none",
+                settings={"optimizer.use": "sgd", "optimizer.args": {"momentum": 0.9}, "batch.size": 12,
                           "log.every": "1steps", "log.doctor": False, "evaluation.every": "3steps", **given})
 state = {name: value.double().tolist() for name, value in model.state_dict().items() if "shard" not in str(given)}
 print(json.dumps({"run": str(result.run), "state": state, "norms": str(model)}))

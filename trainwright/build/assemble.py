@@ -25,7 +25,7 @@ from trainwright.build.optim.own import as_one, takes_first
 from trainwright.build.ready import ReadyBatches, Say, silent
 from trainwright.build.resolve import LIVE, find, make, parameters_of
 from trainwright.build.schedule import make_schedule
-from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule
+from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule, unchanged
 from trainwright.build.unwrap import Unwrapped, length_of, unwrap
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
@@ -37,7 +37,7 @@ from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, 
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
-from trainwright.state.rng import seed_all
+from trainwright.state.rng import RngBag, seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.world import device_name, low_precision
 from trainwright.world.group import SOLO, World
@@ -52,7 +52,8 @@ class Parts:
     ``prepared``: ``prepare`` has applied the recipe to the model. ``optimizer`` is one, several, or what makes them,
     and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` and ``metrics``
     come before those that the recipe names. ``advance`` is a step of the user's own, in place of one made from
-    ``loss``. ``more_val`` are further validation sets by name; the first one's is ``val_name``.
+    ``loss``. ``more_val`` are further validation sets by name; the first one's is ``val_name``. ``generators`` is the
+    random state that training begins with, where the run does not seed the generators itself.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class Parts:
     metrics: Mapping[str, object] = field(default_factory=dict)
     more_val: Mapping[str, Unwrapped] = field(default_factory=dict)
     val_name: str = "val"
+    generators: RngBag | None = None
 
 
 @contextmanager
@@ -85,13 +87,18 @@ def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
         raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
 
 
+def is_live(recipe: Recipe) -> bool:
+    """Whether the model was passed in Python, by ``tw.fit``, so that no file can build it."""
+    return recipe.model.use.startswith(f"{LIVE}:")
+
+
 def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
     """Builds what the recipe names; ``planned`` as in ``prepare``.
 
     Raises RecipeError with file:line for whatever cannot be built.
     """
     recipe = loaded.recipe
-    if recipe.model.use.startswith(f"{LIVE}:"):
+    if is_live(recipe):
         raise UsageError(
             f"the model {recipe.model.use} was passed in Python and cannot be built from a recipe",
             remedy="run the script again with tw.fit(..., resume=<run folder>)",
@@ -159,7 +166,8 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     model.to(device)
     if isinstance(parts.loss, nn.Module):  # it may hold class weights, or a frozen teacher
         parts.loss.to(device)
-    model.train()
+    if not model.training:  # parts that are in evaluation mode within a model that is not stay so: frozen BatchNorm
+        model.train()
     if recipe.model.compile:
         compile_in_place(model)
     return replace(parts, model=model, notes=tuple(notes), prepared=True)
@@ -226,6 +234,8 @@ def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimize
     ask, source = loaded.recipe.schedule, loaded.source
     shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
     with at_recipe(loaded, "schedule"):
+        if ask.use == "constant" and not plan.warmup:
+            return unchanged
         if ask.use in SCHEDULES:
             return make_schedule(ask.use, **shared, args=ask.args)
         every = _steps_between(ask.every, plan)
@@ -242,6 +252,11 @@ def _steps_between(every: Duration, plan: Plan) -> int:
     return interval(every, plan.extent, pace, "schedule.every").steps or 1
 
 
+def draws_as_a_loop(parts: Parts, recipe: Recipe, plan: Plan) -> bool:
+    """Whether the user's loader draws from the generators of the process, as in a loop over it, and not from a seed."""
+    return parts.generators is not None and plan.degrees.ranks == 1 and not recipe.parallel.exact
+
+
 def build_loading(
     parts: Parts,
     recipe: Recipe,
@@ -251,8 +266,13 @@ def build_loading(
     quarantine: Collection[int] = (),
     world: World = SOLO,
 ) -> Loading:
-    """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad."""
+    """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad.
+
+    The order of a loader that was passed in Python is the one that a loop over it gets. It follows from (seed, epoch)
+    where a seed is asked for, and on several ranks, which must all draw the same.
+    """
     pin, own = recipe.data.pin_memory, parts.train.own_batches
+    live = draws_as_a_loop(parts, recipe, plan)
     is_cut = own is None or isinstance(recipe.batch.micro, int)
     return Loading(
         batch_size=plan.batch.size,
@@ -271,6 +291,8 @@ def build_loading(
         quarantine=frozenset((*recipe.data.quarantine, *quarantine)),
         on_bad_sample=recipe.data.on_bad_sample,
         order=parts.train.order,
+        live=live,
+        loader=parts.train.loader if live else None,
         joined=1 if own is None else recipe.batch.accumulation or 1,
         rank=world.rank,
         ranks=world.size,
@@ -299,6 +321,8 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
         collate=parts.val.collate,
         exact=False,
         order=parts.val.order,
+        live=False,
+        loader=None,
         joined=1,
     )
     if limit is not None and parts.val.own_batches is None:  # else ranks share each batch as it is
@@ -333,9 +357,9 @@ def _of_resume(train: Unwrapped) -> Iterator[Note]:
         yield Note("data", f"ready batches of a {kind}, ids are positions in an epoch", why)
     if train.order is not None:
         name = type(train.order.sampler).__name__
-        why = "drawn again from (seed, epoch) when the run is resumed, and compared with what was trained on"
+        why = "drawn again when the run is resumed, and compared with what was trained on"
         if not train.order.repeats:
-            why = "it draws from more than (seed, epoch): a resume may repeat or leave out samples, and says whether so"
+            why = "it draws from more than the random generators: a resume may repeat or leave out samples, and says so"
         yield Note("order", f"that of the {name}", why)
 
 

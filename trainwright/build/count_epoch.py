@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from trainwright.build.generators import prepare_epoch, seeded
+from trainwright.build.generators import HeldGenerators, prepare_epoch, seeded
 from trainwright.build.ready import PROGRESS_S, Pass, ReadyBatches, silent
 from trainwright.build.unwrap import Unwrapped
 from trainwright.errors import Problem, RecipeError
@@ -63,13 +63,15 @@ def _in_epochs(recipe: Recipe) -> str:
 def _epoch(data: Unwrapped, seed: int) -> Iterator[object]:
     """The batches, or the samples, of the first epoch. What is drawn for them leaves no trace."""
     if isinstance(data.dataset, ReadyBatches):
-        one = Pass(data.dataset, seed, 0, silent)
-        while (batch := one.next()) is not None:
-            yield batch
+        with HeldGenerators([data.dataset.source]).preserved():
+            one = Pass(data.dataset, seed, 0, silent)
+            while (batch := one.next()) is not None:
+                yield batch
         return
     if data.order is not None:  # its positions are drawn, no sample is read
-        for ids in data.order.batches(seed, 0):
-            yield from [ids] if data.order.in_batches else ids
+        with HeldGenerators([data.order.sampler]).preserved():
+            for ids in data.order.batches(seed, 0):
+                yield from [ids] if data.order.in_batches else ids
         return
     with seeded(seed):
         prepare_epoch(data.dataset, seed, 0)

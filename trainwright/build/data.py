@@ -6,8 +6,8 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
-from typing import NamedTuple
+from itertools import chain, count, islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from trainwright.build.collation import Batch, Collate
 from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, is_sliced, shared
-from trainwright.build.order import OwnOrder, regrouped
+from trainwright.build.order import LoaderOrder, OwnOrder, regrouped
 from trainwright.build.read_files import OpenFiles
 from trainwright.build.ready import ReadyBatches, ReadyStream, Say, compared, silent
 from trainwright.build.unwrap import length_of
@@ -37,7 +37,9 @@ class Loading:
     None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
-    With an ``order`` of batches, or ready batches, ``joined`` of them are a step.
+    With an ``order`` of batches, or ready batches, ``joined`` of them are a step. ``live``: what the user's loader
+    draws at the beginning of an epoch comes from the random generators of the process, as in a loop over it; else from
+    generators that are seeded by (seed, epoch). ``loader`` is its order then, where it is a DataLoader.
     ``rank`` is which of ``ranks`` shares of every step is read, of ready batches which rows; where that is ``exact``,
     a step has the same micro-batches on any number of ranks.
     """
@@ -60,6 +62,8 @@ class Loading:
     on_bad_sample: OnBadSample = "stop"
     every: int = 1
     order: OwnOrder | None = None
+    live: bool = False
+    loader: LoaderOrder | None = None
     joined: int = 1
     rank: int = 0
     ranks: int = 1
@@ -88,29 +92,38 @@ class StepBatches:
     ) -> None:
         self.dataset, self.loading, self.cursor, self.say = dataset, loading, cursor or Cursor(), say
         self.resumed = ""
+        self._start = self.cursor.start if self.cursor.position else None
+        self._has_steps = False  # whether the epoch that was planned last has any
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
-        at_once = self._at_once()
-        return steps if at_once == 1 else _ahead(steps, at_once)
+        return _ahead(steps, self._at_once())
 
     def _at_once(self) -> int:
         """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
         loading = self.loading
         if isinstance(self.dataset, ReadyBatches):  # of a list nothing is copied, unless to another device
             return AT_ONCE if self.dataset.are_in_memory and loading.device.type == "cpu" else 1
-        looks_at_training = loading.order is not None and not loading.order.is_pure
+        order = loading.loader or loading.order
+        looks_at_training = order is not None and not order.is_pure
         if loading.workers or looks_at_training or not is_sliced(self.dataset, loading.collate):
             return 1
         sample_bytes: int = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
         return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))
 
-    def _ready(self) -> Iterator[StepBatch]:
+    def _ready(self) -> Iterator[StepBatch | None]:
+        """The steps, and None after the last one of an epoch."""
         loading = self.loading
         seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # then each step is compared
-        stream = ReadyStream(self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared)
-        for batches, cursor in stream.steps(loading.joined):
-            self.resumed, of_all = stream.resumed, None
+        stream = ReadyStream(
+            self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared, live=loading.live
+        )
+        for step in stream.steps(loading.joined):
+            if step is None:
+                yield None
+                continue
+            (batches, cursor), of_all = step, None
+            self.resumed = stream.resumed
             if loading.ranks > 1:
                 of_all = np.concatenate([batch.ids for batch in batches])
                 batches = [_share(batch, loading) for batch in batches]
@@ -118,11 +131,15 @@ class StepBatches:
                 batches = [MicroBatch(to_device(batch.data, loading.device), batch.ids) for batch in batches]
             yield StepBatch(tuple(batches), cursor, of_all=of_all)
 
-    def _read(self) -> Iterator[StepBatch]:
+    def _read(self) -> Iterator[StepBatch | None]:
+        """The steps, and None after the last one of an epoch where the next must not be drawn yet."""
         window: list[MicroBatch] = []
         bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
         for fetched in self._fetched(found):
+            if fetched is None:
+                yield None
+                continue
             if isinstance(fetched, Failed):
                 raise fetched.error()
             if fetched.bad:
@@ -131,43 +148,73 @@ class StepBatches:
             if len(fetched.ids) or not fetched.key.counted:
                 window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
             if fetched.key.closes and window:
-                yield StepBatch(tuple(window), fetched.key.cursor, tuple(bad), fetched.key.of_all)
+                yield StepBatch(tuple(window), self._with_start(fetched.key.cursor), tuple(bad), fetched.key.of_all)
                 window, bad = [], []
         if bad and self.loading.epochs is None:
             raise _none_left(bad)
 
-    def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed]:
+    def _with_start(self, cursor: Cursor) -> Cursor:
+        return (
+            cursor if self._start is None else Cursor(cursor.epoch, cursor.position, cursor.digest, start=self._start)
+        )
+
+    def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed | None]:
         """``found`` holds the samples that could not be read; it grows while iterating, and they are not read again."""
         loading = self.loading
         if isinstance(self.dataset, IterableDataset):
             stream = FetchStream(self.dataset, start=self.cursor, settings=loading)
             if loading.workers == 0:
-                return _pinned(iter(stream), loading)
-            return read_in_workers(stream, None, _one_worker(loading))
+                return self._seeding_workers(_pinned(iter(stream), loading))
+            return self._seeding_workers(read_in_workers(stream, None, _one_worker(loading)))
         source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
-        keys = self.keys(found)
+        epochs = self.epochs(found)
         if loading.workers == 0:
-            return _pinned((source[key] for key in keys), loading)
+            return _pinned(_one_by_one(source, epochs), loading)
         how = _one_worker(loading) if isinstance(self.dataset, OpenFiles) else _workers(loading)
+        keys = chain.from_iterable(epochs if loading.loader is None else _apart(epochs, how.count * how.prefetch))
         return _without(found, read_in_workers(source, keys, how), source)
 
-    def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
-        """Yields the keys of the micro-batches from the cursor on; none when no batch can be filled.
+    def _seeding_workers(self, fetched: Iterator[Fetched | Failed]) -> Iterator[Fetched | Failed]:
+        """What a stream gives. A loop over its loader draws a seed for the workers at the beginning of each epoch."""
+        epoch = self.cursor.epoch if self.cursor.position else self.cursor.epoch - 1
+        for each in fetched:
+            if isinstance(each, Fetched) and each.key.epoch > epoch:
+                epoch = each.key.epoch
+                if self.loading.loader is not None:
+                    self.loading.loader.draw_seed(epoch)
+            yield each
 
-        Each epoch leaves out the quarantine and what ``found`` holds when the epoch starts.
+    def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
+        """Yields the keys of all ``epochs``."""
+        return chain.from_iterable(self.epochs(found))
+
+    def epochs(self, found: Collection[int] = ()) -> Iterator[Iterator[Key]]:
+        """Yields for each epoch from the cursor on the keys of its micro-batches; ends when no batch can be filled.
+
+        Each epoch leaves out the quarantine and what ``found`` holds when the epoch starts. The order of an epoch is
+        drawn when its first key is asked for.
         """
-        loading = self.loading
-        for epoch in count(self.cursor.epoch) if loading.epochs is None else range(self.cursor.epoch, loading.epochs):
-            begin = self.cursor.position if epoch == self.cursor.epoch else 0
-            left_out = np.array([*loading.quarantine, *found])
-            some = begin > 0
-            steps = self._in_our_order if loading.order is None else self._in_own_order
-            for planned in islice(steps(epoch, begin, left_out), 0, None, loading.every):
-                for key in self._cut(epoch, planned):
-                    some = some or len(key.ids) > 0 or loading.order is None
-                    yield key
-            if not some:  # nor would there be one in a later epoch
+        last = self.loading.epochs
+        for epoch in count(self.cursor.epoch) if last is None else range(self.cursor.epoch, last):
+            yield self._epoch(epoch, found)
+            if not self._has_steps:  # nor would there be one in a later epoch
                 return
+
+    def _epoch(self, epoch: int, found: Collection[int]) -> Iterator[Key]:
+        loading, steps = self.loading, self._in_our_order
+        begin = self.cursor.position if epoch == self.cursor.epoch else 0
+        left_out = np.array([*loading.quarantine, *found])
+        self._has_steps = begin > 0
+        if loading.order is not None or self._draws_live(begin):
+            steps = self._in_own_order
+        for planned in islice(steps(epoch, begin, left_out), 0, None, loading.every):
+            for key in self._cut(epoch, planned):
+                self._has_steps = self._has_steps or len(key.ids) > 0 or steps == self._in_our_order
+                yield key
+
+    def _draws_live(self, begin: int) -> bool:
+        """Whether the order of an epoch is that of the loader; the rest of one that began otherwise goes on so."""
+        return self.loading.loader is not None and (begin == 0 or self._start is not None)
 
     def _in_our_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
         loading, size = self.loading, len(self.dataset)
@@ -191,9 +238,8 @@ class StepBatches:
         return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
 
     def _in_own_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
-        loading, order, digest, start = self.loading, self.loading.order, hashlib.blake2b(digest_size=8), begin
-        assert order is not None
-        drawn = order.batches(loading.seed, epoch)
+        loading, digest, start = self.loading, hashlib.blake2b(digest_size=8), begin
+        order, drawn = self._drawn(epoch, begin)
         if begin:
             drawn = self._passed_over(drawn, begin, digest)
         batches = drawn if order.in_batches else regrouped(drawn, loading.batch_size)
@@ -205,6 +251,17 @@ class StepBatches:
             parts = tuple((ids, ~np.isin(ids, left_out) if len(left_out) else None) for ids in window)
             yield _Planned(start, parts, digest.hexdigest())
             start += sum(map(len, window))
+
+    def _drawn(self, epoch: int, begin: int) -> tuple[OwnOrder, Iterator[Ids]]:
+        """The order of an epoch and its positions, from the first one on."""
+        loader, order = self.loading.loader, self.loading.order
+        if loader is None or not self._draws_live(begin):
+            assert order is not None
+            return order, order.batches(self.loading.seed, epoch)
+        if begin and self._start is not None:
+            return loader, loader.again(epoch, self._start)
+        self._start, drawn = loader.begin(epoch)
+        return loader, drawn
 
     def _passed_over(self, drawn: Iterator[Ids], begin: int, digest: hashlib.blake2b) -> Iterator[Ids]:
         """Yields what comes after the first ``begin`` positions, which are drawn and not read."""
@@ -298,17 +355,28 @@ def _none_left(bad: list[BadSample]) -> DataError:
     )
 
 
-def _ahead(steps: Iterator[StepBatch], at_once: int) -> Iterator[StepBatch]:
-    """The same steps, so many of them read at once. What reading raises comes at its own step."""
+def _ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatch]:
+    """The same steps, so many of them read at once, but never beyond a None: what follows depends on those before.
+
+    What reading raises comes at its own step.
+    """
+    if at_once == 1:
+        yield from filter(None, steps)
+        return
     error: Exception | None = None
     while error is None:
         several: list[StepBatch] = []
+        is_over = True
         try:
-            several.extend(map(_looked_at, islice(steps, at_once)))
+            for batch in islice(steps, at_once):
+                is_over = False
+                if batch is None:
+                    break
+                several.append(_looked_at(batch))
         except Exception as raised:
             error = raised
         yield from several
-        if not several and error is None:
+        if is_over and error is None:
             return
     raise error
 
@@ -319,12 +387,36 @@ def _looked_at(batch: StepBatch) -> StepBatch:
     return batch
 
 
-def _pinned(batches: Iterator[Fetched | Failed], loading: Loading) -> Iterator[Fetched | Failed]:
+def _one_by_one(source: Fetch, epochs: Iterator[Iterator[Key]]) -> Iterator[Fetched | Failed | None]:
+    """What the dataset gives for each key, and None after the last one of an epoch."""
+    for keys in epochs:
+        for key in keys:
+            yield source[key]
+        yield None
+
+
+def _apart(epochs: Iterator[Iterator[Key]], ahead: int) -> Iterator[Iterator[Key]]:
+    """The same epochs, each followed by as many empty keys as workers read ahead.
+
+    A key is asked for when the batch that lies so many before it has been taken. So the order of an epoch is drawn
+    after the last step of the epoch before, as in a loop over the loader.
+    """
+    for keys in epochs:
+        yield keys
+        yield iter([NOTHING] * ahead)
+
+
+NOTHING = Key(0, 0, np.zeros(0, dtype=np.int64), False, Cursor())
+"""Names no samples: it closes no step."""
+F = TypeVar("F", Fetched | Failed, Fetched | Failed | None)
+
+
+def _pinned(batches: Iterator[F], loading: Loading) -> Iterator[F]:
     return map(_pin, batches) if loading.pin_memory else batches
 
 
-def _pin(fetched: Fetched | Failed) -> Fetched | Failed:
-    if isinstance(fetched, Failed):
+def _pin(fetched: F) -> F:
+    if not isinstance(fetched, Fetched):
         return fetched
     return fetched._replace(data=_map(lambda tensor: tensor.pin_memory(), fetched.data))
 
@@ -355,7 +447,16 @@ class EvaluationBatches:
     """
 
     def __init__(self, dataset: AnyDataset, loading: Loading, *, limit: int | None = None) -> None:
-        once = replace(loading, epochs=1, shuffle=False, drop_last=False, quarantine=frozenset(), on_bad_sample="stop")
+        once = replace(
+            loading,
+            epochs=1,
+            shuffle=False,
+            drop_last=False,
+            quarantine=frozenset(),
+            on_bad_sample="stop",
+            live=False,
+            loader=None,
+        )
         self.steps, self.limit = StepBatches(dataset, once), limit
 
     def __iter__(self) -> Iterator[MicroBatch]:

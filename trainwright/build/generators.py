@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import singledispatch
 
@@ -12,6 +12,7 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import DataLoader, Sampler
 
+from trainwright.state.codec import Tree
 from trainwright.state.numpy_generator import TwisterState
 from trainwright.state.python_generator import PythonState, read_python, write_python
 from trainwright.state.rng import RngBag, borrow, end_borrowing, preserved_rng, reseed, seed_of
@@ -72,6 +73,10 @@ class OwnGenerators:
         python, numpy, of_torch = self._python, TwisterState.of(self._numpy), self._torch
         return lambda: RngBag(python.as_tuple(), numpy.as_dict(), of_torch)
 
+    def continue_here(self) -> None:
+        """Goes on from the present states of the global generators."""
+        self.restore(RngBag.capture())
+
     def restore(self, bag: RngBag) -> None:
         """Goes on from states that ``read`` gave."""
         self._python, self._torch = PythonState.of(bag.python), bag.torch_cpu
@@ -96,12 +101,50 @@ class EpochGenerators:
 
 def prepare_epoch(source: object, seed: int, epoch: int) -> None:
     """Tells a loader or sampler, and the samplers inside it, the epoch, and seeds the generators that they hold."""
+    set_epoch(source, epoch)
     for number, part in enumerate(_parts(source)):
-        if callable(tell := getattr(part, "set_epoch", None)):
-            tell(epoch)
-        for name, value in (vars(part) if hasattr(part, "__dict__") else {}).items():
+        for name, value in _attributes(part).items():
             if isinstance(value, _SEEDED):
                 _seed(value, seed_of(f"{seed}:{epoch}:{number}:{name}"))
+
+
+def set_epoch(source: object, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader or sampler, and of the samplers inside it, where they have it."""
+    for part in _parts(source):
+        if callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
+
+
+class HeldGenerators:
+    """The generators among these objects, and those that they and the samplers inside them hold as attributes."""
+
+    def __init__(self, sources: Sequence[object]) -> None:
+        parts = [part for source in sources for part in _parts(source)]
+        values = [*sources, *(value for part in parts for value in _attributes(part).values())]
+        found = [value for value in values if isinstance(value, _SEEDED) and not isinstance(value, random.SystemRandom)]
+        self._generators = list({id(each): each for each in found}.values())
+
+    def read(self) -> tuple[Tree, ...]:
+        """Return their states, as a checkpoint keeps them."""
+        return tuple(_state_of(each) for each in self._generators)
+
+    def restore(self, states: Sequence[Tree]) -> None:
+        """Put back what ``read`` returned. Extra states or generators are left alone: the loader is another one."""
+        for each, state in zip(self._generators, states):
+            _restore(each, state)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """What happens inside leaves no trace in them."""
+        states = self.read()
+        try:
+            yield
+        finally:
+            self.restore(states)
+
+
+def _attributes(part: object) -> dict[str, object]:
+    return vars(part) if hasattr(part, "__dict__") else {}
 
 
 def _parts(source: object) -> list[object]:
@@ -113,8 +156,7 @@ def _parts(source: object) -> list[object]:
         if any(part is each for each in found):
             continue
         found.append(part)
-        own = vars(part) if hasattr(part, "__dict__") else {}
-        waiting += [value for value in own.values() if isinstance(value, Sampler)]
+        waiting += [value for value in _attributes(part).values() if isinstance(value, Sampler)]
         if isinstance(part, DataLoader):
             waiting.append(part.dataset)
     return found
@@ -147,3 +189,43 @@ def _(generator: np.random.RandomState, seed: int) -> None:
 @_seed.register
 def _(generator: np.random.Generator, seed: int) -> None:
     generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+def _state_of(generator: object) -> Tree:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    assert isinstance(generator, np.random.Generator)
+    return _plain(generator.bit_generator.state)
+
+
+def _restore(generator: object, state: Tree) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _arrays(state)
+
+
+def _plain(state: Tree) -> Tree:
+    """A state of NumPy without arrays, which a checkpoint does not keep."""
+    if isinstance(state, np.ndarray):
+        return {"array": state.tolist(), "dtype": state.dtype.name}
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Tree) -> Tree:
+    """The inverse of ``_plain``."""
+    if isinstance(state, dict):
+        if set(state) == {"array", "dtype"}:
+            return np.array(state["array"], dtype=state["dtype"])
+        return {key: _arrays(value) for key, value in state.items()}
+    return state

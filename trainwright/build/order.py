@@ -1,24 +1,28 @@
-"""The order in which positions of a dataset are visited: ours, a pure function of (seed, epoch), or a sampler's."""
+"""The order in which positions of a dataset are visited: a function of (seed, epoch), or that of a user's sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from trainwright.build.generators import OwnGenerators, prepare_epoch
-from trainwright.state.cursor import Ids
-from trainwright.state.rng import seed_of
+from trainwright.build.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
+from trainwright.state.cursor import EpochStart, Ids
+from trainwright.state.rng import RngBag, seed_of
 
 AT_ONCE, AT_ONCE_IMPURE = 1024, 16
 """Positions that are drawn from a sampler at once, since to change the random generators costs as much as 50 of them.
@@ -79,6 +83,10 @@ class OwnOrder:
         with generators:
             prepare_epoch(self.sampler, seed, epoch)
             positions = iter(self.sampler)
+        yield from self._rest(positions, generators)
+
+    def _rest(self, positions: Iterator[object], generators: OwnGenerators) -> Iterator[Ids]:
+        """Yields what is left of an epoch, drawn with these generators."""
         several, one = (BATCHES_AT_ONCE, 1) if self.in_batches else (AT_ONCE, AT_ONCE_IMPURE)
         at_once = several if self.is_pure else one
         while True:
@@ -86,18 +94,101 @@ class OwnOrder:
                 drawn = list(islice(positions, at_once))
             if not drawn:
                 return
-            if self.in_batches:
-                yield from (_ids(batch) for batch in drawn)  # type: ignore[arg-type]
-            else:
-                yield _ids(drawn)
+            yield from self._as_ids(drawn)
+
+    def _as_ids(self, drawn: Sequence[object]) -> Iterator[Ids]:
+        if self.in_batches:
+            yield from (_ids(batch) for batch in drawn)  # type: ignore[arg-type]
+        else:
+            yield _ids(drawn)
 
     def try_twice(self) -> None:
         """Draws the beginning of an epoch twice; ``repeats`` says afterwards whether the same positions came.
 
-        Raises TypeError for a sampler whose items are no positions.
+        The sampler that is drawn from is a copy, and the generators that it holds are restored. Raises TypeError for a
+        sampler whose items are no positions.
         """
-        first, second = ([each.tolist() for each in islice(self._drawn(0, 0), TRIED)] for _ in range(2))
-        self.repeats, self._begun = first == second, 0
+        with HeldGenerators([self.sampler]).preserved():
+            tried = [OwnOrder(_copied(self.sampler), in_batches=self.in_batches) for _ in range(2)]
+            first, second = ([each.tolist() for each in islice(each._drawn(0, 0), TRIED)] for each in tried)
+        self.repeats = first == second
+
+
+class LoaderOrder(OwnOrder):
+    """The order that a loop over a DataLoader gets, one pass of it an epoch.
+
+    ``iter(loader)`` and the first item are drawn from the random generators of the process, which training draws from
+    as well, and from those that loader and sampler hold. These draws decide the whole order for the samplers of torch,
+    and for those that draw a permutation. What a sampler draws later comes from a copy of the generators: training goes
+    on meanwhile, and a resume could not draw it again otherwise.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: _Sampler, *, in_batches: bool = False) -> None:
+        super().__init__(sampler, in_batches=in_batches)
+        self._loader = loader
+        self._held = HeldGenerators([loader.generator, sampler])
+
+    @property
+    def has_generator(self) -> bool:
+        """Whether the loader was given a generator."""
+        return self._loader.generator is not None
+
+    def begin(self, epoch: int) -> tuple[EpochStart, Iterator[Ids]]:
+        """Begin an epoch; returns the random state before, from which ``again`` draws the same positions."""
+        start = EpochStart(RngBag.capture(), self._held.read())
+        first, positions = self._first(epoch)
+        generators = OwnGenerators(0)
+        generators.continue_here()
+        return start, self._all(first, positions, generators)
+
+    def again(self, epoch: int, start: EpochStart) -> Iterator[Ids]:
+        """Draw an epoch of an earlier process again; the generators of this one stay as they are."""
+        generators = OwnGenerators(0)
+        generators.restore(start.rng)
+        if not self.is_pure:
+            for earlier in range(epoch):  # it may count its epochs itself
+                for _ in self._drawn(0, earlier):
+                    pass
+        self._held.restore(start.held)
+        with generators:
+            first, positions = self._first(epoch)
+        return self._all(first, positions, generators)
+
+    def _first(self, epoch: int) -> tuple[list[object], Iterator[object]]:
+        """What ``iter(loader)`` draws in torch, in its order, and the first item."""
+        set_epoch(self.sampler, epoch)
+        positions: Iterator[object] = iter(self.sampler)
+        self.draw_seed(epoch)
+        return list(islice(positions, 1)), positions
+
+    def draw_seed(self, epoch: int) -> None:
+        """Draw the seed of the workers, as ``iter(loader)`` does whether it has workers or not."""
+        keeps_workers = self._loader.num_workers > 0 and self._loader.persistent_workers
+        if not (keeps_workers and epoch):  # a loader that keeps its workers keeps their seed
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+
+    def _all(self, first: list[object], positions: Iterator[object], generators: OwnGenerators) -> Iterator[Ids]:
+        yield from self._as_ids(first) if first else ()
+        yield from self._rest(positions, generators)
+
+
+def _copied(sampler: _Sampler) -> _Sampler:
+    """A copy with what it writes to: a trial must not count as an epoch, nor shuffle a list that the sampler holds.
+
+    The dataset is not copied. An iterator, which cannot be, is returned itself.
+    """
+    try:
+        twin = copy.copy(sampler)
+        for name, value in (vars(twin) if hasattr(twin, "__dict__") else {}).items():
+            if isinstance(value, Sampler):
+                setattr(twin, name, _copied(value))
+            elif isinstance(value, list | dict | set | np.ndarray) and name != "data_source":
+                setattr(twin, name, copy.copy(value))
+            elif isinstance(value, torch.Tensor):
+                setattr(twin, name, value.clone())
+    except Exception:  # the user's own __copy__
+        return sampler
+    return twin
 
 
 def regrouped(pieces: Iterable[Ids], size: int) -> Iterator[Ids]:

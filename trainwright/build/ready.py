@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainwright.build.batch_digest import digest_with
 from trainwright.build.collation import Batch
-from trainwright.build.generators import OwnGenerators, prepare_epoch
+from trainwright.build.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
 from trainwright.build.workers import sigchld_as_it_was
 from trainwright.errors import DataError, text_of
 from trainwright.state.codec import Tree, encode
-from trainwright.state.cursor import Cursor, MicroBatch, StreamState, count_rows
-from trainwright.state.rng import seed_of
+from trainwright.state.cursor import Cursor, EpochStart, MicroBatch, StreamState, count_rows
+from trainwright.state.rng import RngBag, seed_of
 
 Say: TypeAlias = Callable[[str], None]
 PROGRESS_S = 10.0
@@ -95,7 +95,8 @@ class ReadyBatches:
 
         Raises DataError where there is none, or where rows cannot be counted.
         """
-        batch = Pass(self, 0, 0, silent).next()
+        with HeldGenerators([self.source]).preserved():
+            batch = Pass(self, 0, 0, silent).next()
         if batch is None:
             raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
         if self.once:
@@ -107,10 +108,13 @@ class ReadyBatches:
             )
         return _row(batch.data)
 
-    def begin(self, seed: int, epoch: int) -> Any:
-        """Returns what is iterated in an epoch."""
+    def begin(self, seed: int | None, epoch: int) -> Any:
+        """Returns what is iterated in an epoch. The generators that it holds are seeded, unless ``seed`` is None."""
         made = self.source() if self.makes else self.source  # type: ignore[operator]
-        prepare_epoch(made, seed, epoch)
+        if seed is None:
+            set_epoch(made, epoch)
+        else:
+            prepare_epoch(made, seed, epoch)
         if iter_is_itself(made) and callable(reset := getattr(made, "reset", None)) and epoch:
             reset()
         return made
@@ -125,6 +129,10 @@ class Pass:
 
     The ids of a batch are positions in the pass, one for each row; one in all where rows cannot be counted. The
     ``generators`` are those of the pass before, which is over.
+
+    ``live``: what is drawn up to the first batch comes from the random generators of the process, as in a loop over the
+    same iterator, and what is drawn later from a copy of them. ``start`` is the random state in which such a pass of an
+    earlier process began, whose batches are read again.
     """
 
     def __init__(
@@ -137,14 +145,24 @@ class Pass:
         *,
         covers_all: bool = False,
         generators: OwnGenerators | None = None,
+        live: bool = False,
+        start: EpochStart | None = None,
     ) -> None:
         self._say = say
         self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
         self._generators = generators or OwnGenerators(0)
-        self._generators.seed(seed_of(f"{seed}:{epoch}:batches"))
+        self.start, held = start, HeldGenerators([source.source])
+        if start is not None:
+            self._generators.restore(start.rng)
+            held.restore(start.held)
+        elif live:
+            self.start = EpochStart(RngBag.capture(), held.read())
+        else:
+            self._generators.seed(seed_of(f"{seed}:{epoch}:batches"))
+        self._is_live = live and start is None
         try:
-            with self._generators, sigchld_as_it_was():
-                made = source.begin(seed, epoch)
+            with nullcontext() if self._is_live else self._generators, sigchld_as_it_was():
+                made = source.begin(None if self.start else seed, epoch)
                 keeper = _keeper_of(made)
                 if state is not None and keeper is not None:
                     keeper.load(copy.deepcopy(state.own))
@@ -163,8 +181,12 @@ class Pass:
     def next(self) -> MicroBatch | None:
         """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
         try:
-            with self._around_next:
-                data = next(self._iterator, _END)
+            if self._is_live:
+                data, self._is_live = next(self._iterator, _END), False
+                self._generators.continue_here()
+            else:
+                with self._around_next:
+                    data = next(self._iterator, _END)
         except Exception as error:
             raise self._failed(error) from error
         if data is _END:
@@ -197,7 +219,7 @@ class Pass:
 
     def cursor(self) -> Cursor:
         """Where the epoch stands after the batch that came last."""
-        return Cursor(self.epoch, self.position, self.digest, self._state())
+        return Cursor(self.epoch, self.position, self.digest, self._state(), self.start)
 
     def _state(self) -> StreamState | None:
         """None also for a state that a checkpoint cannot keep: it never executes code. That is said, once."""
@@ -265,14 +287,15 @@ class ReadyStream:
         epochs: int | None,
         say: Say,
         covers_all: bool = False,
+        live: bool = False,
     ) -> None:
         self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
-        self._covers_all, self._generators = covers_all, OwnGenerators(seed)
+        self._live, self._covers_all, self._generators = live, covers_all, OwnGenerators(seed)
         self.resumed = ""
         self._said: set[str] = set()
 
-    def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor]]:
-        """Yields the batches of each optimizer step, ``joined`` of them or what is left of an epoch."""
+    def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
+        """Yields the batches of each step, ``joined`` of them or what is left of an epoch, and None at its end."""
         first = self.start.epoch
         for epoch in count(first) if self.epochs is None else range(first, self.epochs):
             one = self._begun(epoch)
@@ -284,6 +307,7 @@ class ReadyStream:
                 self.say(f"the data can be iterated once, and gave {one.number:,} batches; to go on, {AGAIN}")
             if self.source.once or is_empty:
                 return
+            yield None
 
     def _begun(self, epoch: int) -> Pass:
         start = self.start
@@ -303,8 +327,17 @@ class ReadyStream:
         start = self.start
         is_resumed = epoch == start.epoch and start.position > 0
         covers_all = self._covers_all or (is_resumed and not start.digest.endswith(SPARSE))
-        own = self._generators
-        return Pass(self.source, self.seed, epoch, self._say_once, state, covers_all=covers_all, generators=own)
+        return Pass(
+            self.source,
+            self.seed,
+            epoch,
+            self._say_once,
+            state,
+            covers_all=covers_all,
+            generators=self._generators,
+            live=self._live and not is_resumed,
+            start=start.start if is_resumed else None,
+        )
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:

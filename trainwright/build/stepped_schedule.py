@@ -150,6 +150,10 @@ def _shape(value: object) -> object:
     return "number" if isinstance(value, int | float) else "mapping" if isinstance(value, Mapping) else type(value)
 
 
+def unchanged(step: int, fraction: float) -> None:
+    """The constant schedule: the learning rates of the optimizer stay as they are."""
+
+
 def own_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
     """The schedule that a user gave: schedulers of torch, what makes one for an optimizer, or a function of the step.
 

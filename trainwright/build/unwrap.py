@@ -24,7 +24,8 @@ from torch.utils.data import (
 
 from trainwright.build.collation import Collate, Sample
 from trainwright.build.fetch import AnyDataset
-from trainwright.build.order import OwnOrder
+from trainwright.build.order import LoaderOrder, OwnOrder
+from trainwright.build.read_files import OpenFiles
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.workers import WorkerInit
 from trainwright.data.columns import Columns
@@ -37,7 +38,8 @@ from trainwright.plan.own_batches import OwnBatches
 class Unwrapped:
     """A dataset, and the settings of the DataLoader that it came in; None where there was none.
 
-    ``order`` is that of a sampler of the user's own. Where the data come in batches of their own, ``dataset`` is a
+    ``order`` is that of a sampler of the user's own, and ``loader`` the order of a loop over the whole DataLoader.
+    Where the data come in batches of their own, ``dataset`` is a
     ReadyBatches, or ``order`` gives batches. ``not_used`` says which settings of the loader have no effect, and why.
     """
 
@@ -52,6 +54,7 @@ class Unwrapped:
     worker_init: WorkerInit | None = None
     start_method: str | None = None
     order: OwnOrder | None = None
+    loader: LoaderOrder | None = None
     not_used: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -234,6 +237,10 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
         order = OwnOrder(sampler)
     if order is not None and not _gives_positions(order):
         return Unwrapped(ReadyBatches(loader))
+    in_batches = order is not None and order.in_batches
+    own = LoaderOrder(loader, loader.batch_sampler if in_batches else sampler, in_batches=in_batches)  # type: ignore[arg-type]
+    if order is not None:
+        own.repeats = order.repeats
     context = loader.multiprocessing_context
     return Unwrapped(
         loader.dataset,
@@ -247,7 +254,8 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
         loader.worker_init_fn,
         context.get_start_method() if isinstance(context, BaseContext) else context,
         order,
-        dict(_not_used(loader, order)),
+        None if isinstance(loader.dataset, OpenFiles) else own,
+        dict(_not_used(loader)),
     )
 
 
@@ -270,9 +278,7 @@ def _gives_positions(order: OwnOrder) -> bool:
     return True
 
 
-def _not_used(loader: DataLoader[Sample], order: OwnOrder | None) -> Iterator[tuple[str, str]]:
-    if loader.generator is not None and order is None:
-        yield "generator", "order and augmentation follow from the seed of the run, so that it can be resumed"
+def _not_used(loader: DataLoader[Sample]) -> Iterator[tuple[str, str]]:
     if not loader.in_order:
         yield "in_order=False", "batches come in their order, so that the run can be resumed"
 

@@ -155,7 +155,8 @@ class _Watch:
         """The samples that a worker is reading."""
         first, count = self.in_progress.of(worker.pid)
         of_key = next(
-            (key.ids.tolist() for key in self.requested if len(key.ids) == count and key.ids[0] == first), None
+            (key.ids.tolist() for key in self.requested if count and len(key.ids) == count and key.ids[0] == first),
+            None,
         )
         return of_key or list(range(first, first + count))  # one alone, or those of a stream
 

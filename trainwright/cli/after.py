@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, say_to, verb
+from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, prints_aside, say_to, verb
 from trainwright.version import __version__
 
-verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run gives the same bits.")
+verify_app = typer.Typer(help="Prove that checkpoints are whole, and that runs give the bits that they should.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
 
 
@@ -205,6 +205,27 @@ def verify_resume(
     proof = verify(trial, keep=keep, say=say)
     say("\n".join(proof.lines()))
     finish(proof, as_json)
+
+
+@verb("plain", of=verify_app)
+def verify_plain(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODULE:FUNCTION",
+            help="A recipe, or a function that returns (model, data, loss, optimizer) for tw.fit.",
+        ),
+    ],
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 20,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Prove that the first steps have the bits of the loop by hand: zero_grad, forward, backward, step."""
+    from trainwright.verbs.verify.plain import verify_plain_of
+
+    with prints_aside(as_json):
+        proof = verify_plain_of(what, steps=steps, settings=settings or ())
+    answer(proof, as_json)
 
 
 @verb("parallel", of=verify_app)

@@ -30,12 +30,13 @@ PARTS = {"cpu": 8}
 ALIGNED = {"cpu": 1}
 """The classes are padded with rows of zeros to a multiple of this, elsewhere of 64: with rows of 50,257 16-bit numbers,
 of which none but the first begins at a multiple of 16 bytes, the matmuls of an H200 took seven times as long."""
-WORTH_BYTES = 1 << 28
+BYTES_PER_LOGIT = 12
+"""What plain cross-entropy holds of each logit in float32: itself, its log-softmax and its gradient."""
 
 
-def is_worth_chunking(rows: int, classes: int) -> bool:
-    """Whether the logits of that many rows and their gradient take more than 256 MiB in float32."""
-    return 2 * 4 * rows * classes > WORTH_BYTES
+def logits_bytes(rows: int, classes: int) -> int:
+    """The memory that plain cross-entropy takes for that many rows."""
+    return BYTES_PER_LOGIT * rows * classes
 
 
 class Options(TypedDict, total=False):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, is_worth_chunking
+from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, logits_bytes
 from trainwright.engine.head import Head, head_of, hf_head_of, hidden_of_hf
 from trainwright.engine.loss import Batch, Loss
 from trainwright.errors import DataError, UsageError
@@ -30,15 +30,17 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
     return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct}, logits_BC, label_B)
 
 
-def language_model(model: nn.Module, batch: Batch, *, chunked: Chunked = "auto") -> Loss:
+def language_model(
+    model: nn.Module, batch: Batch, *, chunked: Chunked = "auto", max_logits_bytes: int | None = None
+) -> Loss:
     """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
 
     ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
-    ``engine.head``). ``"auto"``: where it is and they would take more than 256 MiB, see ``is_worth_chunking``.
-    Raises UsageError when ``chunked`` is asked for and cannot be.
+    ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a
+    run knows; None: never. Raises UsageError when ``chunked`` is asked for and cannot be.
     """
     ids_BT, target_BT = batch
-    if head := _head_for(chunked, target_BT.numel(), head_of, model):
+    if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):
         return _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
     return _token_loss(model(ids_BT), target_BT)
 
@@ -61,27 +63,33 @@ def mse(model: nn.Module, batch: Batch) -> Loss:
     return Loss(total, float(target.numel()), outputs=output, targets=target)
 
 
-def hf_causal_lm(model: nn.Module, batch: Batch, *, chunked: Chunked = "auto") -> Loss:
+def hf_causal_lm(
+    model: nn.Module, batch: Batch, *, chunked: Chunked = "auto", max_logits_bytes: int | None = None
+) -> Loss:
     """A causal model of ``transformers`` on batches ``(ids_BT, target_BT)`` whose target is shifted.
 
-    ``chunked`` as in ``language_model``; the call is then one of ``model.base_model``.
+    ``chunked`` and ``max_logits_bytes`` as in ``language_model``; the call is then one of ``model.base_model``.
     """
     ids_BT, target_BT = batch
-    if head := _head_for(chunked, target_BT.numel(), hf_head_of, model):
+    if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), hf_head_of, model):
         return _chunked_loss(hidden_of_hf(model, ids_BT), head, target_BT)
     return _token_loss(model(input_ids=ids_BT).logits, target_BT)
 
 
-def _head_for(chunked: Chunked, tokens: int, find: Callable[[nn.Module], Head | None], model: nn.Module) -> Head | None:
+def _head_for(
+    chunked: Chunked, most: int | None, tokens: int, find: Callable[[nn.Module], Head | None], model: nn.Module
+) -> Head | None:
     """The head to make logits with in chunks; None where they are made whole."""
-    head = find(model) if chunked else None
+    if chunked is False or (chunked == "auto" and most is None):
+        return None
+    head = find(model)
     if chunked is True and head is None:
         raise UsageError(
             f"the loss cannot be made in chunks: {type(model).__name__} does not give what its last layer reads, "
             "or that layer is more than a linear one",
             remedy="set loss.chunked: auto, or give the model's forward a parameter `hidden` and the model a `head`",
         )
-    if head is not None and chunked == "auto" and not is_worth_chunking(tokens, len(head.weight)):
+    if head is not None and chunked == "auto" and most is not None and logits_bytes(tokens, len(head.weight)) <= most:
         return None
     return head
 

@@ -12,11 +12,15 @@ from trainwright.state.train_state import TrainState
 
 
 class Stop(NamedTuple):
-    """Why an observer ends the run. ``save`` is False when the state is poisoned."""
+    """Why an observer ends the run. ``save`` is False when the state is poisoned.
+
+    ``by_signal``: the process, or that of another rank, got the signal that ``reason`` names.
+    """
 
     reason: str
     save: bool = True
     exit_code: int = 0
+    by_signal: bool = False
 
 
 class Observer(Protocol):

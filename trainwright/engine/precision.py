@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -39,11 +39,29 @@ class Precision:
         """fp16 needs a loss scale; bf16 has fp32's range and needs none."""
         return LossScaler(device) if self.name == "fp16" else NoScaler()
 
-    def set_matmul_mode(self) -> None:
-        """Process-wide: tf32 lets float32 matmuls and convolutions use tensor cores, all else forbids it."""
-        tf32 = self.name == "tf32"
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
+
+class MatmulMode(NamedTuple):
+    """Process-wide: whether float32 matrix products and convolutions on a GPU may use TF32 tensor cores."""
+
+    matmul: str
+    convolutions: bool
+
+    @classmethod
+    def read(cls) -> MatmulMode:
+        """Return what the process is set to."""
+        return cls(torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+
+    @classmethod
+    def asked(cls, precision: PrecisionName | Literal["auto"] | None) -> MatmulMode:
+        """Return the mode for the precision of a recipe: tf32 allows TF32, fp32 forbids it, others leave it."""
+        if precision not in ("fp32", "tf32"):
+            return cls.read()
+        return cls("high" if precision == "tf32" else "highest", precision == "tf32")
+
+    def set(self) -> None:
+        """Set the process to it."""
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.convolutions
 
 
 FP32 = Precision("fp32")

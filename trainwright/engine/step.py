@@ -88,9 +88,8 @@ ScheduleFn = Callable[[int, float], float | None]
 """(completed steps, share of the run used) -> factor on every base learning rate; None: it has set the rates itself."""
 
 
-def constant_lr(step: int, fraction: float) -> float:
-    """The schedule that leaves the learning rate alone."""
-    return 1.0
+def constant_lr(step: int, fraction: float) -> None:
+    """The schedule that leaves the learning rates of the optimizer unchanged."""
 
 
 def make_step(

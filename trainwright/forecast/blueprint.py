@@ -22,7 +22,7 @@ from trainwright.build.optim.groups import GroupRule
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.resolve import find, parameters_of
 from trainwright.build.unwrap import Unwrapped
-from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
+from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
@@ -30,6 +30,8 @@ from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
 from trainwright.forecast.missing_kernels import register_missing_kernels
 from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.lora import add_lora
+from trainwright.plan.devices import Device
+from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 from trainwright.state.rng import preserved_rng
 
@@ -80,12 +82,30 @@ class Blueprint:
             head = head_of(model) or (hf_head_of(model) if hasattr(model, "get_output_embeddings") else None)
         return None if head is None else len(head.weight)
 
-    def chunked(self, samples: int) -> bool:
-        """Whether ``loss.chunked`` of the recipe means chunks for micro-batches of so many samples."""
-        setting = self.loaded.recipe.loss.chunked
-        if self.classes is None or setting is False:
-            return False
-        return setting is True or is_worth_chunking(samples * self.targets, self.classes)
+    def chunked(self, samples: int, device: Device) -> bool:
+        """Whether a run on ``device`` computes the logits of a micro-batch of so many samples in chunks."""
+        setting, plain_up_to = self.loaded.recipe.loss.chunked, self.plain_up_to(device)
+        if plain_up_to is None:
+            return setting is True and self.classes is not None
+        return samples > plain_up_to
+
+    def plain_up_to(self, device: Device) -> int | None:
+        """How many samples the whole logits fit the device for; None where that is not left to the plan."""
+        if self.classes is None or self.loaded.recipe.loss.chunked != "auto":
+            return None
+        return self._room_for_logits(device) // logits_bytes(self.targets, self.classes)
+
+    def _room_for_logits(self, device: Device) -> int:
+        section, (parameters, trainable) = self.loaded.recipe.optimizer, self.counts
+        held = memory_bytes(
+            section.use,
+            section.args,
+            parameters=parameters,
+            trainable=trainable,
+            activations=0,
+            offloaded=section.offload is True and device.kind != "cpu",
+        )
+        return room_for_logits(device.usable_bytes, sum(held.values()))
 
     @property
     def targets(self) -> int:
@@ -97,7 +117,7 @@ class Blueprint:
         """Samples of the two traces. In chunks: so many that each chunk has its full size."""
         if not chunked or self.classes is None:
             return LEAST_SAMPLES, 2 * LEAST_SAMPLES
-        least = max(LEAST_SAMPLES, -(-2 * WORTH_BYTES // (4 * self.targets * self.classes)))
+        least = max(LEAST_SAMPLES, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * self.targets * self.classes)))
         return least, 2 * least
 
     def traced_objects(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
@@ -120,7 +140,7 @@ class Blueprint:
             with at_recipe(self.loaded, "model.freeze"):
                 freeze(model, recipe.model.freeze)
         self.part(model)
-        return model.train()
+        return model if model.training else model.train()
 
     def bare_model(self, device: torch.device) -> nn.Module:
         """The model before adapters are added and weights are frozen. To be called under fake tensors."""

@@ -25,10 +25,7 @@ POLICIES = ("none", "selective", "block")
 
 @dataclass(frozen=True)
 class LayoutSurvey:
-    """Traces a blueprint as if on ``device``. ``chunked`` is decided once, for the smallest micro-batch traced.
-
-    ``caches`` is that of ``Precision``.
-    """
+    """Traces a blueprint as if on ``device``. ``caches`` is that of ``Precision``."""
 
     blueprint: Blueprint
     device: Device
@@ -79,9 +76,15 @@ class LayoutSurvey:
         trace = tidy(trace)
         return trace if recipe.model.ema is None else _with_more_weights(trace, 4 * self.blueprint.counts[1])
 
-    def layouts(self, policies: Sequence[str]) -> list[Layout]:
+    def layouts(self, policies: Sequence[str], sizes: Sequence[int]) -> list[Layout]:
+        """The layouts of each policy, whole logits or chunks, that a run with micro-batches of these sizes may have."""
+        plain_up_to = self.blueprint.plain_up_to(self.device)
+        kinds = sorted({self.blueprint.chunked(size, self.device) for size in sizes})
+        found = [layout for chunked in kinds for layout in self.layouts_of(policies, chunked=chunked)]
+        return [replace(layout, plain_up_to=plain_up_to) for layout in found]
+
+    def layouts_of(self, policies: Sequence[str], *, chunked: bool) -> list[Layout]:
         """The layout of each policy. Where not even the state fits, only the one with least memory is traced."""
-        chunked = self.blueprint.chunked(self.blueprint.sizes(chunked=False)[0])
         policies = [policy for policy in policies if policy == "none" or self.blocks] or ["none"]
         least = self.layout(policies[-1], chunked=chunked)
         if sum(least.scaled.small.resident.values()) > self.device.usable_bytes:

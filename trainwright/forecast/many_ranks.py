@@ -105,9 +105,10 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
+    chunked = blueprint.chunked(recipe.batch.micro if isinstance(recipe.batch.micro, int) else 1, device)
     plain = replace(survey, blueprint=replace(blueprint, loaded=_without_chunks(loaded)), caches=False)
     shape = shape_of(blueprint)
-    copies = rank_model(survey, POLICIES)
+    copies = rank_model(survey, POLICIES, chunked=chunked)
     is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
     models = {1: copies if is_same else rank_model(plain, POLICIES)}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
@@ -179,7 +180,9 @@ def shape_of(blueprint: Blueprint) -> ModelShape:
             return replace(model_shape(model, {}, blocks), cuts=())
 
 
-def rank_model(survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1, context: int = 1) -> RankModel:
+def rank_model(
+    survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1, context: int = 1, chunked: bool = False
+) -> RankModel:
     """The model of a survey as each of ``tensor`` ranks has it before sharding, or with ``context`` the one with the
     last part of each sequence. Costs two traces for each policy."""
     blueprint, exchanged = survey.blueprint, Exchanged()
@@ -195,10 +198,9 @@ def rank_model(survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1
         short = blueprint.bare_model(torch.device("cpu"))
         is_long = len(paths) > TRACED_BLOCKS and _shorten(short)
     if not is_long:
-        layouts = {each.checkpointing: each for each in survey.layouts(policies)}
+        layouts = {each.checkpointing: each for each in survey.layouts_of(policies, chunked=chunked)}
         return RankModel(weights, dict.fromkeys(layouts, Activations()), layouts, None)
     shorter = replace(survey, blueprint=replace(blueprint, live=short, part=divided))
-    chunked = shorter.blueprint.chunked(shorter.blueprint.sizes(chunked=False)[0])
     samples = shorter.blueprint.sizes(chunked=chunked)[1]
     layouts, activations = {}, {}
     for policy in policies:

@@ -15,13 +15,20 @@ from trainwright.build.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.layouts import POLICIES, LayoutSurvey
-from trainwright.forecast.run_forecast import can_offload, planner_for, precision_on, with_budget, with_offload
+from trainwright.forecast.run_forecast import (
+    can_offload,
+    may_chunk,
+    planner_for,
+    precision_on,
+    with_budget,
+    with_offload,
+)
 from trainwright.forecast.spread import spread
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Option, choose, offloaded
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.recipe import Loaded, Recipe
@@ -34,13 +41,15 @@ class Resolved:
     """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
     ``planned`` is the activation checkpointing for ``build_parts``, None where the recipe names a fixed policy.
-    ``degrees`` are the axes of several ranks, None where they were not decided here.
+    ``degrees`` are the axes of several ranks, and ``chunked`` is whether the loss is computed in chunks; None where
+    that was not decided here.
     """
 
     loaded: Loaded
     planned: Checkpointing | None = None
     notes: tuple[Note, ...] = ()
     degrees: Mapping[str, int] | None = None
+    chunked: bool | None = None
 
     def to_json(self) -> dict[str, object]:
         """For plan.json, so that a resumed run does the same. Its key ``recompute`` is activation checkpointing."""
@@ -88,11 +97,17 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=shares)
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
-    layouts = survey.layouts((setting,) if setting in POLICIES else POLICIES)
-    moved = offloaded(layouts, device) if may_offload else []
-    layouts = with_offload(recipe, layouts, moved, by_default=False)
     fixed = None if recipe.batch.micro == "auto" else batch.micro
-    choice = choose(layouts, budget, -(-batch.size // shares), micro=fixed)
+
+    size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
+
+    def chosen(layouts: Sequence[Layout]) -> Choice:
+        moved = offloaded(layouts, device) if may_offload else []
+        return choose(with_offload(recipe, layouts, moved, by_default=False), budget, size, micro=fixed)
+
+    choice = chosen(survey.layouts(policies, micro_sizes(size) if fixed is None else [fixed]))
+    if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
+        choice = chosen(survey.layouts_of(policies, chunked=True))
     if not choice.fits:
         raise _too_large(choice, budget)
     best, planned, notes = choice.best, None, _notes(recipe, choice.notes)
@@ -100,7 +115,8 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         planned, note = _planned(blueprint, survey, budget, best)
         notes.append(note)
     offload = best.layout.offload is not None if recipe.optimizer.offload == "auto" else None
-    return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes))
+    chunked = best.layout.chunked if may_chunk(blueprint) else None
+    return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes), chunked=chunked)
 
 
 def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> Resolved:

@@ -18,7 +18,7 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, offloaded, weigh
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded, weigh
 from trainwright.plan.make import Note, choose_precision
 from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.plan.remedies import Held, Remedy, remedies
@@ -62,14 +62,20 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     setting = recipe.model.activation_checkpointing
-    layouts = survey.layouts(POLICIES)
+    layouts = survey.layouts(POLICIES, [*micro_sizes(batch.size), batch.micro])
     moved = offloaded(layouts, device) if may_offload else []
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
+    if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
+        in_chunks = survey.layouts_of(POLICIES, chunked=True)
+        also_moved = offloaded(in_chunks, device) if may_offload else []
+        choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
     allowed = with_offload(recipe, layouts, moved, by_default=False)
-    policies = {layout.checkpointing for layout in allowed}
-    policy = setting if setting in policies else choice.best.layout.checkpointing
-    options = [weigh(layout, device, batch.size, batch.micro) for layout in allowed if layout.checkpointing == policy]
+    fixed = [layout for layout in allowed if layout.is_of(batch.micro)]
+    policies = [layout.checkpointing for layout in fixed]
+    policy = next((each for each in (setting, choice.best.layout.checkpointing) if each in policies), policies[-1])
+    of_policy = [layout for layout in fixed if layout.checkpointing == policy]
+    options = [weigh(layout, device, batch.size, batch.micro) for layout in of_policy]
     written = next((option for option in options if option.fits), options[0])
     if recipe.batch.micro == "auto":
         written = choice.best
@@ -85,7 +91,9 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
         choice=choice,
         trace=shown.layout.scaled.at(shown.micro, shown.accumulation),
         remedies=() if choice.fits else remedies(_held(blueprint, choice.best, device), device),
-        settings=settings(recipe, choice.best) if choice.fits else (),
+        settings=settings(recipe, choice.best, chunked=blueprint.chunked(choice.best.micro, device))
+        if choice.fits
+        else (),
         notes=(*choice.notes, *_other_memory(recipe, choice.best)),
     )
 
@@ -100,8 +108,8 @@ def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) ->
     if policy not in POLICIES or recipe.batch.micro == "auto" or recipe.optimizer.offload:
         return None
     survey = LayoutSurvey(make_blueprint(loaded, parts), device, precision_on(recipe, device))
-    (layout,) = survey.layouts([policy])
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    (layout,) = survey.layouts([policy], [batch.micro])
     return weigh(layout, device, batch.size, batch.micro)
 
 
@@ -131,12 +139,17 @@ def with_offload(
 def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
     """The recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run of a run may choose another."""
     if device.kind == "cpu":
-        return "fp32" if recipe.precision in ("auto", "tf32") else cast(PrecisionName, recipe.precision)
+        return "fp32" if recipe.precision in (None, "auto", "tf32") else cast(PrecisionName, recipe.precision)
     return choose_precision(recipe.precision, device.kind, device.precisions, {})[0]
 
 
-def settings(recipe: Recipe, best: Option) -> tuple[str, ...]:
-    """What to change in the recipe to run as ``best``."""
+def may_chunk(blueprint: Blueprint) -> bool:
+    """Whether the recipe leaves it to the plan to compute the loss in chunks, and model and loss can."""
+    return blueprint.loaded.recipe.loss.chunked == "auto" and blueprint.classes is not None
+
+
+def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
+    """What to change in the recipe to run as ``best``. ``chunked``: a run computes the loss in chunks by itself."""
     found = []
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     if recipe.batch.micro == "auto" or best.micro != batch.micro:
@@ -144,6 +157,8 @@ def settings(recipe: Recipe, best: Option) -> tuple[str, ...]:
         found += ["batch.accumulation=null"] if recipe.batch.accumulation is not None else []
     if best.layout.checkpointing != recipe.model.activation_checkpointing:
         found.append(f"model.activation_checkpointing={best.layout.checkpointing}")
+    if recipe.batch.micro != "auto" and best.layout.chunked != chunked:
+        found.append(f"loss.chunked={'true' if best.layout.chunked else 'false'}")
     if best.layout.offload and recipe.optimizer.offload is False:
         found.append("optimizer.offload=true")
     return tuple(found)

@@ -61,7 +61,12 @@ class Logbook:
         return time.perf_counter() - self._begin_s
 
     def start(
-        self, version: str, resumed_from: Path | None, died_in_step: int | None = None, accepted: Sequence[str] = ()
+        self,
+        version: str,
+        resumed_from: Path | None,
+        died_in_step: int | None = None,
+        accepted: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """The record of a process that takes the run up."""
         self.journal.write(
@@ -74,6 +79,7 @@ class Logbook:
                 command=tuple(sys.argv),
                 died_in_step=died_in_step,
                 accepted=tuple(accepted),
+                settings=dict(settings or {}),
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,22 @@ def grace_s(environ: Mapping[str, str]) -> float | None:
             remedy=f"say how long your scheduler waits between the signal and the kill: {GRACE}=30; or unset it",
         )
     return seconds
+
+
+def hand_over(name: str, message: str) -> None:
+    """Give the program a signal that a run has taken, now that the run is saved and the handlers are the program's own.
+
+    Raises KeyboardInterrupt for SIGINT as Python does. For another signal that nobody handles, whose default is to end
+    the process, raises SystemExit with the exit code 75: ``finally`` blocks run and output is flushed.
+    """
+    number = getattr(signal, name)
+    handler = signal.getsignal(number)
+    if number == signal.SIGINT and handler in (signal.default_int_handler, signal.SIG_DFL, None):
+        raise KeyboardInterrupt(message)
+    if callable(handler):
+        handler(number, sys._getframe())
+    elif handler is not signal.SIG_IGN:
+        raise SystemExit(PREEMPTED)
 
 
 class Signals:
@@ -163,7 +180,7 @@ class Signals:
             raise StopRequest(self._stop(self.received))
 
     def _stop(self, number: int) -> Stop:
-        return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED)
+        return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED, by_signal=True)
 
     def _speak(self) -> None:
         news = self._news.get()
@@ -183,6 +200,11 @@ class Signals:
 
     def _should_it_be_killed(self) -> str:
         return f"should the kill come first, the newest checkpoint is {self.newest()}"
+
+    @property
+    def received_name(self) -> str:
+        """The name of the signal that came, "" for none."""
+        return "" if self.received is None else signal.Signals(self.received).name
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None:
         if self.received is None:

@@ -17,8 +17,8 @@ from trainwright.runlog.json_values import JsonValue, strict
 
 SAME_RUN = {"seed", "name", "folder"}
 """Keys in which runs of one recipe differ: they are told together, with their spread."""
-MEASURED = ("notes", "step_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
-"""Of a plan, what each start measures anew: no decision."""
+MEASURED = ("notes", "header", "step_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
+"""Keys of a plan that each start measures again, and the header, which repeats the recipe in words."""
 SMOOTHED = 15
 """Rows of the log whose median is compared where nothing was validated."""
 

@@ -46,6 +46,15 @@ class RunDocuments:
     def plan(self) -> dict[str, Any]:
         return _object_of(self.folder.plan)
 
+    @property
+    def settings(self) -> list[dict[str, str]]:
+        """The header of the run: name, value, origin and reason of each setting; [] for one of an older version."""
+        header = self.plan.get("header")
+        found = header.get("settings") if isinstance(header, dict) else None
+        keys = ("name", "value", "origin", "why")
+        rows = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        return [{key: str(each.get(key, "")) for key in keys} for each in rows]
+
     @cached_property
     def provenance(self) -> dict[str, Any]:
         return _object_of(self.folder.provenance)

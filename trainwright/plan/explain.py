@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
+from trainwright.plan.header import TOPICS
 from trainwright.plan.make import Plan
 
 COUNTED = "steps and waiting for data; evaluation, saving, looks and samples come on top"
@@ -15,13 +16,15 @@ ALL_COUNTED = "the start, training, evaluation, looks, samples and the last save
 
 
 def preflight(plan: Plan, now_s: float) -> list[str]:
-    """One line for each fact and decision of the plan. ``now_s`` is unix time, when the first step begins."""
+    """The header, and a line for each further fact and decision. ``now_s`` is unix time of the first step."""
     lines = [
         f"device      {plan.device} ({plan.device_name})",
         f"parameters  {plan.parameters:,}{_share(plan.trainable, plan.parameters)}",
         f"length      {_length(plan)}",
+        *plan.header.lines(),
     ]
-    lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in plan.notes]
+    shown = TOPICS if plan.header.settings else frozenset[str]()
+    lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in plan.notes if note.topic not in shown]
     if plan.memory_bytes is not None:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in plan.memory_bytes.items() if size)
         lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")

@@ -28,7 +28,8 @@ MOST_SIZES = 40
 class Layout:
     """One layout of a model, for every micro-batch size. ``checkpointing`` as in a recipe; ``rank`` 0 is the plainest.
 
-    ``logits_bytes`` are those of a sample's whole logits and their gradient in fp32; 0: the loss has no chunks.
+    ``logits_bytes`` are those of a sample's whole logits and their gradient in fp32; 0: the loss has no chunks. A run
+    computes the loss in chunks for more than ``plain_up_to`` samples at a time; None: this layout is for any number.
     ``scaled`` is what the device holds and computes; without the optimizer where there is an ``offload``.
     """
 
@@ -39,6 +40,11 @@ class Layout:
     rank: int = 0
     logits_bytes: int = 0
     offload: Offload | None = None
+    plain_up_to: int | None = None
+
+    def is_of(self, micro: int) -> bool:
+        """Whether a run with so many samples at a time computes the loss as this layout does."""
+        return self.plain_up_to is None or self.chunked == (micro > self.plain_up_to)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Choice:
 def choose(layouts: Sequence[Layout], device: Device, size: int, *, micro: int | None = None) -> Choice:
     """The best layout and micro-batch for ``size`` samples a step on one rank. ``micro``: the recipe fixes it."""
     sizes = [micro] if micro is not None else micro_sizes(size)
-    options = [weigh(layout, device, size, each) for layout in layouts for each in sizes]
+    options = [weigh(layout, device, size, each) for layout in layouts for each in sizes if layout.is_of(each)]
     preferred = [option for option in options if not option.layout.offload] or options
     fitting = [option for option in preferred if option.fits] or [option for option in options if option.fits]
     best = pick(fitting) if fitting else min(preferred, key=lambda option: (option.peak_bytes, option.layout.rank))

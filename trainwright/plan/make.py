@@ -10,6 +10,7 @@ from typing import Literal, cast
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.plan.header import RunHeader
 from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Recipe
@@ -80,10 +81,11 @@ class Kept:
 class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
 
-    An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
+    ``lr`` is None until an optimizer that is not in the box is made, where the recipe gives none. An evaluation in the
+    course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
     ``evaluates_whole``, the whole set follows at the end. ``seconds`` is what is left of the run by the clock, by what
     it is spent on; ``ends_in_s`` is when it must be over, if it must. ``settled`` is what the recipe left open and was
-    resolved before the model was built.
+    resolved before the model was built. ``header`` names every setting and who decided it.
     """
 
     device: str
@@ -93,7 +95,7 @@ class Plan:
     batch: BatchPlan
     extent: Extent
     steps_per_epoch: int | None
-    lr: float
+    lr: float | None
     warmup: int | float
     evaluate_every: Interval
     evaluate_batches: int
@@ -113,6 +115,7 @@ class Plan:
     spent: Spent = Spent()
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    header: RunHeader = field(default_factory=RunHeader)
 
     def to_json(self) -> dict[str, object]:
         """For plan.json."""
@@ -205,7 +208,7 @@ def _keep_every(recipe: Recipe, whole: Extent, pace: Pace) -> int | None:
 def with_dry_run(
     plan: Plan,
     *,
-    precision: str,
+    precision: str | None,
     facts: RunFacts,
     loss: float,
     outputs: int | None,
@@ -235,7 +238,7 @@ def with_dry_run(
 
 
 def choose_mode(
-    setting: str,
+    setting: str | None,
     facts: RunFacts,
     seconds: Mapping[tuple[PrecisionName, int], float],
     thread_s: Mapping[tuple[PrecisionName, int], float],
@@ -250,7 +253,7 @@ def _of_one_thread(thread_s: Mapping[tuple[PrecisionName, int], float]) -> dict[
     return {name: work_s for (name, _), work_s in sorted(thread_s.items(), key=lambda each: -each[0][1])}
 
 
-def candidates(setting: str, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
+def candidates(setting: str | None, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
     """The precisions worth timing in the dry run. ``setting`` is the recipe's."""
     if setting != "auto":
         return (choose_precision(setting, device, low_precision, {})[0],)
@@ -277,7 +280,7 @@ def choose_threads(
 
 
 def choose_precision(
-    setting: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
+    setting: str | None, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
 ) -> tuple[PrecisionName, Note]:
     """The precision of the forward pass, and why. ``setting`` is the recipe's.
 
@@ -285,8 +288,10 @@ def choose_precision(
     """
     if setting == "tf32" and device == "cpu":
         return "fp32", Note("precision", "fp32", "tf32 is a mode of NVIDIA tensor cores; a CPU has none")
+    if setting is None:
+        return "fp32", Note("precision", "fp32", "the default; TF32 only where torch is set to use it")
     if setting != "auto":
-        return cast(PrecisionName, setting), Note("precision", setting, "set in the recipe")
+        return cast(PrecisionName, setting), Note("precision", setting, "as asked")
     if device != "cpu":
         if "bf16" in low_precision:
             return "bf16", Note("precision", "bf16", "the GPU has bf16 tensor cores; no loss scale is needed")
@@ -357,10 +362,14 @@ def _left(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
     return [Note("steps left", str(whole.steps - spent.step), why)]
 
 
-def _learning_rate(recipe: Recipe, batch: int) -> tuple[float, tuple[Note, ...]]:
+def _learning_rate(recipe: Recipe, batch: int) -> tuple[float | None, tuple[Note, ...]]:
+    """None: the default of an optimizer that is not in the box, which is known when it is made."""
     rule, base, lr = recipe.optimizer.lr_rule.rule, recipe.optimizer.lr_rule.base_batch, recipe.optimizer.lr
     if rule == "none" or base is None:
         return lr, ()
+    if lr is None:
+        why = f"is required by lr_rule.rule: {rule}"
+        raise RecipeError(Problem("optimizer.lr", why, remedy=f"give the learning rate for a batch of {base}"))
     scaled = scale_lr(lr, rule=rule, batch=batch, base_batch=base)
     why = f"{rule} rule: {lr:g} at a batch of {base}, times {scaled / lr:.4g} for a batch of {batch}"
     return scaled, (Note("learning rate", f"{scaled:g}", why),)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from trainwright.recipe import optimizer_row
 
 BYTES = 4
+SHARE_OF_LOGITS = 0.5
+"""The fraction of the memory left by weights, gradients and optimizer that the logits of a language model may take."""
 
 
 def memory_bytes(
@@ -39,3 +41,8 @@ def memory_bytes(
 
 def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
     return -(-num_bytes // ranks) + (num_bytes if whole and ranks > 1 else 0)
+
+
+def room_for_logits(usable_bytes: int, held_bytes: int) -> int:
+    """Bytes of logits that fit beside ``held_bytes`` of weights, gradients and optimizer, and other activations."""
+    return max(0, int(SHARE_OF_LOGITS * (usable_bytes - held_bytes)))

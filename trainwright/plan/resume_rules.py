@@ -106,6 +106,7 @@ _KERNELS = "other kernels: last bits"
 RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "name": _FOLDER,
     "folder": _FOLDER,
+    "preset": ("safe", "a recipe in a run folder states its settings, which are compared one by one"),
     "seed": ("maths", f"{_ORDER}; augmentation draws other numbers"),
     "deterministic": ("safe", _KERNELS),
     "device": ("safe", f"{_KERNELS}; dropout draws other numbers"),

@@ -8,7 +8,7 @@ arithmetic, offload, the rules of resume and docs/catalog.md follow from the row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 
@@ -38,12 +38,16 @@ class OptimizerRow(Row):
     """Values kept for each trained weight, in the dtype of the weight."""
     decoupled: bool
     """Whether weight decay stays out of the moments, as in AdamW; False: it is added to the gradient (L2)."""
+    lr: float | None = 1e-3
+    """The factory's own default learning rate; None for an optimizer that is not in the box."""
+    weight_decay: float | None = 0.0
+    """The factory's own default weight decay; None for an optimizer that is not in the box."""
     fused: bool = False
     """Whether torch has a fused implementation, chosen by ``fused=True``."""
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    """Arguments that differ from the factory's own defaults."""
     needs_for_state: str = ""
     """The argument without which it keeps no state: momentum."""
+    keeps_state: bool = True
+    """Whether it keeps state where that argument is not given."""
     adds_state: tuple[str, ...] = ()
     """Arguments that, when true, keep one more value for each weight."""
     splits_state: tuple[str, ...] = ()
@@ -57,7 +61,7 @@ class OptimizerRow(Row):
 
     def values_per_weight(self, args: Mapping[str, object]) -> int:
         """``state_per_weight`` with these arguments."""
-        if self.needs_for_state and not args.get(self.needs_for_state, True):
+        if self.needs_for_state and not args.get(self.needs_for_state, self.keeps_state):
             return 0
         return self.state_per_weight + sum(bool(args.get(name)) for name in self.adds_state)
 
@@ -125,12 +129,12 @@ OPTIMIZERS = _by_name(
     OptimizerRow(
         "sgd",
         "torch.optim:SGD",
-        "Stochastic gradient descent with momentum 0.9.",
+        "Stochastic gradient descent, with momentum where args has it.",
         state_per_weight=1,
         decoupled=False,
         fused=True,
-        defaults={"momentum": 0.9},
         needs_for_state="momentum",
+        keeps_state=False,
     ),
     OptimizerRow(
         "adam",
@@ -147,6 +151,7 @@ OPTIMIZERS = _by_name(
         "Adam with decoupled weight decay.",
         state_per_weight=2,
         decoupled=True,
+        weight_decay=0.01,
         fused=True,
         adds_state=("amsgrad",),
     ),
@@ -156,6 +161,7 @@ OPTIMIZERS = _by_name(
         "Adam's second moment as a row and a column; lr bounds the relative step.",
         state_per_weight=0,
         decoupled=True,
+        lr=1e-2,
         why_not_offloaded="its factored moments are next to nothing, so moving them frees nothing",
     ),
     OptimizerRow(
@@ -164,6 +170,7 @@ OPTIMIZERS = _by_name(
         "Momentum with orthogonalised updates for hidden matrices, AdamW for all else.",
         state_per_weight=1,
         decoupled=True,
+        lr=0.02,
         splits_state=("head",),
         groups="trainwright.build.optim.muon:groups_of_recipe",
         group_args=("head", "adamw_lr", "adamw_betas", "adamw_eps"),
@@ -182,12 +189,20 @@ OPTIMIZERS = _by_name(
         "Momentum whose learning rate per layer follows the norm of the weights, for very large batches.",
         state_per_weight=1,
         decoupled=False,
+        lr=0.1,
         needs_for_state="momentum",
     ),
 )
 
 USERS_OPTIMIZER = OptimizerRow(
-    "", "", "An optimizer of the user's own.", state_per_weight=2, decoupled=True, adds_state=("amsgrad",)
+    "",
+    "",
+    "An optimizer that is not in the box.",
+    state_per_weight=2,
+    decoupled=True,
+    lr=None,
+    weight_decay=None,
+    adds_state=("amsgrad",),
 )
 """What is assumed of ``package.module:callable``: that it keeps what AdamW keeps."""
 

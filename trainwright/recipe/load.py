@@ -11,6 +11,7 @@ from pathlib import Path
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.check import checked
 from trainwright.recipe.override import Setting, apply, from_environment, from_settings
+from trainwright.recipe.preset import stated_paths, with_preset
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
@@ -24,13 +25,21 @@ _SUFFIXES = (".yaml", ".yml")
 class Loaded:
     """A validated recipe, and where each of its values was written.
 
-    ``end_s``: when a run that is counted in seconds must be over, all included, by ``time.perf_counter``; None: its
-    seconds are those of training.
+    ``asked`` has the paths that the recipe or an override states, and ``by_preset`` those that its preset has set; all
+    others have their defaults. ``end_s``: when a run that is counted in seconds must be over, all included, by
+    ``time.perf_counter``; None: its seconds are those of training.
     """
 
     recipe: Recipe
     source: Source
     end_s: float | None = None
+    asked: frozenset[str] = frozenset()
+    by_preset: frozenset[str] = frozenset()
+
+    @property
+    def overridden(self) -> frozenset[str]:
+        """The paths that an override has set: ``--set``, the environment, or an argument in Python."""
+        return frozenset(path for path, place in self.source.places.items() if not place.line)
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
@@ -75,8 +84,10 @@ def _loaded(document: Document, overrides: Sequence[Setting], environ: Mapping[s
     apply(document, from_environment(environ, document.problems) + from_settings(overrides, document.problems))
     source = Source(document.name, document.places)
     assert isinstance(document.value, dict)
-    recipe = checked(document.value, source, document.problems, frozenset(document.unreadable))
-    return Loaded(recipe, source)
+    asked = frozenset(stated_paths(document.value))
+    mapping, by_preset = with_preset(document.value)
+    recipe = checked(mapping, source, document.problems, frozenset(document.unreadable))
+    return Loaded(recipe, source, asked=asked, by_preset=by_preset)
 
 
 def box() -> Path:

@@ -13,7 +13,16 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.alerts import Alerts
-from trainwright.recipe.catalog import LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
+from trainwright.recipe.catalog import (
+    LOSSES,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    SINKS,
+    SPIKE_POLICIES,
+    USERS_OPTIMIZER,
+    optimizer_row,
+)
 from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.micro_size import MicroSize
@@ -66,7 +75,8 @@ class Objective(Part):
     )
     chunked: Literal["auto", True, False] = Field(
         default="auto",
-        description="Logits of a language model a part at a time, never whole; auto: where they would be large.",
+        description="Compute the logits of a language model in chunks; auto: only where the whole logits do not fit "
+        "into the memory that the plan has for them.",
     )
 
 
@@ -122,12 +132,20 @@ class Batch(Section):
 
 
 class Clip(Section):
-    """Bounds the gradient before each update."""
+    """Gradient clipping before each update."""
 
     by: Literal["norm", "value", "agc", "none"] = Field(
-        default="norm", description="Global norm, each value, adaptive per unit (AGC), or not at all."
+        default="none",
+        description="Global norm, each value, adaptive per unit (AGC), or no clipping. norm where only at is given.",
+        examples=["norm"],
     )
     at: float = Field(default=1.0, gt=0, description="The bound.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_norm(cls, value: object) -> object:
+        """A bound without a measure bounds the global norm; without this rule it would have no effect."""
+        return {"by": "norm", **value} if isinstance(value, dict) and "at" in value else value
 
 
 class Group(Section):
@@ -168,9 +186,22 @@ class Optimizer(Part):
     use: Annotated[str, ShortName("optimizer", OPTIMIZERS)] = Field(
         default="adamw", description="An optimizer in the box, or package.module:callable.", examples=["sgd"]
     )
-    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay.")
-    decay_norms_and_biases: bool = Field(default=False, description="Decay norms and biases, too.")
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak learning rate; null: the default of the optimizer (1e-3 for adamw).",
+        examples=[1e-3],
+    )
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight decay; null: the default of the optimizer (0.01 for adamw).",
+        examples=[0.1],
+    )
+    decay_norms_and_biases: bool = Field(
+        default=True,
+        description="false: no weight decay on norms and biases, which get a parameter group of their own.",
+    )
     groups: Annotated[tuple[Group, ...], Field(strict=False)] = Field(
         default=(), description="Settings by parameter name; the first that matches counts."
     )
@@ -180,6 +211,18 @@ class Optimizer(Part):
         default=False,
         description="Moments and update in the host's memory; auto: where a run does not fit the device otherwise.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_rates(cls, value: object) -> object:
+        """An optimizer in the box gets its own defaults here, so that a recipe in a run folder shows numbers."""
+        value = {"use": value} if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            return value
+        use = value.get("use", cls.model_fields["use"].default)
+        row = optimizer_row(use) if isinstance(use, str) else USERS_OPTIMIZER
+        defaults = {"lr": row.lr, "weight_decay": row.weight_decay}
+        return {**value, **{key: default for key, default in defaults.items() if value.get(key) is None}}
 
     @field_validator("args")
     @classmethod
@@ -192,15 +235,15 @@ class Optimizer(Part):
 
 
 class Schedule(Part):
-    """The learning rate over the run, as a share of the peak."""
+    """The learning rate over the run, as a fraction of the peak."""
 
     use: Annotated[str, ShortName("schedule", SCHEDULES)] = Field(
-        default="cosine",
+        default="constant",
         description="A schedule in the box, or package.module:callable.",
-        examples=["constant"],
+        examples=["cosine"],
     )
     warmup: Warmup = Field(default=Duration(0, "steps"), description="Linear rise to the peak; 0steps: none.")
-    floor: float = Field(default=0.0, ge=0, le=1, description="Share of the peak learning rate at the end.")
+    floor: float = Field(default=0.0, ge=0, le=1, description="Fraction of the peak learning rate at the end.")
     every: Duration = Field(
         default=Duration(1, "steps"),
         description="How often a scheduler of torch is stepped: 1steps, or 1ep as in loops that step it each epoch.",
@@ -321,11 +364,20 @@ class Recipe(Section):
         description="Name of the run and of its folder.",
         json_schema_extra={"pattern": NAME_PATTERN},
     )
+    preset: Literal["recommended"] | None = Field(
+        default=None,
+        description="recommended: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms "
+        "and biases, momentum 0.9 for sgd; each unless the recipe says otherwise. null: nothing beyond what is stated.",
+        examples=["recommended"],
+    )
     seed: int = Field(default=1337, ge=0, le=LARGEST_INT, description="Seed of all random numbers.")
     deterministic: bool = Field(default=False, description="Only deterministic kernels: the same bits each time.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the run computes.")
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
-        default="auto", description="Arithmetic of forward and backward; auto: the best that the device has."
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = Field(
+        default=None,
+        description="Arithmetic of forward and backward. null: float32, with TF32 only where torch is set to use it; "
+        "fp32: float32 without TF32; auto: the fastest that the device has.",
+        examples=["auto"],
     )
     until: Duration = Field(default=Duration(1, "ep"), description="When the run ends.")
     model: Model = Field(description="What is trained.", examples=["gpt"])

@@ -44,7 +44,7 @@ class Started(Record):
     """A process started or resumed the run at ``step``.
 
     ``died_in_step`` is the step in which the process before it died, if it did; ``accepted`` are the objections to
-    this start that the user overruled.
+    this start that the user overruled. ``settings`` are those of the header: value, and who decided it.
     """
 
     step: int
@@ -54,6 +54,7 @@ class Started(Record):
     command: tuple[str, ...] = ()
     died_in_step: int | None = None
     accepted: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 

@@ -56,6 +56,7 @@ REST: Rule = {
         "position": NATURAL,
         "digest?": TEXT,
         "stream?": Maybe({"own": ANYTHING, "rng": {}}),
+        "start?": Maybe({"rng": {}, "held": [ANYTHING]}),
     },
     "counters": {
         "step": NATURAL,

@@ -32,35 +32,47 @@ class StreamState(NamedTuple):
     number: int = 0
 
 
+class EpochStart(NamedTuple):
+    """The random state in which a pass over a user's loader began: its order can be drawn again from it.
+
+    ``held`` are the states of the generators that loader and samplers hold, as ``build.generators`` finds them.
+    """
+
+    rng: RngBag
+    held: tuple[Tree, ...]
+
+
 @dataclass(frozen=True)
 class Cursor:
     """Position of the *consumed* data, not of the prefetched: samples of ``epoch`` already trained on.
 
     Where the order is not ours, ``digest`` identifies what the epoch gave so far, and ``stream`` is the state of an
-    iterator that has one.
+    iterator that has one. ``start`` is set where the order of the epoch was drawn from the generators of the process.
     """
 
     epoch: int = 0
     position: int = 0
     digest: str = field(default="", compare=False)
     stream: StreamState | None = field(default=None, compare=False)
+    start: EpochStart | None = field(default=None, compare=False)
 
     def state_dict(self) -> StateDict:
         """Plain values and tensors, for a checkpoint."""
-        stream = self.stream
+        stream, start = self.stream, self.start
         own = {"own": stream.own, "rng": stream.rng().state_dict(), "number": stream.number} if stream else None
-        return {"epoch": self.epoch, "position": self.position, "digest": self.digest, "stream": own}
+        begun = {"rng": start.rng.state_dict(), "held": list(start.held)} if start else None
+        return {"epoch": self.epoch, "position": self.position, "digest": self.digest, "stream": own, "start": begun}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
-        """The inverse of ``state_dict``; one of an older version has no digest, no stream, or no number in that."""
-        stream = saved.get("stream")
-        digest = saved.get("digest", "")
+        """The inverse of ``state_dict``; one of an older version has no digest, stream or start, or parts of them."""
+        stream, start, digest = saved.get("stream"), saved.get("start"), saved.get("digest", "")
+        begun = EpochStart(RngBag.from_state_dict(start["rng"]), tuple(start["held"])) if start else None
         if not stream:
-            return cls(saved["epoch"], saved["position"], digest)
+            return cls(saved["epoch"], saved["position"], digest, start=begun)
         rng = RngBag.from_state_dict(stream["rng"])
         state = StreamState(stream["own"], lambda: rng, int(stream.get("number", 0)))
-        return cls(saved["epoch"], saved["position"], digest, state)
+        return cls(saved["epoch"], saved["position"], digest, state, begun)
 
 
 class MicroBatch(NamedTuple):

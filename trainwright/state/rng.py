@@ -191,9 +191,8 @@ def preserved_rng() -> Iterator[None]:
         end_borrowing(give_back)
 
 
-def set_deterministic(on: bool) -> None:
+def set_deterministic() -> None:
     """Process-wide: only kernels that give the same bits each time, or an error naming the op that has none."""
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
-    torch.use_deterministic_algorithms(on)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

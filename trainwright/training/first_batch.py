@@ -24,7 +24,7 @@ def try_batch(
     loss: Callable[..., Loss | Tensor],
     precision_of: Callable[[PrecisionName], Precision],
     facts: RunFacts,
-    asked: str,
+    asked: str | None,
     world: World,
 ) -> DryRun:
     """Runs ``batch`` in each mode that the run may have. ``asked`` is the precision of the recipe.

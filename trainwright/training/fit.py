@@ -18,11 +18,13 @@ from trainwright.build.ready import AGAIN, ReadyBatches
 from trainwright.build.unwrap import Unwrapped, noting_what_looks_like_batches, unwrap
 from trainwright.engine.loss import OfModel, require_callable
 from trainwright.engine.observer import as_observer
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, require_choice
+from trainwright.observe.signals import hand_over
 from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
+from trainwright.state.rng import RngBag
 from trainwright.training.arguments import naming_remedies
 from trainwright.training.asked_metrics import MetricsLike, split_metrics
 from trainwright.training.own_step import no_loss, require_no_loss_needed
@@ -48,6 +50,8 @@ SHORT_NAMES = {
     "optimizer": "optimizer.use",
     "schedule": "schedule.use",
     "warmup": "schedule.warmup",
+    "clip": "optimizer.clip.at",
+    "preset": "preset",
     "precision": "precision",
     "device": "device",
     "seed": "seed",
@@ -73,9 +77,11 @@ def fit(
     optimizer: str | OptimizerLike | None = None,
     schedule: str | ScheduleLike | None = None,
     warmup: str | None = None,
+    clip: float | None = None,
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = None,
     device: str | torch.device | None = None,
     seed: int | None = None,
+    preset: Literal["recommended"] | None = None,
     name: str | None = None,
     settings: Mapping[str, object] | None = None,
     resume: str | Path | None = None,
@@ -83,12 +89,16 @@ def fit(
     metrics: MetricsLike | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     restore_best: bool = False,
+    on_interrupt: Literal["raise", "return"] = "raise",
     quiet: bool = False,
     serve: bool = False,
 ) -> Result:
-    """Trains ``model`` in place and writes a run folder.
+    """Train ``model`` in place and write a run folder.
 
-    Every argument that is None keeps the default of a recipe (``trainwright schema`` prints them all).
+    What is not asked for does not change the mathematics: with an optimizer the steps are those of the loop
+    ``for batch in data: optimizer.zero_grad(); loss(...).backward(); optimizer.step()``, except that an update whose
+    gradients are not finite is left out. The start of a run prints every setting and whether it was asked for.
+    docs/fit.md has the table of defaults, and ``tw.verify_plain`` compares with the loop.
 
     Args:
         model: What is trained.
@@ -108,19 +118,25 @@ def fit(
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
         epochs: The same in epochs.
         steps: The same in optimizer steps.
-        lr: Peak learning rate.
+        lr: Peak learning rate; by default that of the optimizer.
         batch: Samples per optimizer step.
         accumulation: Micro-batches per optimizer step. Without ``batch``, a DataLoader's batch is a micro-batch.
-        optimizer: A name such as ``"adamw"``, or ``"package.module:callable"``; an optimizer over parameters of the
-            model, whose groups and rates stay; several over disjoint parameters, which are stepped together; or a
-            class, partial or function that makes them (see docs/fit.md).
+        optimizer: A name such as ``"adamw"`` (the default, with the defaults of ``torch.optim.AdamW``), or
+            ``"package.module:callable"``; an optimizer over parameters of the model, whose groups and rates stay;
+            several over disjoint parameters, which are stepped together; or a class, partial or function that makes
+            them (see docs/fit.md).
         schedule: A name such as ``"cosine"``, or ``"package.module:callable"``; an LRScheduler of torch, or a class,
             partial or function that makes one for ``optimizer``; or a function of the step, or of (step, fraction),
             that gives the factor on the learning rate.
-        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``.
-        precision: Arithmetic of the forward and backward pass.
+        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``; by default none.
+        clip: The largest global norm of the gradients; by default they are not clipped.
+        precision: Arithmetic of the forward and backward pass; by default float32. ``"auto"``: the fastest that the
+            device has.
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
-        seed: Seed of all random numbers.
+        seed: Seed of all random numbers, whose generators are put back at the end. By default training draws from the
+            generators of the process as they are; the order of data that are no loader is that of the seed 1337.
+        preset: ``"recommended"``: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms and
+            biases; each unless another argument says otherwise.
         name: Name of the run and of its folder.
         settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
         resume: The folder of an earlier run of the same call, which is continued.
@@ -132,11 +148,17 @@ def fit(
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
+        on_interrupt: What follows when a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
+            ``"raise"``: KeyboardInterrupt for Ctrl-C; for the others the handler of your program is called, or the
+            process exits with 75 if it has none. ``"return"``: the result, whose ``interrupted_by`` names the signal.
         quiet: Prints nothing.
         serve: Shows the run in a browser while it trains: a process of its own, whose address is printed.
 
-    Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
+    Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy. Raises
+    KeyboardInterrupt after Ctrl-C, when the run is saved.
     """
+    require_choice("on_interrupt", on_interrupt, ("raise", "return"))
+    generators = RngBag.capture()
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
@@ -153,6 +175,8 @@ def fit(
         "optimizer": None if objects.optimizer is not None else optimizer,
         "schedule": None if objects.schedule is not None else schedule,
         "warmup": warmup,
+        "clip": clip,
+        "preset": preset,
         "precision": precision,
         "device": None if device is None else str(device),
         "seed": seed,
@@ -188,9 +212,10 @@ def fit(
         metrics=own_metrics,
         more_val={name: each for name, each in sets.items() if name != val_name},
         val_name=val_name or "val",
+        generators=None if "seed" in loaded.asked else generators,
     )
     with noting_what_looks_like_batches(data):
-        return train(
+        result = train(
             loaded,
             parts=parts,
             resume=None if resume is None else RunFolder.open(resume),
@@ -198,6 +223,10 @@ def fit(
             quiet=quiet,
             serve=serve,
         )
+    if result.interrupted_by and on_interrupt == "raise":
+        go_on = f"tw.fit(..., resume={str(result.run)!r})"
+        hand_over(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
+    return result
 
 
 def _by_name(val: object) -> dict[str, object]:

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,19 +18,21 @@ from trainwright.build.assemble import (
     at_recipe,
     build_loading,
     build_parts,
+    draws_as_a_loop,
     gather_facts,
+    is_live,
     training_batches,
     validation_sets,
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
-from trainwright.build.resolve import LIVE, find
+from trainwright.build.resolve import find, parameters_of
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
-from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.engine.precision import MatmulMode, Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
@@ -42,7 +45,7 @@ from trainwright.observe.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, make_plan, with_dry_run
-from trainwright.plan.memory import memory_bytes
+from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import (
     LAST_EVALUATION,
@@ -63,6 +66,7 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, first_of, require_same_data
 from trainwright.training.first_batch import try_batch
+from trainwright.training.header import run_header
 from trainwright.training.layout import NOT_TRIED, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
@@ -105,6 +109,7 @@ class Job:
     machine: Machine
     batches: Iterator[StepBatch]
     provenance: dict[str, Any]
+    matmul: MatmulMode
     accepted: list[str] = field(default_factory=list)
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
@@ -138,7 +143,18 @@ class Job:
     @property
     def live(self) -> bool:
         """Whether its model was handed over in Python, so that no file can build it."""
-        return self.recipe.model.use.startswith(f"{LIVE}:")
+        return is_live(self.recipe)
+
+    @property
+    def draws_as_a_loop(self) -> bool:
+        """Whether the user's loader draws from the generators of the process, as in a loop over it."""
+        return draws_as_a_loop(self.parts, self.recipe, self.plan)
+
+    @property
+    def lr(self) -> float:
+        """The base learning rate of the first parameter group."""
+        assert self.plan.lr is not None, "it is known once the optimizer is made"
+        return self.plan.lr
 
     @property
     def precision(self) -> Precision:
@@ -177,9 +193,11 @@ def prepare(
     mind_limits()
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device, launch.local_rank)
-    set_deterministic(loaded.recipe.deterministic)
+    if loaded.recipe.deterministic:
+        set_deterministic()
     share = nominal_cpu(machine).of_ranks(world.size) if device.type == "cpu" else None
-    resolved = first_of(world, _resolved(loaded, parts, earlier, share, world.size))
+    memory = share or local_device(probe=False)  # as it is before the model is there
+    resolved = first_of(world, _resolved(loaded, parts, earlier, memory, world.size))
     loaded, recipe = resolved.loaded, resolved.loaded.recipe
     if parts is None:
         parts = build_parts(loaded, device, resolved.planned)
@@ -195,7 +213,8 @@ def prepare(
     begin_alike(parts.model, parts.loss, world)
     loss_module = parts.loss if isinstance(parts.loss, nn.Module) else None
     parts, stages, cuts = lay_out(parts, loaded, mesh, device)
-    plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes, *cuts))
+    settled = {**resolved.to_json(), **first_of(world, _logits(parts, resolved, facts, memory, earlier))}
+    plan = replace(plan, settled=settled, notes=(*resolved.notes, *plan.notes, *cuts))
     live = build_live(parts, loaded, plan)
     plan, state = live.plan, live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), mesh.stages
@@ -205,11 +224,16 @@ def prepare(
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
     }
-    seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
-    precision, accepted = str(recipe.precision), list[str]()
+    if "max_logits_bytes" in settled:
+        parts = replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
+    if parts.generators is None:
+        seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
+    else:
+        parts.generators.restore()
+    precision, accepted = recipe.precision, list[str]()
     if earlier:
-        precision = chosen = earlier.precision(recipe.precision, facts)
-        state.scaler = Precision(chosen, device.type).scaler(device)
+        precision = earlier.precision(recipe.precision, facts)
+        state.scaler = Precision(precision, device.type).scaler(device)
         accepted = first_of(world, earlier.load(state, recipe, precision, provenance))
     _require_something_left(recipe, plan, state)
     if earlier:
@@ -222,27 +246,60 @@ def prepare(
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     plan = replace(plan, notes=(*plan.notes, *notes_of_data(provenance, data.resumed)))
     stream = chain([first], batches)
-    job = Job(loaded, parts, plan, live, device, machine, stream, provenance, accepted, mesh, stages, read_s=read_s)
+    matmul = MatmulMode.asked(recipe.precision)
+    job = Job(
+        loaded, parts, plan, live, device, machine, stream, provenance, matmul, accepted, mesh, stages, read_s=read_s
+    )
+    loader = parts.train.loader if parts.train.order is None and not job.draws_as_a_loop else None
+    if loader is not None and loader.has_generator:
+        why = "the order follows from the seed of the run, on any number of processes"
+        job.plan = replace(job.plan, notes=(*job.plan.notes, Note("not used", "generator of the DataLoader", why)))
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
-    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else plan)
+    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else job.plan)
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
     if not earlier:
         state.scaler = job.precision.scaler(device)
+    job.plan = replace(job.plan, header=run_header(job, first, earlier))
     if loaded.end_s is not None:
         job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
     return job
 
 
-def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None, ranks: int) -> Resolved:
+def _logits(
+    parts: Parts, resolved: Resolved, facts: RunFacts, memory: Device, earlier: Earlier | None
+) -> dict[str, int | None]:
+    """How large the logits of a language model may be before its loss is computed in chunks; {} for other losses.
+
+    An earlier part of the run has decided it: chunks have other last bits.
+    """
+    if resolved.loaded.recipe.loss.chunked != "auto" or "max_logits_bytes" not in parameters_of(parts.loss):
+        return {}
+    if earlier and "max_logits_bytes" in earlier.resolved:
+        return {"max_logits_bytes": earlier.resolved["max_logits_bytes"]}
+    if resolved.chunked is not None:
+        return {"max_logits_bytes": 0 if resolved.chunked else None}
+    recipe = resolved.loaded.recipe
+    held = memory_bytes(
+        recipe.optimizer.use,
+        recipe.optimizer.args,
+        parameters=facts.parameters,
+        trainable=facts.trainable,
+        activations=0,
+        offloaded=recipe.optimizer.offload is True and facts.device != "cpu",
+    )
+    return {"max_logits_bytes": room_for_logits(memory.usable_bytes, sum(held.values()))}
+
+
+def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
     if not left_open(loaded.recipe, ranks):
         return Resolved(loaded)
     if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
         return resolved_before(loaded, kept)
     with at_recipe(loaded, "model"):
-        return resolve(loaded, cpu or local_device(probe=False), parts=parts, ranks=ranks)
+        return resolve(loaded, memory, parts=parts, ranks=ranks)
 
 
 def until_of(plan: Plan) -> Until:
@@ -267,7 +324,7 @@ def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> No
         raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
 
 
-def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
+def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Plan:
     """Returns the plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     together = job.world if job.divides_weights else SOLO
@@ -300,7 +357,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     )
 
 
-def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) -> Plan:
+def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None, kept: Kept) -> Plan:
     if job.parts.advance is not None:
         return untried(job.plan, job.recipe)
     if job.stages is not None:
@@ -376,7 +433,7 @@ def make_advance(
 ) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
-    job.precision.set_matmul_mode()
+    job.matmul.set()
     torch.set_num_threads(job.plan.threads)
     if job.parts.advance is not None:
         return make_own_step(job.parts.advance, schedule=job.built.schedule, witness=witness, keeper=keeper)

@@ -49,7 +49,7 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
     looked at once it is there.
     """
     if parts is not None and parts.advance is not None:
-        require_own_step_fits(loaded.recipe, ranks)
+        require_own_step_fits(loaded, ranks)
     with at_recipe(loaded, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
     if degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes:  # the plan chooses of what fits the model

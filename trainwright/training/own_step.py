@@ -10,9 +10,9 @@ from torch import nn
 from trainwright.engine.loss import Batch, Loss
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note, Plan
-from trainwright.recipe import Recipe
+from trainwright.recipe import Loaded, Recipe
 
-FULL = ("auto", "fp32", "tf32")
+FULL = (None, "auto", "fp32", "tf32")
 
 
 def no_loss(model: nn.Module, batch: Batch) -> Loss:
@@ -29,14 +29,21 @@ def require_no_loss_needed(recipe: Recipe) -> None:
         no_loss(nn.Module(), None)
 
 
-def require_own_step_fits(recipe: Recipe, ranks: int) -> None:
+def require_own_step_fits(loaded: Loaded, ranks: int) -> None:
     """Raises UsageError for what a recipe asks of the step that the engine cannot do within one of the user's own."""
+    recipe, clip = loaded.recipe, loaded.recipe.optimizer.clip
+    asks_to_clip = any(path.startswith("optimizer.clip") for path in loaded.asked)
     for wrong, words, remedy in (
         (ranks > 1, f"it runs in {ranks} processes", "run it in one, or give a loss instead"),
         (
             recipe.precision not in FULL,
             f"precision is {recipe.precision}",
             "leave it out and open torch.autocast inside of the step",
+        ),
+        (
+            asks_to_clip and clip.by != "none",
+            f"clipping by {clip.by} is asked for",
+            "leave it out and clip in the step: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         ),
         (
             recipe.spikes.policy not in ("warn", "off"),
@@ -50,13 +57,9 @@ def require_own_step_fits(recipe: Recipe, ranks: int) -> None:
 
 def untried(plan: Plan, recipe: Recipe) -> Plan:
     """The plan of a step that was not tried beforehand: it updates the weights."""
-    return replace(
-        plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *_notes(recipe))
-    )
+    return replace(plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *_notes()))
 
 
-def _notes(recipe: Recipe) -> Iterator[Note]:
+def _notes() -> Iterator[Note]:
     yield Note("dry run", "none", "a step of your own is not tried beforehand: no times, no memory, no first loss")
     yield Note("precision", "fp32", "a step of your own opens torch.autocast where it wants it")
-    if recipe.optimizer.clip.by != "none":
-        yield Note("clip", "none", "a step of your own clips where it wants to")

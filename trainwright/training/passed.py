@@ -51,8 +51,6 @@ def passed(optimizer: object, schedule: object, *, lr: float | None, warmup: str
         found = found._replace(optimizer=optimizer)
         found.sections["optimizer"] = {"use": live_name(optimizer), **_rates(optimizer, lr)}
         found.may_set["optimizer"] = None if callable(optimizer) else ("clip",)
-        if schedule is None and not callable(optimizer):
-            found.sections["schedule"] = {"use": "constant"}  # its rates stay as they are
     if schedule is not None and not isinstance(schedule, str):
         _require_schedule(schedule)
         if warmup is not None:

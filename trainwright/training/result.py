@@ -25,7 +25,8 @@ class Result:
     end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding, else 0. ``state`` is the live
     state, the average of the weights (``state.ema``) included. ``is_first``: of several ranks this is the one that
     wrote the run folder. ``restored`` is the step whose weights the model has, where it got back the best ones.
-    ``loss_fn`` and ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
+    ``interrupted_by`` is the signal that came, such as SIGINT, else "". ``loss_fn`` and ``metric_set`` are those of the
+    run, for ``tw.evaluate(result, data)``.
     """
 
     run: Path
@@ -41,6 +42,7 @@ class Result:
     findings: tuple[Found, ...] = ()
     is_first: bool = True
     restored: int | None = None
+    interrupted_by: str = ""
     loss_fn: Callable[..., Loss | Tensor] | None = None
     metric_set: MetricSet = NO_METRICS
     verdict: RunVerdict | None = None
@@ -76,6 +78,7 @@ class Result:
             dict(evaluated.metrics) if evaluated else {},
             seen.job.state,
             is_first=False,
+            interrupted_by=outcome.stop.reason if outcome.stop and outcome.stop.by_signal else "",
             loss_fn=seen.job.parts.loss,
             metric_set=seen.job.built.metrics,
         )

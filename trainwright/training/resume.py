@@ -91,7 +91,7 @@ class Earlier:
             return f"{self.folder.path} has no checkpoint: it begins at step 0, as it was planned"
         return f"resumed from {self.checkpoint} at step {step}"
 
-    def precision(self, requested: str, facts: RunFacts) -> PrecisionName:
+    def precision(self, requested: str | None, facts: RunFacts) -> PrecisionName:
         """``auto`` is the precision that was chosen when the run began."""
         if requested == "auto":
             return cast(PrecisionName, self.run_metadata["plan"]["precision"])

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
+from trainwright.engine.precision import MatmulMode
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
 from trainwright.observe.alerts.asked import alerting, require_channels
@@ -108,7 +109,7 @@ def train(
     require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
     require_channels(loaded.recipe.alerts)
     with (
-        process_settings(),
+        process_settings(seeds=parts is None or parts.generators is None),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
     ):
         world = ranks if world is SOLO else world
@@ -121,8 +122,10 @@ def train(
             signals.listen()
             start = Start(loaded, parts, resume, tuple(accept), launch, world, serve)
             if world.rank > 0:
-                return Result.of_follower(follow(start, signals))
-            return _lead(start, progress, signals, closing_down, extras)
+                result = Result.of_follower(follow(start, signals))
+            else:
+                result = _lead(start, progress, signals, closing_down, extras)
+            return replace(result, interrupted_by=signals.received_name or result.interrupted_by)
 
 
 def _lead(
@@ -178,23 +181,24 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 
 
 @contextmanager
-def process_settings() -> Iterator[None]:
-    """Restores what a run changes of the process: settings of torch, and the state of the random generators.
+def process_settings(*, seeds: bool = True) -> Iterator[None]:
+    """Restores what a run changes of the process: settings of torch, and the random generators where it ``seeds`` them.
 
-    Inside, a crash prints where Python was.
+    A run that does not seed them leaves them where its training has brought them, as a loop does. Inside, a crash
+    prints where Python was.
     """
     names_crashes = faulthandler.is_enabled()
     if not names_crashes:
         name_crashes()
-    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    tf32, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    threads, matmul, benchmark = torch.get_num_threads(), MatmulMode.read(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        with preserved_rng():
+        with preserved_rng() if seeds else nullcontext():
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = tf32
+        matmul.set()
+        torch.backends.cudnn.benchmark = benchmark
         torch.use_deterministic_algorithms(deterministic)
         if not names_crashes:
             faulthandler.disable()
@@ -221,7 +225,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
     with alerting(job.recipe.alerts, folder, progress.say) as alerts, logbook:
         restored = stage.earlier.checkpoint if stage.earlier else None
         heartbeat = Heartbeat(stage.lock, state)
-        logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
+        logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted, plan.header.in_words())
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
@@ -394,6 +398,7 @@ def _closed(
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
         findings,
+        interrupted_by=outcome.stop.reason if outcome.stop and outcome.stop.by_signal else "",
         loss_fn=job.parts.loss,
         metric_set=job.built.metrics,
         verdict=ended.verdict,

@@ -17,10 +17,12 @@ from trainwright.errors import StorageError
 from trainwright.forecast.blueprint import make_blueprint
 from trainwright.forecast.fake_tensors import DeviceName
 from trainwright.forecast.graph_profiler import GraphProfiler
+from trainwright.forecast.local_device import nominal_cpu
 from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.fold import Folded, fold
+from trainwright.plan.machine import read_machine
 from trainwright.plan.profile import GraphProfile
 from trainwright.recipe import Loaded, Recipe
 from trainwright.report.graph import Headline, graph_text
@@ -58,8 +60,9 @@ def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded)
     samples = _samples(recipe)
-    precision = cast(PrecisionName, "fp32" if recipe.precision in ("auto", "tf32") else recipe.precision)
-    make = partial(blueprint.traced_objects, samples=samples, chunked=blueprint.chunked(samples))
+    precision = cast(PrecisionName, "fp32" if recipe.precision in (None, "auto", "tf32") else recipe.precision)
+    chunked = blueprint.chunked(samples, nominal_cpu(read_machine()))  # the step is traced as on a CPU
+    make = partial(blueprint.traced_objects, samples=samples, chunked=chunked)
     profile = profile_graph(make, precision=precision)
     headline = Headline(
         name=recipe.name,

@@ -40,7 +40,7 @@ def find_lr(
         clip=make_clip(clip.by, clip.at),
     )
     curve = Series("loss (smoothed)", found.lrs, found.losses)
-    rates = [("suggestion", found.suggestion), ("recipe", job.plan.lr)]
+    rates = [("suggestion", found.suggestion), ("recipe", job.lr)]
     drawn = [(name, value) for name, value in rates if value is not None and lowest <= value <= highest]
     marks = [Mark("x", value, f"{name} {value:.3g}") for name, value in drawn]
     svg = line_chart_svg(
@@ -52,7 +52,7 @@ def find_lr(
         raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
     console.print(line_chart_text([curve], width=72, height=16, marks=marks, log_x=True), markup=False, highlight=False)
     suggestion = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"
-    console.print(f"suggested lr  {suggestion}\nrecipe's lr   {job.plan.lr:.3g}\npicture       {out}", highlight=False)
+    console.print(f"suggested lr  {suggestion}\nrecipe's lr   {job.lr:.3g}\npicture       {out}", highlight=False)
     return {
         "suggestion": found.suggestion,
         "diverged_at": found.stopped_at,

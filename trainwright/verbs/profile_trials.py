@@ -85,6 +85,7 @@ class Trials:
 
     def _variant(self, settings: Sequence[str]) -> _Variant:
         loaded = in_one_process(self._load(settings))
+        self._job.matmul.set()  # another variant may have changed it
         return _Variant(prepare(loaded), self._job.plan.threads, self._block_s)
 
 
@@ -131,4 +132,4 @@ class _Variant:
 
     def _set(self) -> None:
         torch.set_num_threads(self._threads)
-        self.job.precision.set_matmul_mode()
+        self.job.matmul.set()

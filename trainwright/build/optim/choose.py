@@ -27,19 +27,19 @@ def make_optimizer(
     name: str | Factory,
     model: nn.Module,
     *,
-    lr: float,
-    weight_decay: float = 0.0,
-    decay_norms_and_biases: bool = False,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    decay_norms_and_biases: bool = True,
     rules: Sequence[GroupRule] = (),
     args: Mapping[str, object] | None = None,
     offload: bool = False,
 ) -> Optimizer:
     """Returns the optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
 
-    sgd has momentum 0.9 by default. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with
-    ``adjust_lr="match_rms_adamw"``), ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
-    sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: fused was the
-    fastest in every case measured, and takes a skipped step on the device.
+    What is not given has the default of the optimizer's own class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself
+    with ``adjust_lr="match_rms_adamw"``), ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
+    sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update but for
+    rounding. Fused was the fastest in every case measured, and takes a skipped step on the device.
 
     A callable is called as ``name(groups, lr=lr, **args)``; without a parameter ``lr`` as ``name(parameters, **args)``;
     as ``name(model, **args)`` where its first parameter is so named. It may return a list of optimizers, which are
@@ -49,6 +49,8 @@ def make_optimizer(
     one that gains nothing by it.
     """
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
+    if isinstance(name, str):
+        lr, weight_decay = _rates(name, lr, weight_decay)
     shared: GroupSettings = {
         "lr": lr,
         "weight_decay": weight_decay,
@@ -59,16 +61,22 @@ def make_optimizer(
         _require_no_groups(name, shared, offload=offload)
         params, rate = arguments_of(name, model, lambda: param_groups(model, **shared), lr)
         return as_one(_call(name, params, {**rate, **arguments}, offload=offload), model)
-    require_choice("optimizer", name, OPTIMIZERS)
     _require_known(name, arguments)
     if offload and (why := why_not_offloaded(name, arguments)):
         raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
     row = OPTIMIZERS[name]
     groups = imported(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
-    arguments = {**row.defaults, **_implementation(name, model, arguments), **arguments}
+    arguments = {**_implementation(name, model, arguments), **arguments}
     made = _call(imported(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
     assert isinstance(made, Optimizer)
     return made
+
+
+def _rates(name: str, lr: float | None, weight_decay: float | None) -> tuple[float | None, float | None]:
+    """Learning rate and weight decay of an optimizer in the box. Raises UsageError for another name."""
+    require_choice("optimizer", name, OPTIMIZERS)
+    row = OPTIMIZERS[name]
+    return row.lr if lr is None else lr, row.weight_decay if weight_decay is None else weight_decay
 
 
 def accepted_args(name: str) -> list[str]:
@@ -114,8 +122,13 @@ def _require_no_groups(factory: Factory, shared: GroupSettings, *, offload: bool
     """Raises UsageError for settings of groups, or offload, that have no effect on a factory with its own groups."""
     if not makes_own_groups(factory):
         return
-    groups = {key: shared[key] for key in ("weight_decay", "decay_norms_and_biases", "rules")}
-    for key, value in {**groups, "offload": offload}.items():
+    stated = {
+        "weight_decay": shared["weight_decay"],
+        "decay_norms_and_biases": not shared["decay_norms_and_biases"],
+        "rules": shared["rules"],
+        "offload": offload,
+    }
+    for key, value in stated.items():
         if value:
             path = "optimizer.groups" if key == "rules" else f"optimizer.{key}"
             raise UsageError(

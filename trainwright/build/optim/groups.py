@@ -36,8 +36,8 @@ Group: TypeAlias = dict[str, Any]
 class GroupSettings(TypedDict):
     """The arguments of every function that makes parameter groups; see ``param_groups``."""
 
-    lr: float
-    weight_decay: float
+    lr: float | None
+    weight_decay: float | None
     decay_norms_and_biases: bool
     rules: Sequence[GroupRule]
 
@@ -47,29 +47,32 @@ class Role:
     """A further split of the parameters: the learning rate of its members, and further entries of their group."""
 
     name: str
-    lr: float
+    lr: float | None
     options: tuple[tuple[str, object], ...] = ()
 
 
 def param_groups(
     model: nn.Module,
     *,
-    lr: float,
-    weight_decay: float,
-    decay_norms_and_biases: bool = False,
+    lr: float | None,
+    weight_decay: float | None,
+    decay_norms_and_biases: bool = True,
     rules: Sequence[GroupRule] = (),
     role_of: Callable[[nn.Parameter], Role] | None = None,
 ) -> list[Group]:
     """Returns the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
 
-    Those that ranks divide are apart from those that each rank holds whole, or that other ranks divide.
+    Without rules and roles that is one group, as in ``Optimizer(model.parameters())``. A group has no ``lr`` and no
+    ``weight_decay`` where these are None: the optimizer's own defaults count. Parameters that ranks divide are apart
+    from those that each rank holds whole, or that other ranks divide.
 
-    Weight decay is left off norms and biases: parameters with fewer than two dimensions, and those that a
-    norm module owns. Embeddings and the output head do decay, as in GPT-2 and nanoGPT. The first rule that
-    matches one of a parameter's names wins; a tied parameter has several names and is in one group.
-    Parameters keep the model's order, groups that of their first parameter; frozen ones are left out.
+    With ``decay_norms_and_biases=False`` parameters with fewer than two dimensions, and those that a norm module owns,
+    do not decay. Embeddings and the output head do, as in GPT-2 and nanoGPT. The first rule that matches one of a
+    parameter's names wins; a tied parameter has several names and is in one group. Parameters keep the model's order,
+    groups that of their first parameter; frozen ones are left out.
 
-    Raises UsageError when nothing is trainable or a rule matches no trainable parameter.
+    Raises UsageError when nothing is trainable, a rule matches no trainable parameter, or one scales a learning rate
+    that is not given.
     """
     names = _names(model)
     trainable = [parameter for parameter in names if parameter.requires_grad]
@@ -81,7 +84,7 @@ def param_groups(
         _require_match(rule, names)
     normed = norm_parameters(model)
     default = Role("", lr)
-    groups: dict[tuple[float, float, Role, object], Group] = {}
+    groups: dict[tuple[float | None, float | None, Role, object], Group] = {}
     for parameter in trainable:
         role = role_of(parameter) if role_of else default
         rule = _first_match(rules, names[parameter])
@@ -89,11 +92,13 @@ def param_groups(
         its_decay = weight_decay if decays else 0.0
         if rule.weight_decay is not None:
             its_decay = rule.weight_decay
-        its_lr = (role.lr if rule.lr is None else rule.lr) * rule.lr_scale
+        its_lr = _rate(role, rule)
         key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch updates no mixture
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
-            groups[key] = {"name": named, "lr": its_lr, "weight_decay": its_decay, **dict(role.options), "params": []}
+            rates = {"lr": its_lr, "weight_decay": its_decay}
+            stated = {name: value for name, value in rates.items() if value is not None}
+            groups[key] = {"name": named, **stated, **dict(role.options), "params": []}
         groups[key]["params"].append(parameter)
     return list(groups.values())
 
@@ -115,10 +120,20 @@ def matches(pattern: str, names: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _group_name(role: Role, lr: float, decay: float, usual_decay: float) -> str:
-    parts = [role.name, "decay" if decay else "no_decay"]
-    parts += [f"lr={lr:g}"] if lr != role.lr else []
-    parts += [f"weight_decay={decay:g}"] if decay not in (0.0, usual_decay) else []
+def _rate(role: Role, rule: GroupRule) -> float | None:
+    lr = role.lr if rule.lr is None else rule.lr
+    if lr is None and rule.lr_scale != 1.0:
+        raise UsageError(
+            f"the group rule {rule.match!r} scales the learning rate, and none is given",
+            remedy="give optimizer.lr, or the rule an lr of its own",
+        )
+    return None if lr is None else lr * rule.lr_scale
+
+
+def _group_name(role: Role, lr: float | None, decay: float | None, usual_decay: float | None) -> str:
+    parts = [role.name, "no_decay" if decay == 0.0 else "decay"]
+    parts += [f"lr={lr:g}"] if lr is not None and lr != role.lr else []
+    parts += [f"weight_decay={decay:g}"] if decay is not None and decay not in (0.0, usual_decay) else []
     return " ".join(filter(None, parts))
 
 

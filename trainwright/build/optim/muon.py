@@ -188,9 +188,9 @@ def _ns_dtype(name: str, device: torch.device) -> torch.dtype:
 def muon_groups(
     model: nn.Module,
     *,
-    lr: float,
-    weight_decay: float,
-    decay_norms_and_biases: bool = False,
+    lr: float | None,
+    weight_decay: float | None,
+    decay_norms_and_biases: bool = True,
     rules: Sequence[GroupRule] = (),
     head: str | None = None,
     adamw: Group | None = None,

@@ -36,14 +36,15 @@ def makes_own_groups(factory: Callable[..., object]) -> bool:
 
 
 def arguments_of(
-    factory: Factory, model: nn.Module, groups: Callable[[], ParamsT], lr: float
+    factory: Factory, model: nn.Module, groups: Callable[[], ParamsT], lr: float | None
 ) -> tuple[ParamsT | nn.Module, Mapping[str, float]]:
     """What a factory is called with: the model where its first parameter is named ``model``, groups where it takes
-    ``lr``, else the trained parameters alone; and ``lr`` where it takes that."""
-    rate = {"lr": lr} if takes(factory, "lr") else {}
+    ``lr``, else the trained parameters alone; and ``lr`` where it takes that and one is given."""
+    takes_lr = takes(factory, "lr")
+    rate = {"lr": lr} if takes_lr and lr is not None else {}
     if takes_first(factory, "model"):
         return model, rate
-    return groups() if rate else [p for p in model.parameters() if p.requires_grad], rate
+    return groups() if takes_lr else [p for p in model.parameters() if p.requires_grad], rate
 
 
 def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bool = False) -> Optimizer:

@@ -237,7 +237,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
     progress.add(resources.speed(sandbox, progress.train, computing_s))
     found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
     moved = learning.first_update(sandbox)
-    progress.checkup.add(learning.learning_rate(found, job.plan.lr, _num_steps(job, step_s), moved))
+    progress.checkup.add(learning.learning_rate(found, job.lr, _num_steps(job, step_s), moved))
     chance = seen.loss_call.chance() if seen.loss_call else None
     fit = _learn_one_batch(progress, sandbox, found)
     progress.add(learning.by_heart(fit, inputs_vary=_vary(progress.train), chance=chance))
@@ -261,7 +261,7 @@ def _num_steps(job: Job, step_s: float) -> float:
 def _learn_one_batch(progress: _Progress, sandbox: Sandbox, found: LrRange | None) -> BatchFit:
     """Learns one batch by heart at the most plausible rate, and where that fails at another."""
     tried: list[BatchFit] = []
-    for lr in learning.plausible(found, sandbox.job.plan.lr):
+    for lr in learning.plausible(found, sandbox.job.lr):
         tried.append(learning.learn_by_heart(sandbox, lr=lr, budget_s=progress.budget.one_batch_s))
         if tried[-1].fell >= learning.LEARNED:
             break

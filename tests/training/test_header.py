@@ -1,0 +1,178 @@
+"""The header of a run says what it trains with, and who decided it: on the screen, in the log, and in plan.json."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainwright as tw
+from trainwright.engine.chunked import logits_bytes
+from trainwright.models.gpt import gpt
+from trainwright.runlog.folder import RunFolder
+
+pytestmark = pytest.mark.process  # each starts threads that read the machine
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(32, 4), torch.randint(2, (32,))
+
+
+Header = dict[str, tuple[str, str]]
+
+
+def header_of(run: Path) -> Header:
+    settings = json.loads((run / "plan.json").read_text())["header"]["settings"]
+    return {each["name"]: (each["value"], each["origin"]) for each in settings}
+
+
+def fitted(given: object = None, **settings: Any) -> Header:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    made = {key: value(model) if value is _sgd else value for key, value in settings.items()}
+    more = {"log.doctor": False, **made.pop("settings", {})}
+    samples = data() if given is None else given
+    return header_of(tw.fit(model, samples, nn.CrossEntropyLoss(), steps=2, quiet=True, settings=more, **made).run)
+
+
+def _sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_plain_call() -> None:
+    assert fitted() == {
+        "optimizer": ("AdamW, weight decay 0.01", "default"),
+        "lr": ("0.001", "default"),
+        "schedule": ("constant", "default"),
+        "clip": ("none", "default"),
+        "precision": ("fp32", "default"),
+        "not finite": ("an update with NaN or infinity is left out", "default"),
+        "batch": ("32 samples", "default"),
+        "order": ("shuffled by the seed 1337", "default"),
+        "random": ("the generators of the process, not seeded", "default"),
+        "update": ("fused kernel", "planned"),
+        **({"threads": ("1", "planned")} if torch.get_num_threads() > 1 else {}),
+    }
+
+
+def test_objects_are_asked_for() -> None:
+    found = fitted(DataLoader(TensorDataset(*data()), 8, shuffle=True, drop_last=True), optimizer=_sgd)
+    assert found["optimizer"] == ("SGD, momentum 0.9", "asked") and found["lr"] == ("0.1", "asked")
+    assert found["batch"] == ("8 samples, a short last batch is left out", "asked")
+    assert found["order"] == ("as a loop over the DataLoader", "asked")
+    assert found["schedule"] == ("constant", "default") and "update" not in found
+
+
+ADAMW, IN_GROUPS = "AdamW, weight decay 0.01", "AdamW, weight decay 0 to 0.01 in 2 groups"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("optimizer", {"optimizer": "sgd"}, ("SGD", "asked")),
+        ("lr", {"lr": 0.5}, ("0.5", "asked")),
+        ("lr", {"optimizer": partial(AdamW, lr=0.25)}, ("0.25", "asked")),
+        ("lr", {"optimizer": AdamW}, ("0.001", "default")),
+        ("optimizer", {"settings": {"optimizer.args": {"eps": 1e-6}}}, (f"{ADAMW}, eps 1e-06", "asked")),
+        ("optimizer", {"settings": {"optimizer.decay_norms_and_biases": False}}, (IN_GROUPS, "asked")),
+        ("schedule", {"schedule": "wsd", "warmup": "1steps"}, ("wsd, warm-up 1 steps, floor 0", "asked")),
+        ("schedule", {"schedule": partial(StepLR, step_size=1)}, ("StepLR, stepped every 1steps", "asked")),
+        ("schedule", {"warmup": "1steps"}, ("constant, warm-up 1 steps", "asked")),
+        ("clip", {"clip": 0.5}, ("norm at 0.5", "asked")),
+        ("clip", {"settings": {"optimizer.clip": {"by": "value", "at": 0.1}}}, ("value at 0.1", "asked")),
+        ("precision", {"precision": "bf16"}, ("bf16", "asked")),
+        ("batch", {"batch": 8, "accumulation": 2}, ("8 = 4 x 2 x 1 (micro-batch x accumulation x ranks)", "asked")),
+        ("order", {"seed": 7}, ("shuffled by the seed 7", "asked")),
+        ("order", {"settings": {"data.shuffle": False}}, ("that of the dataset", "asked")),
+        ("random", {"seed": 7}, ("seed 7", "asked")),
+        ("average", {"settings": {"model.ema": 0.9}}, ("of the weights, decay 0.9", "asked")),
+        ("spikes", {"settings": {"spikes.policy": "skip"}}, ("skip", "asked")),
+        ("kernels", {"settings": {"deterministic": True}}, ("deterministic", "asked")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_asked_for_is_named_so(name: str, settings: dict[str, Any], expected: tuple[str, str]) -> None:
+    assert fitted(**settings)[name] == expected
+
+
+def test_the_preset_is_named_and_what_is_said_beside_it_is_asked() -> None:
+    found = fitted(preset="recommended", schedule="constant", lr=0.1)
+    assert found["clip"] == ("norm at 1", "recommended") and found["schedule"] == ("constant", "asked")
+    assert found["precision"][1] == "planned", "the preset leaves it to the plan"
+    assert found["optimizer"] == ("AdamW, weight decay 0 to 0.01 in 2 groups", "recommended")
+    assert found["lr"] == ("0.1", "asked")
+
+
+def test_it_is_printed_and_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 2)
+    result = tw.fit(model, data(), nn.CrossEntropyLoss(), optimizer=_sgd(model), steps=2)
+    lines = capsys.readouterr().out.splitlines()
+    for line in ("optimizer   SGD, momentum 0.9 (asked)", "clip        none (default)", "precision   fp32 (default)"):
+        assert lines.count(line) == 1
+    assert sum(line.startswith(("precision", "batch", "schedule")) for line in lines) == 3, "nothing is said twice"
+    started = json.loads((result.run / "log.jsonl").read_text().splitlines()[0])
+    assert started["kind"] == "started" and started["settings"]["schedule"] == "constant (default)"
+    assert list(started["settings"]) == list(header_of(result.run))
+
+
+RECIPE = """
+until: 4steps
+preset: recommended
+model: {use: mlp, args: {sizes: [64, 8, 10]}}
+data: {train: digits}
+batch: {size: 16}
+optimizer: {lr: 0.1}
+log: {doctor: false}
+"""
+
+
+def test_a_resumed_run_knows_what_was_asked_when_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe in its folder states every value."""
+    pytest.importorskip("sklearn")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    run = tw.train(tw.load("recipe.yaml"), quiet=True).run
+    first = header_of(run)
+    assert first["clip"] == ("norm at 1", "recommended") and first["random"] == ("seed 1337", "default")
+    assert first["lr"] == ("0.1", "asked") and first["schedule"][1] == "recommended"
+    longer = tw.load(run / "recipe.yaml", overrides=["until=8steps", "optimizer.clip.at=0.5"], environ={})
+    tw.train(longer, resume=RunFolder.open(run), accept=["all"])
+    again = header_of(run)
+    assert again["clip"] == ("norm at 0.5", "asked")
+    assert {name: again[name] for name in ("lr", "random", "schedule")} == {
+        name: first[name] for name in ("lr", "random", "schedule")
+    }
+    assert "clip        norm at 0.5 (asked)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("room", ["plenty", "none"])
+def test_logits_are_computed_in_chunks_only_where_the_plan_has_no_room(room: str) -> None:
+    """The decision is kept: chunks round otherwise, and a resumed run must have the same bits."""
+    ids = torch.randint(11, (32, 9))
+    model = gpt(vocab_size=11, block_size=8, layers=1, heads=2, d_model=16)
+    settings = {"log.doctor": False, "batch.size": 16}
+    with pytest.MonkeyPatch.context() as patched:
+        if room == "none":
+            patched.setattr("trainwright.training.job.room_for_logits", lambda usable, held: 1000)
+        run = tw.fit(model, (ids[:, :-1], ids[:, 1:]), "language_model", steps=2, quiet=True, settings=settings).run
+    found, most = header_of(run), json.loads((run / "plan.json").read_text())["settled"]["max_logits_bytes"]
+    if room == "plenty":
+        assert "loss" not in found and most > logits_bytes(16 * 8, 11)
+        return
+    assert found["loss"] == ("computed in chunks", "planned") and most == 1000
+    longer = tw.fit(
+        model, (ids[:, :-1], ids[:, 1:]), "language_model", steps=4, quiet=True, settings=settings, resume=run
+    )
+    assert header_of(longer.run)["loss"] == ("computed in chunks", "planned")

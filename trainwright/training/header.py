@@ -1,0 +1,240 @@
+"""Makes the header of a run from its recipe, its plan and the live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from trainwright.build.optim.own import makes_own_groups
+from trainwright.build.ready import ReadyBatches
+from trainwright.build.stepped_schedule import SteppedSchedule
+from trainwright.engine.chunked import logits_bytes
+from trainwright.engine.head import head_of, hf_head_of
+from trainwright.plan.explain import human_bytes
+from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
+from trainwright.recipe import OPTIMIZERS, SCHEDULES, Loaded
+from trainwright.state.chained import parts_of
+from trainwright.state.cursor import StepBatch, count_tokens
+
+if TYPE_CHECKING:
+    from trainwright.training.job import Job
+    from trainwright.training.resume import Earlier
+
+
+def run_header(job: Job, first: StepBatch, earlier: Earlier | None) -> RunHeader:
+    """Return the header of a planned job, whose ``first`` batch is known."""
+    before = origins_in(earlier.run_metadata["plan"]) if earlier and not job.live else None
+    return RunHeader(tuple(_Header(job, first, _Origins(job.loaded, before)).settings()))
+
+
+@dataclass(frozen=True)
+class _Origins:
+    """Who decided what. A run that is resumed from its folder has a recipe that states everything: ``before`` says
+    what was asked when it began, and an override of now counts as asked."""
+
+    loaded: Loaded
+    before: Mapping[str, Origin] | None
+
+    def of(self, name: str, *paths: str) -> Origin:
+        """The origin of the setting ``name``, which any of these paths, or one below, would decide."""
+        stated = self.loaded.asked if self.before is None else self.loaded.overridden
+        if any(_covers(path, each) for each in stated for path in paths):
+            return "asked"
+        if self.before is not None:
+            return self.before.get(name, "default")
+        return (
+            "recommended" if any(_covers(path, each) for each in self.loaded.by_preset for path in paths) else "default"
+        )
+
+
+def _covers(path: str, stated: str) -> bool:
+    return stated == path or stated.startswith(f"{path}.")
+
+
+@dataclass(frozen=True)
+class _Header:
+    job: Job
+    first: StepBatch
+    origins: _Origins
+
+    def settings(self) -> Iterator[Setting]:
+        yield self._setting("optimizer", self._optimizer(), *OF_OPTIMIZER)
+        yield self._learning_rate()
+        yield self._schedule()
+        yield self._clip()
+        yield self._precision()
+        yield Setting("not finite", "an update with NaN or infinity is left out", "default")
+        yield self._batch()
+        yield self._order()
+        yield self._random()
+        yield from self._threads()
+        yield from self._chosen_kernels()
+        yield from self._further()
+
+    def _setting(self, name: str, value: str, *paths: str, why: str = "") -> Setting:
+        return Setting(name, value, self.origins.of(name, *paths), why)
+
+    def _why(self, topic: str) -> str:
+        return "; ".join(note.why for note in self.job.plan.notes if note.topic == topic)
+
+    def _optimizer(self) -> str:
+        ask = self.job.recipe.optimizer
+        args = ask.args if self.job.parts.optimizer is None else {}
+        described = " + ".join(_described(part) for part in parts_of(self.job.state.optimizer))
+        return ", ".join([described, *(f"{name} {value}" for name, value in args.items() if name not in _SHOWN)])
+
+    def _learning_rate(self) -> Setting:
+        groups = self.job.state.optimizer.param_groups
+        rates = sorted({float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group})
+        shown = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}" if rates else "its own"
+        setting = self._setting(
+            "lr",
+            shown,
+            "optimizer.lr",
+            "optimizer.groups",
+            "optimizer.lr_rule",
+            why=self._why("learning rate"),
+        )
+        given = self.job.parts.optimizer
+        brings_its_own = given is not None and (not callable(given) or makes_own_groups(given))
+        return Setting(setting.name, shown, "asked", setting.why) if brings_its_own else setting
+
+    def _schedule(self) -> Setting:
+        ask, plan, live = self.job.recipe.schedule, self.job.plan, self.job.built.schedule
+        why = self._why("schedule")
+        if isinstance(live, SteppedSchedule):
+            choice = next((note.choice for note in plan.notes if note.topic == "schedule"), live.name)
+            return self._setting("schedule", choice, "schedule", why=why)
+        parts = [ask.use.rpartition(":")[2]]
+        if plan.warmup and ask.use in SCHEDULES:
+            parts.append(f"warm-up {_span(plan.warmup)}")
+        if ask.use in SCHEDULES and ask.use != "constant":
+            parts.append(f"floor {ask.floor:g}")
+        return self._setting("schedule", ", ".join(parts), "schedule", why=why)
+
+    def _clip(self) -> Setting:
+        ask = self.job.recipe.optimizer.clip
+        if self.job.parts.advance is not None:
+            return Setting("clip", "as the step function clips", "asked")
+        return self._setting("clip", ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}", "optimizer.clip")
+
+    def _precision(self) -> Setting:
+        ask, job = self.job.recipe.precision, self.job
+        tf32 = [
+            name
+            for name, on in (("matmuls", job.matmul.matmul != "highest"), ("convolutions", job.matmul.convolutions))
+        ]
+        value: str = job.plan.precision
+        if job.device.type == "cuda" and value == "fp32" and tf32:
+            value += f", TF32 in {' and '.join(tf32)}"
+        if job.parts.advance is not None:
+            value += " outside of torch.autocast in the step function"
+        elif ask == "auto":
+            return Setting("precision", value, "planned", self._why("precision"))
+        return self._setting("precision", value, "precision")
+
+    def _batch(self) -> Setting:
+        plan, own = self.job.plan, self.job.parts.train.own_batches
+        if own is None:
+            cut = f"{plan.batch.micro} x {plan.batch.accumulation} x {plan.batch.ranks}"
+            value = f"{plan.batch.size} = {cut} (micro-batch x accumulation x ranks)"
+            value = f"{plan.batch.size} samples" if plan.batch.size == plan.batch.micro else value
+        else:
+            joined = self.job.recipe.batch.accumulation or 1
+            value = "as the data come" if joined == 1 else f"{joined} batches of the data"
+        if self.job.recipe.data.drop_last:
+            value += ", a short last batch is left out"
+        is_planned = "batch.micro" in self.job.loaded.asked and self.job.recipe.batch.micro == "auto"
+        setting = self._setting("batch", value, "batch")
+        return Setting("batch", value, "planned") if is_planned else setting
+
+    def _order(self) -> Setting:
+        train, recipe = self.job.parts.train, self.job.recipe
+        if isinstance(train.dataset, ReadyBatches):
+            return Setting("order", "as the data come", "asked")
+        if train.loader is not None and self.job.draws_as_a_loop:
+            return Setting("order", "as a loop over the DataLoader", "asked")
+        if train.order is not None:
+            return Setting("order", f"that of the {type(train.order.sampler).__name__}", "asked")
+        if recipe.data.shuffle:
+            return self._setting("order", f"shuffled by the seed {recipe.seed}", "data.shuffle", "seed")
+        return self._setting("order", "that of the dataset", "data.shuffle")
+
+    def _random(self) -> Setting:
+        if self.job.parts.generators is not None:
+            return Setting("random", "the generators of the process, not seeded", "default")
+        return self._setting("random", f"seed {self.job.recipe.seed}", "seed")
+
+    def _threads(self) -> Iterator[Setting]:
+        if why := self._why("threads"):
+            yield Setting("threads", str(self.job.plan.threads), "planned", why)
+
+    def _chosen_kernels(self) -> Iterator[Setting]:
+        """What computes the same but for rounding, and was chosen by the plan."""
+        job, ask = self.job, self.job.recipe.optimizer
+        groups = job.state.optimizer.param_groups
+        is_free = ask.use in OPTIMIZERS and not {"fused", "foreach"} & ask.args.keys()
+        if is_free and any(group.get("fused") for group in groups):
+            yield Setting("update", "fused kernel", "planned", "the same update but for rounding")
+        if (size := self._chunked_logits()) is not None:
+            why = f"the logits of a micro-batch would take {human_bytes(size)}"
+            yield Setting("loss", "computed in chunks", "planned", why)
+
+    def _chunked_logits(self) -> int | None:
+        """The bytes of the logits where the plan has the loss computed in chunks."""
+        most = self.job.plan.settled.get("max_logits_bytes")
+        model = self.job.parts.model
+        head = (head_of(model) or hf_head_of(model)) if isinstance(most, int) else None
+        if head is None or not self.first.micro:
+            return None
+        size = logits_bytes(count_tokens(self.first.micro[0].data), len(head.weight))
+        return size if isinstance(most, int) and size > most else None
+
+    def _further(self) -> Iterator[Setting]:
+        """What is off unless it was asked for."""
+        recipe, plan = self.job.recipe, self.job.plan
+        model, asked = recipe.model, self.origins.loaded.asked
+        if model.compile:
+            yield self._setting("compile", "torch.compile", "model.compile")
+        if recipe.loss.chunked is True:
+            yield self._setting("loss", "computed in chunks", "loss.chunked")
+        if model.activation_checkpointing != "none":
+            yield self._setting("recompute", model.activation_checkpointing, "model.activation_checkpointing")
+        if recipe.optimizer.offload is True:
+            is_stated = "optimizer.offload" in asked
+            yield Setting("offload", "moments and update on the host", "asked" if is_stated else "planned")
+        if model.ema is not None:
+            yield self._setting("average", f"of the weights, decay {model.ema:g}", "model.ema")
+        if recipe.spikes.policy not in ("warn", "off"):
+            yield self._setting("spikes", recipe.spikes.policy, "spikes")
+        if recipe.deterministic:
+            yield self._setting("kernels", "deterministic", "deterministic")
+        if plan.degrees.ranks > 1:
+            yield self._setting("ranks", str(plan.degrees), "parallel")
+
+
+OF_OPTIMIZER = ("optimizer.use", "optimizer.args", "optimizer.weight_decay", "optimizer.decay_norms_and_biases")
+_SHOWN = ("momentum", "nesterov")
+
+
+def _described(optimizer: Optimizer) -> str:
+    """Class, momentum and weight decay of an optimizer, as its groups have them."""
+    parts, groups = [type(optimizer).__name__], optimizer.param_groups
+    if momentum := {float(group["momentum"]) for group in groups if group.get("momentum")}:
+        nesterov = "Nesterov momentum" if any(group.get("nesterov") for group in groups) else "momentum"
+        parts.append(f"{nesterov} {_range(momentum)}")
+    decays = {float(group.get("weight_decay") or 0.0) for group in groups}
+    if decays != {0.0}:
+        parts.append(f"weight decay {_range(decays)}")
+    return ", ".join(parts) + (f" in {len(groups)} groups" if len(groups) > 1 else "")
+
+
+def _range(values: set[float]) -> str:
+    return f"{min(values):g}" if len(values) == 1 else f"{min(values):g} to {max(values):g}"
+
+
+def _span(span: int | float) -> str:
+    return f"{span:,} steps" if isinstance(span, int) else f"{span:.3g} of the run"
