@@ -14,12 +14,13 @@ from trainwright.plan.devices import Device, known_devices
 HEAD = """# What ships in the box
 
 Every name that a recipe may say, from the rows of `trainwright/recipe/catalog.py` and `trainwright/plan/devices.yaml`;
-`scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, optimizer,
-schedule or observer of these a recipe may name one of its own as `package.module:callable`.
+`scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, metric,
+optimizer, schedule or observer of these a recipe may name one of its own as `package.module:callable`.
 
 To add one: a row, its factory, a test, and this page printed again. The schema of recipes (`trainwright schema`), "did
 you mean", the memory arithmetic of a plan, optimizer offload and the rules of a resume follow from the row.
 """
+METRICS = "See [metrics.md](metrics.md)."
 STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
 STATE += "adamw in a forecast; before a run the dry run measures it."
 
@@ -73,7 +74,8 @@ def page() -> str:
             "## Sinks",
             table(("name", "what it is", "installed by"), sinks),
             *("## Models", named(recipe.MODELS), "## Datasets", named(recipe.DATASETS)),
-            *("## Losses", named(recipe.LOSSES), "## Devices that a plan may be made for"),
+            *("## Losses", named(recipe.LOSSES), "## Metrics", METRICS, named(recipe.METRICS)),
+            "## Devices that a plan may be made for",
             table(
                 ("name", "memory", "bandwidth", "training arithmetic", "source"), map(device, known_devices().values())
             ),

@@ -23,8 +23,8 @@ NAMES = """
 ChainedOptimizer Cursor
 EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
 Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases evaluate files fit
-for_seconds for_steps load load_checkpoint lr_range make_clip make_optimizer make_own_step make_schedule make_step mix
-pad predict save_checkpoint steps table train verify_plain watch
+for_seconds for_steps load load_checkpoint log lr_range make_clip make_optimizer make_own_step make_schedule make_step
+mix pad predict save_checkpoint steps table train verify_plain watch
 """
 VERBS = """
 batch-size check compare demo diagnose env errors evaluate explain export graph launch laws lr-range plan predict
