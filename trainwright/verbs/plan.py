@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.build.assemble import Parts
 from trainwright.errors import StorageError
 from trainwright.forecast.local_device import named_device
 from trainwright.forecast.run_forecast import Forecast, Point, forecast, frontier
@@ -17,11 +18,15 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
+from trainwright.training.own_step import require_loss
 
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands."""
+    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands.
+
+    ``recipe`` is its name on the command line; "" for objects from Python.
+    """
 
     forecast: Forecast
     points: tuple[Point, ...]
@@ -74,6 +79,8 @@ class ShownPlan:
         flags = " ".join(f"--set {setting}" for setting in made.settings)
         title = "best layout" if made.written.fits else "nearest fit"
         command = f"  trainwright train {self.recipe} {flags}"
+        if not self.recipe:
+            command = f"  tw.fit(..., settings={dict(each.split('=', 1) for each in made.settings)})"
         return [*layout_lines(made.choice.best, made.device, title), command]
 
     def _unseen(self) -> list[str]:
@@ -144,6 +151,7 @@ def _option(option: Option) -> dict[str, object]:
 
 def show_plan(
     loaded: Loaded,
+    parts: Parts | None = None,
     *,
     recipe: str,
     device: str | None = None,
@@ -152,15 +160,16 @@ def show_plan(
     with_frontier: bool = False,
     svg: Path | None = None,
 ) -> ShownPlan:
-    """Forecasts the recipe and writes the picture to ``svg``.
+    """Forecasts the recipe, or ``parts`` in place of what it names, and writes the picture to ``svg``.
 
     Raises UsageError for an unknown device or size, StorageError where the picture cannot be written.
     """
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
     target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
-    made = forecast(loaded, target)
-    points: Sequence[Point] = frontier(made, loaded) if with_frontier else ()
+    require_loss(parts, "plan")
+    made = forecast(loaded, target, parts=parts)
+    points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
     shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe)
     if svg is not None:
         try:

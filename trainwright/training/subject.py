@@ -1,0 +1,119 @@
+"""What a verb works on: a recipe, a run, a function that returns objects, or the objects of a call of ``tw.fit``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from trainwright.build.assemble import Parts, is_live
+from trainwright.errors import UsageError, text_of
+from trainwright.recipe import Loaded, load
+from trainwright.runlog.folder import RunFolder
+from trainwright.state.rng import RngBag
+from trainwright.training.fit import FitOptions, ModelLike, fit_objects
+from trainwright.training.made_by import LET_A_FUNCTION
+
+
+class Built(NamedTuple):
+    """A recipe, and its objects where they come from Python; None: those that the recipe names."""
+
+    loaded: Loaded
+    parts: Parts | None
+
+
+Build = Callable[[Sequence[str]], Built]
+"""Makes it with these settings (``path=value``) besides its own. Objects are new ones each time, of the same start."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``name`` is that of a recipe or a function, by which another process can build it too; None for objects."""
+
+    build: Build
+    name: str | None = None
+
+
+def named(what: str | Path, settings: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Subject:
+    """Returns the subject of a name: a recipe, the recipe of a run, or ``module:function``."""
+    text = str(what)
+    if ":" in text and not Path(what).exists():
+        function: Build = lambda more: Built(*fit_objects(text, None, None, {}, more=more))  # noqa: E731
+        return Subject(_from_one_start(function, settings), text)
+
+    def build(more: Sequence[str]) -> Built:
+        loaded = load(what, overrides=[*settings, *more], environ=environ)
+        return Built(loaded, parts_of_run(RunFolder(Path(what).parent)) if is_live(loaded.recipe) else None)
+
+    return Subject(build, text)
+
+
+def subject(model: ModelLike, data: object, loss: Any, options: FitOptions) -> Subject:
+    """Returns the subject of the arguments of ``tw.fit``; of a text alone, that of the name."""
+    if isinstance(model, str) and data is None and loss is None and not options:
+        return named(model)
+    if not isinstance(model, nn.Module):
+        return Subject(_from_one_start(lambda more: Built(*fit_objects(model, data, loss, options, more=more))))
+
+    def build(more: Sequence[str]) -> Built:
+        return Built(*fit_objects(*copied(model, data, loss, options), more=more))
+
+    return Subject(_from_one_start(build))
+
+
+def _from_one_start(build: Build, settings: Sequence[str] = ()) -> Build:
+    """Each time from the random state of now: a function makes the same weights, a loader the same order."""
+    start = RngBag.capture()
+
+    def again(more: Sequence[str]) -> Built:
+        start.restore()
+        return build([*settings, *more])
+
+    return again
+
+
+def copied(*objects: Any) -> tuple[Any, ...]:
+    """Copies of all but the samples. Raises UsageError where that is not possible."""
+    kept = {id(samples): samples for each in objects for samples in _samples(each)}
+    try:
+        return copy.deepcopy(objects, kept)
+    except Exception as error:
+        raise UsageError(
+            f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}", remedy=LET_A_FUNCTION
+        ) from error
+
+
+def _samples(value: object) -> list[object]:
+    """The datasets in an argument."""
+    if isinstance(value, DataLoader):
+        return [value.dataset]
+    if isinstance(value, Mapping):
+        return [samples for each in value.values() for samples in _samples(each)]
+    return [] if value is None or isinstance(value, nn.Module) or not hasattr(value, "__getitem__") else [value]
+
+
+def parts_of_run(folder: RunFolder) -> Parts:
+    """Makes the objects of a run of ``tw.fit`` again, by the function that its provenance names.
+
+    Raises UsageError where it names none.
+    """
+    try:
+        rebuild = json.loads(folder.provenance.read_text(encoding="utf-8"))["objects"]
+        function, reason, seeded = (rebuild[name] for name in ("function", "reason", "is_seeded"))
+        seed = json.loads(folder.provenance.read_text(encoding="utf-8"))["seeds"]["seed"] if seeded else None
+    except (OSError, ValueError, KeyError, TypeError):
+        function, reason, seed = None, "its provenance.json does not say how its objects are made", None
+    if not isinstance(function, str) or not (seed is None or type(seed) is int):
+        path = str(folder.path)
+        raise UsageError(
+            f"{path} cannot be made again from its folder: {reason}",
+            remedy=f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, "
+            f"loss); or, from the next run on, {LET_A_FUNCTION}",
+        )
+    return fit_objects(function, None, None, {"seed": seed}).parts
