@@ -64,14 +64,13 @@ ModelLike: TypeAlias = nn.Module | str | Callable[[], object]
 """A module; or a function that returns what ``tw.fit`` takes, itself or by its name ``module:function``."""
 
 
-class FitOptions(TypedDict, total=False):
-    """The arguments of ``tw.fit`` besides model, data and loss that say what is trained and how."""
+class RunOptions(TypedDict, total=False):
+    """The arguments of ``tw.fit`` besides model, data, loss and steps that say what is trained and how."""
 
     advance: OwnStep | None
     val: object
     until: str | None
     epochs: float | None
-    steps: int | None
     lr: float | None
     batch: int | None
     accumulation: int | None
@@ -88,6 +87,12 @@ class FitOptions(TypedDict, total=False):
     metrics: MetricsLike | None
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]]
     restore_best: bool
+
+
+class FitOptions(RunOptions, total=False):
+    """With steps, too."""
+
+    steps: int | None
 
 
 class FitObjects(NamedTuple):
@@ -248,7 +253,7 @@ def fit_objects(
 
     Raises UsageError or RecipeError as ``tw.fit`` does.
     """
-    require_known("fit", options, FitOptions.__annotations__)
+    require_known("fit", options, [*RunOptions.__annotations__, "steps"])
     if not isinstance(model, nn.Module):
         with seeded(options.get("seed")):
             made = made_by(model, {"data": data, "loss": loss, **options})

@@ -17,7 +17,7 @@ from trainwright.errors import UsageError, text_of
 from trainwright.recipe import Loaded, load
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.rng import RngBag
-from trainwright.training.fit import FitOptions, ModelLike, fit_objects
+from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
 from trainwright.training.made_by import LET_A_FUNCTION
 
 
@@ -58,8 +58,6 @@ def subject(model: ModelLike, data: object, loss: Any, options: FitOptions) -> S
     """Returns the subject of the arguments of ``tw.fit``; of a text alone, that of the name."""
     if isinstance(model, str) and data is None and loss is None and not options:
         return named(model)
-    if not isinstance(model, nn.Module):
-        return Subject(_from_one_start(lambda more: Built(*fit_objects(model, data, loss, options, more=more))))
 
     def build(more: Sequence[str]) -> Built:
         return Built(*fit_objects(*copied(model, data, loss, options), more=more))
@@ -98,22 +96,53 @@ def _samples(value: object) -> list[object]:
     return [] if value is None or isinstance(value, nn.Module) or not hasattr(value, "__getitem__") else [value]
 
 
-def parts_of_run(folder: RunFolder) -> Parts:
-    """Makes the objects of a run of ``tw.fit`` again, by the function that its provenance names.
+def parts_of_run(
+    folder: RunFolder,
+    model: ModelLike | None = None,
+    data: object = None,
+    loss: Any = None,
+    options: RunOptions | None = None,
+) -> Parts:
+    """Makes the objects of a run of ``tw.fit`` again, from copies of those given, or as its provenance says.
 
-    Raises UsageError where it names none.
+    Raises UsageError where nothing is given and its provenance names no function.
     """
-    try:
-        rebuild = json.loads(folder.provenance.read_text(encoding="utf-8"))["objects"]
-        function, reason, seeded = (rebuild[name] for name in ("function", "reason", "is_seeded"))
-        seed = json.loads(folder.provenance.read_text(encoding="utf-8"))["seeds"]["seed"] if seeded else None
-    except (OSError, ValueError, KeyError, TypeError):
-        function, reason, seed = None, "its provenance.json does not say how its objects are made", None
-    if not isinstance(function, str) or not (seed is None or type(seed) is int):
+    function, reason, is_seeded, seed = _record(folder)
+    more: FitOptions = {**(options or {}), **({"seed": seed} if is_seeded else {})}
+    if model is not None:
+        return fit_objects(*copied(model, data, loss, more)).parts
+    if function is None:
         path = str(folder.path)
         raise UsageError(
             f"{path} cannot be made again from its folder: {reason}",
             remedy=f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, "
             f"loss); or, from the next run on, {LET_A_FUNCTION}",
         )
-    return fit_objects(function, None, None, {"seed": seed}).parts
+    return fit_objects(function, None, None, more).parts
+
+
+def resumed_parts(folder: RunFolder, loaded: Loaded, allowed: Sequence[str] | None) -> Parts | None:
+    """The objects of a run of ``tw.fit`` for a resume from the command line; None for a run of a recipe.
+
+    ``allowed`` are the packages whose functions may be called; None: of any. Raises UsageError for another.
+    """
+    if not is_live(loaded.recipe):
+        return None
+    module = (_record(folder)[0] or "").partition(":")[0]
+    if module and allowed is not None and not any(f"{module}.".startswith(f"{each}.") for each in allowed):
+        raise UsageError(f"{module}, which makes the objects of the run, is not allowed", remedy=f"--allow {module}")
+    return parts_of_run(folder)
+
+
+def _record(folder: RunFolder) -> tuple[str | None, str, bool, int | None]:
+    """What provenance.json says: the function, or the reason why there is none; whether it is seeded, and the seed."""
+    try:
+        provenance = json.loads(folder.provenance.read_text(encoding="utf-8"))
+        found, seed = provenance["objects"], provenance["seeds"]["seed"]
+        function, reason, is_seeded = (found[name] for name in ("function", "reason", "is_seeded"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        function, reason, is_seeded, seed = None, "", False, None
+    if not isinstance(function, str):
+        unknown = "its provenance.json does not say how its objects are made"
+        return None, reason if isinstance(reason, str) and reason else unknown, is_seeded is True, seed
+    return function, "", is_seeded is True, seed if type(seed) is int else None

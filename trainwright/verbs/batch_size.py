@@ -98,7 +98,9 @@ def find_batch_size(
     budget_s: float = 120.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> LargestBatch:
-    """Trains a new model of the recipe, or ``parts``, which are used up, a few steps at sizes that double while they fit, then at sizes between.
+    """Trains a few steps at sizes that double while they fit, then at sizes between.
+
+    The model is a new one of the recipe, or that of ``parts``, which are used up.
 
     Each size has real batches, the optimizer's state, the copy of a checkpoint, and an evaluation between its steps.
     ``margin`` of the memory stays free, since samples may be longer than those seen here: a limit of the process is

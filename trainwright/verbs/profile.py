@@ -52,7 +52,9 @@ class ProfiledRun:
         return {"run": str(self.folder), **self.profile.to_json()}
 
 
-def profile(build: Build, *, for_s: float = FOR_S, budget_s: float = 60.0, console: Console | None = None) -> ProfiledRun:
+def profile(
+    build: Build, *, for_s: float = FOR_S, budget_s: float = 60.0, console: Console | None = None
+) -> ProfiledRun:
     """Trains the beginning of what ``build`` makes, in a run folder of its own.
 
     ``for_s``: how long it is timed at full speed. ``budget_s``: how long remedies are tried; 0 tries none.
@@ -89,7 +91,9 @@ def profile(build: Build, *, for_s: float = FOR_S, budget_s: float = 60.0, conso
     return ProfiledRun(folder.path, found)
 
 
-def _tried(build: Build, job: Job, advice: Sequence[Advice], budget_s: float, console: Console) -> Iterator[TriedAdvice]:
+def _tried(
+    build: Build, job: Job, advice: Sequence[Advice], budget_s: float, console: Console
+) -> Iterator[TriedAdvice]:
     if budget_s > 0 and advice:
         trials = Trials(build, job, budget_s, lambda line: console.print(line, highlight=False, markup=False))
         yield from trials.of(advice)

@@ -30,8 +30,8 @@ def rerun(
 
     A run of our own engine is trained to that step from the newest checkpoint before it, aside from its folder;
     ``settings`` change its recipe. ``parts`` are the objects of a run of ``tw.fit``, anew; None: its folder says how to
-    make them, or the step is in a bundle. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds what was
-    watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
+    make them, or the step is in a bundle. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds
+    what was watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
     """
     path = Path(path)
     kind = kind_of(path)
@@ -45,7 +45,7 @@ def rerun(
                 raise UsageError("a run has many steps", remedy=f"name one: trainwright replay {path} --step N")
             origin = Origin.of_run(folder, step)
             if parts is None and _is_live(folder):
-                parts = parts_of_run(folder)
+                parts = parts_of_run(folder, model)
             return rerun_trained(origin, step, tuple(settings), say, parts)
         path = _bundle_of(folder, step)
     if settings:

@@ -110,9 +110,7 @@ def _is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def rerun_trained(
-    origin: Origin, step: int, settings: tuple[str, ...], say: Say, parts: Parts | None = None
-) -> Rerun:
+def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say, parts: Parts | None = None) -> Rerun:
     """Trains to ``step`` and examines it. ``parts`` are the objects of a run of ``tw.fit``, which are used up."""
     done = Rerun(step, origin.source, settings=settings)
     with tempfile.TemporaryDirectory(prefix="trainwright-replay-") as aside, process_settings():
@@ -148,8 +146,8 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
         if parts is not None and parts.generators is not None:
             done.inexact = True
             done.notes.append(
-                "the run drew from the random generators as they were, which is not recorded, and no checkpoint is before "
-                "this step: weights and order may differ; give seed= to tw.fit"
+                "the run drew from the random generators as they were, which is not recorded, and no checkpoint is "
+                "before this step: weights and order may differ; give seed= to tw.fit"
             )
         job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})), parts)
         job.plan = dataclasses.replace(job.plan, threads=planned.get("threads", job.plan.threads))
