@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
 from torch.utils.data import DataLoader
 
 from trainwright.build.assemble import Parts, is_live
@@ -60,7 +59,7 @@ def subject(model: ModelLike, data: object, loss: Any, options: FitOptions) -> S
         return named(model)
 
     def build(more: Sequence[str]) -> Built:
-        return Built(*fit_objects(*copied(model, data, loss, options), more=more))
+        return Built(*fit_objects(*copied(model, data, loss, options, val=options.get("val")), more=more))
 
     return Subject(_from_one_start(build))
 
@@ -76,9 +75,9 @@ def _from_one_start(build: Build, settings: Sequence[str] = ()) -> Build:
     return again
 
 
-def copied(*objects: Any) -> tuple[Any, ...]:
-    """Copies of all but the samples. Raises UsageError where that is not possible."""
-    kept = {id(samples): samples for each in objects for samples in _samples(each)}
+def copied(*objects: Any, val: object = None) -> tuple[Any, ...]:
+    """Copies of ``model, data, ...``, all but the samples. Raises UsageError where that is not possible."""
+    kept = {id(samples): samples for each in (objects[1], val) for samples in _samples(each)}
     try:
         return copy.deepcopy(objects, kept)
     except Exception as error:
@@ -93,7 +92,7 @@ def _samples(value: object) -> list[object]:
         return [value.dataset]
     if isinstance(value, Mapping):
         return [samples for each in value.values() for samples in _samples(each)]
-    return [] if value is None or isinstance(value, nn.Module) or not hasattr(value, "__getitem__") else [value]
+    return [value] if hasattr(value, "__getitem__") else []
 
 
 def parts_of_run(
@@ -110,7 +109,7 @@ def parts_of_run(
     function, reason, is_seeded, seed = _record(folder)
     more: FitOptions = {**(options or {}), **({"seed": seed} if is_seeded else {})}
     if model is not None:
-        return fit_objects(*copied(model, data, loss, more)).parts
+        return fit_objects(*copied(model, data, loss, more, val=more.get("val"))).parts
     if function is None:
         path = str(folder.path)
         raise UsageError(

@@ -34,8 +34,9 @@ OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 class TrialPart:
     """One training of a recipe, or of what a function makes, or of the rest of the run ``resume``.
 
-    It goes to its end or to the step ``end_at``. There it ends by SIGKILL once the checkpoint ``committed`` is on disk, or by an orderly stop where that is None.
-    The result is written to the file ``outcome``: ``Result.to_json()``, or an error and its exit code.
+    It goes to its end or to the step ``end_at``. There it ends by SIGKILL once the checkpoint ``committed`` is on disk,
+    or by an orderly stop where that is None. The result is written to the file ``outcome``: ``Result.to_json()``, or an
+    error and its exit code.
     """
 
     recipe: str
