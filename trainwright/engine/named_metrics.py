@@ -124,7 +124,8 @@ class NamedMetric:
             require_choice(f"the task of the metric {name!r}", task, TASKS)
         self._name, self._make, self._is_regression, self._asked = name, make, is_regression, task
         self._ignored, self._from_logits = IGNORE if ignore_index is None else ignore_index, from_logits
-        self._device, self._task = torch.device("cpu"), None
+        self._device = torch.device("cpu")
+        self._task: Task | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -373,8 +374,8 @@ def of_classes(
         return OfTorchmetrics(metric.to(device), classes_for_scores=is_balanced and task.kind == "binary")
 
     kinds = tuple(kind for kind, found in by_kind.items() if found is not None)
-    make = _measures(name, make, kinds)
-    return NamedMetric(name, make, task=task, ignore_index=ignore_index, from_logits=from_logits)
+    made = _measures(name, make, kinds)
+    return NamedMetric(name, made, task=task, ignore_index=ignore_index, from_logits=from_logits)
 
 
 def of_numbers(name: str, **options: object) -> NamedMetric:

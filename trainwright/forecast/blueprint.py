@@ -20,7 +20,7 @@ from trainwright.build.first_samples import first_samples
 from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
-from trainwright.build.optim.own import as_one
+from trainwright.build.optim.own import as_one, require_optimizer
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.resolve import find, parameters_of
 from trainwright.build.unwrap import Unwrapped
@@ -190,7 +190,8 @@ class Blueprint:
     def _copied_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizers that were passed, over the parameters of ``model`` and without a state."""
         assert self.live is not None
-        given = list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        parts = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        given = [require_optimizer(each) for each in parts]
         fakes = dict(model.named_parameters())
         memo: dict[int, object] = {id(each): fakes[name] for name, each in self.live.named_parameters()}
         memo |= {id(part.state): defaultdict(dict) for each in given for part in parts_of(each)}

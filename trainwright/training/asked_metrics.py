@@ -30,11 +30,13 @@ def split_metrics(metrics: MetricsLike | None) -> tuple[list[object], dict[str, 
     if isinstance(metrics, str):
         return [metrics], {}
     if isinstance(metrics, Mapping):
-        named = [_part(name, each) for name, each in metrics.items() if isinstance(each, str | Mapping)]
-        objects = {name: each for name, each in metrics.items() if not isinstance(each, str | Mapping)}
+        named: list[object] = [_part(name, each) for name, each in metrics.items() if isinstance(each, str | Mapping)]
+        objects: dict[str, object] = {
+            name: each for name, each in metrics.items() if not isinstance(each, str | Mapping)
+        }
         metric_set(objects)
         return named, objects
-    if not isinstance(metrics, Sequence):
+    if not _is_sequence(metrics):
         raise UsageError(f"metrics is a {type(metrics).__name__}", remedy="give names: metrics=['accuracy', 'f1']")
     for each in metrics:
         if not isinstance(each, str | Mapping):
@@ -43,6 +45,10 @@ def split_metrics(metrics: MetricsLike | None) -> tuple[list[object], dict[str, 
                 f"the metric {name} has no name", remedy=f"give a mapping: metrics={{'{name.lower()}': ...}}"
             )
     return list(metrics), {}
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence)
 
 
 def _part(name: object, asked: str | Mapping[str, object]) -> dict[str, object]:
