@@ -239,7 +239,7 @@ class OfModel:
 
     It is ``output.loss``, ``output["loss"]``, the first of a tuple, or the output itself. A batch that is a mapping is
     passed by keywords, a tuple by position. Metrics get the logits (``output.logits``, or the second of a tuple) and
-    the ``labels`` of the batch; of a causal language model each with the token that follows it.
+    the ``labels`` of the batch. For a causal language model each position gets the label that follows it.
     """
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
@@ -255,11 +255,9 @@ class OfModel:
                 "with what it needs for that, such as labels",
             )
         logits, targets = member(output, "logits", 1), batch.get("labels") if isinstance(batch, Mapping) else None
-        if getattr(model, "loss_type", None) == "ForCausalLM" and isinstance(logits, Tensor) and logits.dim() == 3:
-            logits, targets = (
-                logits[:, :-1],
-                targets if targets is None else targets[:, 1:],
-            )  # it predicts the next token
+        predicts_next = getattr(model, "loss_type", None) == "ForCausalLM"
+        if predicts_next and isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() == 3:
+            logits, targets = logits[:, :-1], targets[:, 1:]
         return Scored(loss.reshape(()), logits, targets)
 
 

@@ -1,4 +1,4 @@
-"""What outputs and targets mean for a metric: found from the first batch, and the same for all batches after it.
+"""Infers the task of a metric (binary, multiclass, multilabel, regression) from the first batch, and aligns batches.
 
 Shapes: N samples, C classes or labels, M values that count.
 """

@@ -1,7 +1,7 @@
 """Metrics by name: ``tw.fit(metrics=["accuracy", "f1"])``.
 
-Means over what counts (accuracy, top-k, errors, perplexity) are sums of our own. All others are metrics of
-``torchmetrics``, with its defaults: an average over classes is a macro average unless ``args`` say otherwise.
+Accuracy, top-k, errors and perplexity are sums divided by counts, and need no package. All others are metrics of
+``torchmetrics`` with its defaults: an average over classes is the macro average unless ``args`` set another.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trainwright.engine.metric_task import (
     regression_task,
 )
 from trainwright.engine.metrics import synchronized
+from trainwright.engine.user_log import widest
 from trainwright.errors import MissingExtra, UsageError, require_choice, text_of
 from trainwright.world.group import SOLO, World
 
@@ -46,7 +47,7 @@ LOGITS_BY_LOSS = {
 
 
 class Measure(Protocol):
-    """What a metric computes of aligned batches."""
+    """Computes a metric from aligned batches."""
 
     def update(self, batch: Aligned, task: Task) -> None: ...
     def compute(self, world: World) -> float | dict[str, float]:
@@ -69,7 +70,7 @@ class Mean:
 
     def add(self, total: Tensor, count: Tensor | float) -> None:
         """Adds to the sum, and to how much counts."""
-        self._total, self._count = self._total + total.double(), self._count + count
+        self._total, self._count = self._total + widest(total), self._count + count
 
     def compute(self, world: World) -> float:
         parts = world.collect((float(self._total), float(self._count)))
@@ -224,7 +225,7 @@ class LossPerplexity:
 
 
 def stated_by(loss: object) -> dict[str, object]:
-    """What a loss of torch tells about the task: the class that it ignores, and whether it takes logits."""
+    """Returns the arguments of metrics that a loss of torch implies: ``ignore_index`` and ``from_logits``."""
     loss = getattr(loss, "func", loss)  # of a partial
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "")
     found: dict[str, object] = {}
@@ -285,7 +286,7 @@ def _no_batch(batch: Aligned, task: Task) -> tuple[Tensor, Tensor | int]:
 
 def _error(name: str, of: Callable[[Tensor], Tensor], finish: Callable[[float], float] = float) -> NamedMetric:
     def errors(batch: Aligned, task: Task) -> tuple[Tensor, Tensor | int]:
-        found = of(batch.scores.double() - batch.target.double())
+        found = of(widest(batch.scores) - widest(batch.target))
         return found.sum(), found.numel()
 
     return NamedMetric(name, lambda task, device: Mean(errors, finish), is_regression=True)

@@ -1,4 +1,4 @@
-"""``tw.log``: figures of the user's own, from inside a step, a loss or an observer."""
+"""``tw.log``: custom figures, from inside a step, a loss or an observer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from trainwright.errors import UsageError
 from trainwright.world.group import SOLO, World
 
+
+def widest(value: Tensor) -> Tensor:
+    """The value in the widest type that its device has, for sums."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
 RESERVED = ("loss", "grad_norm", "lr", "step_s", "wait_s", "skipped")
-"""Names that each record of the log has already."""
+"""Names of the log itself."""
 
 
 class Collector(Protocol):
-    """Receives what ``tw.log`` reports; ``weight`` says how much it counts for."""
+    """Receives the figures of ``tw.log``, which count by ``weight``."""
 
     weight: float
 
@@ -39,7 +44,7 @@ def collecting(collector: Collector | None) -> Iterator[None]:
 
 
 def count_for(samples: float) -> None:
-    """Says how many samples what is reported from now on is of."""
+    """Set the number of samples that later calls of ``tw.log`` count for."""
     collector = _collector.get()
     if collector is not None:
         collector.weight = samples
@@ -52,6 +57,8 @@ def log(**figures: float | Tensor) -> None:
     A call in a loss counts by the samples of its batch, any other call once. For an exact mean over tokens or pixels
     return ``tw.Loss(total, weight, metrics)`` instead. A tensor stays on its device until a record is due. Outside of a
     run this does nothing, so a loss that calls it can be used anywhere. A loop under ``tw.watch`` has ``watch.log``.
+
+    Observers run after the record of a step is written: their figures are in the next record.
 
     Args:
         **figures: Numbers, or tensors of one element, by name.
@@ -94,7 +101,7 @@ class LoggedMeans:
             if not self.weight:
                 continue
             if isinstance(value, Tensor):
-                value = value.detach().reshape(()).to(torch.float64)
+                value = widest(value.detach().reshape(()))
             total, weight = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = total + value * self.weight, weight + self.weight
 

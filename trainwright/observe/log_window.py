@@ -1,4 +1,4 @@
-"""What is measured over the steps since the last record of the log: metrics, and what ``tw.log`` reports."""
+"""Metrics and figures of ``tw.log`` over the steps since the last record of the log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from trainwright.world.group import SOLO, World
 class LogWindow:
     """An Observer that updates the metrics after each step. ``values`` are those since the last call.
 
-    ``keeper`` is for the step function that trains; None without metrics. Of several ranks each calls this after each
-    step: whenever ``every`` is due, as it is for the log, their values are joined, and the first rank, which has the
-    log, finds them ready.
+    ``keeper`` is for the step function that trains; None without metrics. On several ranks each calls this after each
+    step. Their values are joined when ``every`` is due, as it is for the log, which the first rank writes.
     """
 
     def __init__(self, metrics: MetricSet, world: World = SOLO, every: Every | None = None) -> None:
@@ -67,7 +66,7 @@ class LogWindow:
 
 
 class NotLogging:
-    """An Observer that runs steps again: what ``tw.log`` reports in them is no part of the run."""
+    """Wraps an Observer that replays steps: ``tw.log`` does nothing in them."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.build.resolve import LIVE
 from trainwright.engine.metrics import MetricSet, metric_set
@@ -20,8 +20,8 @@ MetricsLike: TypeAlias = "str | Sequence[Named] | Mapping[str, Named | Metric | 
 """One name, several, or a mapping of names to these or to objects."""
 
 
-def split_metrics(metrics: MetricsLike | None) -> tuple[list[object], dict[str, object]]:
-    """Returns what the recipe names, for its key ``metrics``, and the user's objects by name.
+def split_metrics(metrics: object) -> tuple[list[object], dict[str, object]]:
+    """Returns the names for the key ``metrics`` of a recipe, and the objects by name, of a ``MetricsLike`` or None.
 
     Raises UsageError for anything else.
     """
@@ -36,7 +36,7 @@ def split_metrics(metrics: MetricsLike | None) -> tuple[list[object], dict[str, 
         }
         metric_set(objects)
         return named, objects
-    if not _is_sequence(metrics):
+    if not isinstance(metrics, Sequence):
         raise UsageError(f"metrics is a {type(metrics).__name__}", remedy="give names: metrics=['accuracy', 'f1']")
     for each in metrics:
         if not isinstance(each, str | Mapping):
@@ -47,11 +47,7 @@ def split_metrics(metrics: MetricsLike | None) -> tuple[list[object], dict[str, 
     return list(metrics), {}
 
 
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence)
-
-
-def _part(name: object, asked: str | Mapping[str, object]) -> dict[str, object]:
+def _part(name: object, asked: str | Mapping[Any, object]) -> dict[str, object]:
     return {"name": name, **({"use": asked} if isinstance(asked, str) else asked)}
 
 

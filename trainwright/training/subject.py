@@ -1,4 +1,4 @@
-"""What a verb works on: a recipe, a run, a function that returns objects, or the objects of a call of ``tw.fit``."""
+"""The subject of a verb: a recipe, a run, a function that returns objects, or the arguments of ``tw.fit``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def named(what: str | Path, settings: Sequence[str] = (), environ: Mapping[str, 
     return Subject(build, text)
 
 
-def subject(model: ModelLike, data: object, loss: Any, options: FitOptions) -> Subject:
+def subject(model: ModelLike, data: object, loss: Any, options: RunOptions) -> Subject:
     """Returns the subject of the arguments of ``tw.fit``; of a text alone, that of the name."""
     if isinstance(model, str) and data is None and loss is None and not options:
         return named(model)
@@ -82,7 +82,9 @@ def copied(*objects: Any, val: object = None) -> tuple[Any, ...]:
         return copy.deepcopy(objects, kept)
     except Exception as error:
         raise UsageError(
-            f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}", remedy=LET_A_FUNCTION
+            f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}",
+            remedy="let a function in a module make them, and give its name: tw.check('mymodule:function'), "
+            "trainwright verify plain mymodule:function",
         ) from error
 
 

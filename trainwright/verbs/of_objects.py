@@ -159,7 +159,7 @@ def lr_range(
         >>> tw.fit(model, loader, nn.CrossEntropyLoss(), lr=found.suggestion)
     """
     with _without_a_trace(data):
-        loaded, parts = subject(model, data, loss, {**options}).build(())
+        loaded, parts = subject(model, data, loss, options).build(())
         return run_lr_range(loaded, parts, steps=steps, lowest=lowest, highest=highest)[0]
 
 
@@ -265,7 +265,7 @@ def verify_resume(
     Returns:
         A proof; ``proof.equal`` is true where log and checkpoint have the same bits.
     """
-    chosen = subject(model, data, loss, {**options})
+    chosen = subject(model, data, loss, options)
     trial = ResumeTrial(Path(chosen.name or "tw.fit"), steps, workers, then_workers, kill=chosen.name is not None)
     run_part = in_new_python if chosen.name else in_this_process(chosen.build)
     with _without_a_trace(data):
