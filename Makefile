@@ -34,7 +34,7 @@ check: .venv/dev
 
 others: .venv/others/done
 	.venv/others/bin/python -m pytest -n 0 tests/observe/test_sinks.py tests/test_migrate.py -k "mlflow or trackio or keras"
-	.venv/others/bin/python -m pytest -n 0 tests/training/test_library_kinds.py
+	.venv/others/bin/python -m pytest -n 0 tests/training/test_library_kinds.py tests/watching/test_foreign_optimizers.py
 
 .venv/others/done: .venv/dev
 	$(PYTHON) -m venv .venv/others

@@ -1,99 +1,188 @@
-"""What ``tw.watch`` costs: time of a step with it against the same plain PyTorch loop without it, interleaved.
+"""What ``tw.watch`` costs: runs with it against the same plain PyTorch loop without it, interleaved.
 
-    python -m benchmarks.watch_overhead [--quick] [--device cuda]
+    python -m benchmarks.watch_overhead [--quick] [--device cuda] [--only mlp,gpt]
 
-Two loops: an MLP of about half a millisecond and a GPT (4 blocks of 128, 12 x 64 tokens). Ratios are medians over
-pairs of runs in one process, after the first 64 steps: in these the watch looks closely more often, once in a run, and
-``first_64_steps`` is what they take with it. ``memory`` is what the recorder held of its budget, ``collections`` how
-often Python's garbage collector went through all objects in the measured steps: each time takes 0.1 s or more.
+Programs: an MLP of about half a millisecond, a GPT (4 blocks of 128, 12 x 64 tokens) of some 50 ms, the same for half a
+minute, and three that call the model many times in a step: REINFORCE (50 calls with gradients), an actor-critic that
+acts without them, and a language model that generates 24 tokens before each step.
+
+``total`` is the ratio of whole runs, with everything that the watch does: entering and leaving it, its run folder and
+its page, and all examinations. ``work`` is the same in processor time, which other programs disturb less. ``step`` is
+the ratio of the median steps after the first 64. ``examined`` is what the examinations took of the training time.
+``memory`` is what the recorder held, ``collections`` how often Python's garbage collector went through all objects:
+each time takes 0.1 s or more.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, interleaved, ratios
 from trainwright.models.gpt import gpt as gpt_model
 
+FIRST = 64
+"""Steps that ``step`` leaves out."""
+CALLS, TOKENS = 50, 24
+Step = Callable[[], Tensor]
+"""Returns the loss of the next step."""
 
-def mlp() -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Iterator[Any]]:
+
+def mlp(device: str) -> tuple[nn.Module, Step]:
     """The half-millisecond step."""
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     x, y = torch.randn(64, 64), torch.randint(10, (64,))
-    return model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), _forever((x, y))
+    return model, lambda: F.cross_entropy(model(x.clone().to(device)), y.clone().to(device))
 
 
-def gpt() -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Iterator[Any]]:
+def gpt(device: str) -> tuple[nn.Module, Step]:
     """nanoGPT's CPU size."""
-    model = gpt_model(vocab_size=65, block_size=64, layers=4, heads=4, d_model=128)
+    model = gpt_model(vocab_size=65, block_size=64, layers=4, heads=4, d_model=128).to(device)
     ids = torch.randint(65, (12, 65))
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch[0])
-        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+    def loss() -> Tensor:
+        now = ids.clone().to(device)
+        return F.cross_entropy(model(now[:, :-1]).flatten(0, 1), now[:, 1:].flatten())
 
-    return model, loss, _forever((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
-
-
-def _forever(batch: Any) -> Iterator[Any]:
-    while True:
-        yield tuple(each.clone() for each in batch)
+    return model, loss
 
 
-class Loop:
-    """A plain loop."""
+def reinforce(device: str) -> tuple[nn.Module, Step]:
+    """One action at a time, each with a graph."""
+    policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)).to(device)
 
-    def __init__(self, make: Callable[[], Any], device: str) -> None:
-        torch.manual_seed(0)
-        self.model, self.loss, self.batches = make()
-        self.model.to(device)
-        self.device = device
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
+    def loss() -> Tensor:
+        chances, rewards = [], []
+        for _ in range(CALLS):
+            drawn = Categorical(logits=policy(torch.randn(4, device=device)))
+            action = drawn.sample()
+            chances.append(drawn.log_prob(action))
+            rewards.append(float(action))
+        gains = torch.tensor(rewards, device=device)
+        return -(torch.stack(chances) * (gains - gains.mean())).sum()
 
-    def steps(self, n: int) -> float:
-        """Seconds for n steps."""
-        begin_s = time.perf_counter()
-        for _ in range(n):
-            batch = tuple(each.to(self.device) for each in next(self.batches))
-            self.optimizer.zero_grad()
-            self.loss(self.model, batch).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin_s
+    return policy, loss
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 1)
+
+    def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(state))
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+def actor_critic(device: str) -> tuple[nn.Module, Step]:
+    """Acts without gradients, then learns from all of it at once."""
+    model = ActorCritic().to(device)
+
+    def loss() -> Tensor:
+        states, actions = [], []
+        with torch.no_grad():
+            for _ in range(CALLS):
+                states.append(torch.randn(4, device=device))
+                actions.append(Categorical(logits=model(states[-1])[0]).sample())
+        logits, values = model(torch.stack(states))
+        action = torch.stack(actions)
+        gain = action.float() - values
+        return -(Categorical(logits=logits).log_prob(action) * gain.detach()).mean() + gain.square().mean()
+
+    return model, loss
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(64, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 64)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(self.embed(ids_BT))[0])
+        return out
+
+
+def generation(device: str) -> tuple[nn.Module, Step]:
+    """Writes some tokens in eval mode, and is trained on them."""
+    model = Language().to(device)
+
+    def loss() -> Tensor:
+        ids_BT = torch.randint(64, (4, 4), device=device)
+        model.eval()
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                ids_BT = torch.cat([ids_BT, model(ids_BT)[:, -1].argmax(-1, keepdim=True)], 1)
+        model.train()
+        return F.cross_entropy(model(ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten())
+
+    return model, loss
+
+
+MAKE = {
+    "mlp": mlp,
+    "gpt": gpt,
+    "half_a_minute": gpt,
+    "reinforce": reinforce,
+    "actor_critic": actor_critic,
+    "generation": generation,
+}
 
 
 @dataclass
-class Watched:
-    """Seconds of ``steps`` steps after the first 64; notes what these cost and what the recorder holds."""
+class Runs:
+    """Runs of ``steps`` steps, each in a run folder of its own. Notes the median step and what the watch says."""
 
-    make: Callable[[], Any]
+    make: Callable[[str], tuple[nn.Module, Step]]
     steps: int
-    memory_bytes: int
     device: str
-    first_s: list[float] = field(default_factory=list)
+    watches: bool
+    work_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    examined: list[float] = field(default_factory=list)
     held: list[float] = field(default_factory=list)
     collections: list[float] = field(default_factory=list)
 
     def __call__(self) -> float:
-        loop = Loop(self.make, self.device)
-        with tw.watch(loop.model, loop.optimizer, out=None, quiet=True, memory_bytes=self.memory_bytes) as watch:
-            self.first_s.append(loop.steps(64))
-            before = _full_collections()
-            seconds = loop.steps(self.steps)
-            self.collections.append(_full_collections() - before)
-            self.held.append(watch.held_bytes / self.memory_bytes)
+        """Seconds of a run."""
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            model, loss = self.make(self.device)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+            before, times = _full_collections(), []
+            begin_s, begin_work_s = time.perf_counter(), time.process_time()
+            watch: Any = tw.watch(model, optimizer, out=Path(folder) / "run", quiet=True) if self.watches else None
+            with watch or nullcontext():
+                for _ in range(self.steps):
+                    step_begin_s = time.perf_counter()
+                    optimizer.zero_grad()
+                    loss().backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    times.append(time.perf_counter() - step_begin_s)
+                if self.device != "cpu":
+                    torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin_s
+        self.work_s.append(time.process_time() - begin_work_s)
+        self.step_s.append(statistics.median(times[FIRST:] or times))
+        self.collections.append(_full_collections() - before)
+        if watch is not None:
+            budget = watch.session.budget
+            self.examined.append(budget.spent_s / budget.trained_s)
+            self.held.append(watch.held_bytes / 2**20)
         return seconds
 
 
@@ -101,26 +190,37 @@ def _full_collections() -> int:
     return gc.get_stats()[2]["collections"]
 
 
-def plain(make: Callable[[], Any], steps: int, device: str) -> float:
-    """The same without a watch."""
-    loop = Loop(make, device)
-    loop.steps(64)
-    return loop.steps(steps)
-
-
 def main() -> None:
-    """Five JSON lines for each loop."""
-    options = arguments(__doc__, rounds=(11, 2), mlp_steps=(1000, 50), gpt_steps=(64, 8), device=("cpu", "cpu"))
+    """Seven JSON lines for each program."""
+    options = arguments(
+        __doc__,
+        rounds=(5, 2),
+        mlp_steps=(2000, 50),
+        gpt_steps=(200, 8),
+        half_a_minute_steps=(600, 8),
+        reinforce_steps=(300, 10),
+        actor_critic_steps=(600, 10),
+        generation_steps=(300, 10),
+        only=("all", "all"),
+        device=("cpu", "cpu"),
+    )
     about("watch_overhead")
     torch.set_num_threads(options.threads)
-    for name, make, steps in (("mlp", mlp, options.mlp_steps), ("gpt", gpt, options.gpt_steps)):
-        ours = Watched(make, steps, 2**26, options.device)
-        seen = interleaved({"plain": partial(plain, make, steps, options.device), "watched": ours}, options.rounds)
-        figure("watch_overhead", name, ratios(seen["watched"], seen["plain"]), unit="ratio", against="no watch")
-        figure("watch_overhead", f"{name}_step", [1e3 * s / steps for s in seen["plain"]], unit="ms", against="")
-        figure("watch_overhead", f"{name}_first_64_steps", ours.first_s, unit="s", against="")
-        figure("watch_overhead", f"{name}_memory", ours.held, unit="share", against="the budget of 64 MiB")
-        figure("watch_overhead", f"{name}_collections", ours.collections, unit="of all objects", against="")
+    for name, make in MAKE.items():
+        if options.only != "all" and name not in options.only.split(","):
+            continue
+        steps = getattr(options, f"{name}_steps")
+        plain, ours = (Runs(make, steps, options.device, watches) for watches in (False, True))
+        seen = interleaved({"plain": partial(plain), "watched": partial(ours)}, options.rounds)
+        uncounted = len(ours.step_s) - options.rounds
+        show = partial(figure, "watch_overhead")
+        show(f"{name}_total", ratios(seen["watched"], seen["plain"]), unit="ratio", against="no watch")
+        show(f"{name}_work", ratios(ours.work_s, plain.work_s)[uncounted:], unit="ratio", against="no watch")
+        show(f"{name}_step", ratios(ours.step_s, plain.step_s)[uncounted:], unit="ratio", against="no watch")
+        show(f"{name}_plain_step", [1e3 * s for s in plain.step_s[uncounted:]], unit="ms", against="")
+        show(f"{name}_examined", ours.examined[uncounted:], unit="ratio", against="the training time")
+        show(f"{name}_memory", ours.held[uncounted:], unit="MiB", against="")
+        show(f"{name}_collections", ours.collections[uncounted:], unit="of all objects", against="")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from trainwright.adapters import WatchChoices, innermost, required
+from trainwright.adapters import WatchChoices, required
 from trainwright.errors import MissingExtra
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found
@@ -250,13 +250,6 @@ def test_a_callback_takes_every_option_of_the_watch_that_the_trainer_does_not_gi
     assert set(WatchChoices.__annotations__) == set(inspect.signature(tw.watch).parameters) - given
 
 
-def test_the_optimizer_that_really_steps() -> None:
-    real = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    assert innermost(real) is real
-    accelerate.Accelerator(cpu=True)
-    assert innermost(accelerate.optimizer.AcceleratedOptimizer(real)) is real
-
-
 @pytest.mark.parametrize("fault", ["", "softmax"])
 def test_what_accelerate_has_prepared_is_seen_through(fault: str, tmp_path: Path) -> None:
     net, loss = Net(), loss_for(fault)
@@ -273,6 +266,76 @@ def test_what_accelerate_has_prepared_is_seen_through(fault: str, tmp_path: Path
             stepped.step()
     assert watch.step == len(loader) and watch.session.failures == []
     assert [found.code for found in watch.findings()] == (["loss.softmax_before_ce"] if fault else [])
+
+
+def test_the_schedule_of_a_trainer_belongs_to_its_optimizer(tmp_path: Path) -> None:
+    """The Trainer makes both by itself: the schedule for Accelerate's wrapper of the optimizer."""
+    callback = TrainerWatch(out=None, quiet=True)
+    steps = 24  # more than those for which an optimizer may be one that steps seldom
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=BATCH, report_to=[], use_cpu=True,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, learning_rate=0.01,
+    )  # fmt: skip
+    trainer = hf.Trainer(
+        Net(), arguments, train_dataset=Rows(is_bad=False), callbacks=[callback],
+        compute_loss_func=lambda outputs, labels, num_items_in_batch=None: F.cross_entropy(outputs["logits"], labels),
+    )  # fmt: skip
+    trainer.train()
+    assert callback.watch is not None and callback.watch.step == steps
+    assert [each.code for each in callback.findings() if each.severity != "info"] == []
+
+
+class Players(pl.LightningModule):  # type: ignore[name-defined,misc]
+    """A GAN with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        made: Tensor = self.generator(z)
+        return made
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> None:
+        x, z = batch["x"], torch.randn(len(batch["x"]), 4)
+        ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(F.binary_cross_entropy_with_logits(self.critic(self(z)), ones))
+        first.step()
+        second.zero_grad()
+        real, made = (F.binary_cross_entropy_with_logits(self.critic(x), ones), self.critic(self(z).detach()))
+        self.manual_backward(real + F.binary_cross_entropy_with_logits(made, zeros))
+        second.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(part.parameters(), 2e-4) for part in (self.generator, self.critic)]
+
+
+def test_manual_optimization_empties_gradients(tmp_path: Path) -> None:
+    callback = LightningWatch(out=None, quiet=True)
+    trainer = pl.Trainer(
+        max_steps=24, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Players(), DataLoader(Rows(is_bad=False), batch_size=BATCH, shuffle=True))
+    assert callback.watch is not None and callback.watch.step == 12
+    assert [each.code for each in callback.findings() if each.severity != "info"] == []
+
+
+def test_what_fabric_has_set_up_is_seen_through() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    loader = fabric.setup_dataloaders(DataLoader(Rows(is_bad=False), batch_size=BATCH, shuffle=True))
+    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True) as watch:
+        for batch in loader:
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(batch["x"])["logits"], batch["labels"]))
+            optimizer.step()
+    assert watch.step == len(loader) and watch.session.failures == []
+    assert watch.findings() == []
 
 
 def test_a_package_that_is_missing() -> None:

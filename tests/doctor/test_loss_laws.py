@@ -535,3 +535,16 @@ def test_an_offset_may_take_a_tenth_of_a_run(until: int, is_long: bool) -> None:
     records = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=0.1) for n in range(1, 101)]
     case = Case([*records, *map(look, (1, 4, 8, 16, 64, 100))], finished=True)
     assert bool(broken(case, "targets_are_centred")) == is_long
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_broken"),
+    [
+        (lambda out: F.mse_loss(out, R16).detach() + 1e16 + 0.0 * out.sum(), True),
+        (lambda out: F.mse_loss(out, R16) + 1e16, False),
+    ],
+    ids=["detached", "absorbed"],
+)
+def test_what_is_lost_in_rounding_has_a_part_in_the_loss(loss: Loss, is_broken: bool) -> None:
+    """Beside a term of 1e16 no digit of the other shows, though it has a gradient."""
+    assert bool(broken(case_of(loss), "targets_are_the_minimum")) == is_broken

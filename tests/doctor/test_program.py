@@ -73,7 +73,7 @@ class Loop:
     def evaluate(self) -> None:
         self.evaluated.eval()
         with torch.no_grad():
-            self.evaluated(X)
+            F.cross_entropy(self.evaluated(X), Y)
 
     def after(self) -> None: ...
     def end(self) -> None: ...
@@ -289,7 +289,7 @@ def test_evaluations_in_two_modes_are_found() -> None:
         def evaluate(self) -> None:
             self.model.train(self.step > 8)
             with torch.no_grad():
-                self.model(X)
+                F.cross_entropy(self.model(X), Y)
 
     assert "in train mode before step 13" in broken(Ill().run(steps=20))["modes_come_back"].symptom
 

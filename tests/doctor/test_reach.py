@@ -118,12 +118,13 @@ def test_updates_that_are_too_small(
 def case_of(
     *facts: ReachFacts | HigherRatesFacts,
     rate: Callable[[int], float] = lambda step: 0.1,
+    loss: Callable[[int], float] = lambda step: 1.0,
     steps: int = 130,
     frozen: int = 0,
 ) -> Case:
     event: dict[str, object] = {"optimizer": 0}
     records = [
-        Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=rate(n), events=strict((("step", event),)))
+        Watched(time_s=0.0, step=n, loss=loss(n), grad_norm=1.0, lr=rate(n), events=strict((("step", event),)))
         for n in range(1, steps + 1)
     ]
     vitals = VitalsFacts(steps=steps, updates=steps, tensors=4, frozen_still=frozen)
@@ -151,6 +152,9 @@ def test_two_looks_with_a_steady_rate_must_show_it(case: Case, kind: type) -> No
     assert [type(each) for each in verdicts] == [kind]
 
 
+SLOW = HigherRatesFacts(90, 130, 2.0, 1.9, 1.7, 1.6, fell=True, surely=True)
+
+
 @pytest.mark.parametrize(
     ("steps", "updates", "severity"),
     [
@@ -165,8 +169,30 @@ def test_two_looks_with_a_steady_rate_must_show_it(case: Case, kind: type) -> No
 )
 def test_a_trial_of_a_few_steps_is_told_no_more_than_that(steps: int, updates: int, severity: str) -> None:
     again = ReachFacts(16, 48, -1.9, -2.0, -2.4, True, updates)
-    [finding] = [each for each in way_is_used(case_of(STRAIGHT, again, steps=steps)) if isinstance(each, Finding)]
+    [finding] = [
+        each
+        for each in way_is_used(case_of(STRAIGHT, again, replace(SLOW, until=steps), steps=steps))
+        if isinstance(each, Finding)
+    ]
     assert finding.found.severity == severity
+
+
+@pytest.mark.parametrize("surely", [True, False])
+def test_larger_rates_must_gain_as_well(surely: bool) -> None:
+    again = ReachFacts(16, 48, -1.9, -2.0, -2.4, True, 48)
+    verdicts = list(way_is_used(case_of(STRAIGHT, again)))
+    assert "higher_rates" in [each.experiment for each in verdicts if isinstance(each, ExperimentRequest)]
+    case = case_of(STRAIGHT, again, replace(SLOW, surely=surely))
+    [finding] = [each for each in way_is_used(case) if isinstance(each, Finding)]
+    assert finding.found.severity == ("warning" if surely else "info")
+
+
+def test_a_loss_that_goes_up_and_down_through_0_is_no_measure() -> None:
+    """As that of a policy, whose targets are other ones in each step."""
+    again = ReachFacts(16, 48, -1.9, -2.0, -2.4, True, 48)
+    case = case_of(STRAIGHT, again, SLOW, loss=lambda step: (-1.0) ** (step // 3))
+    for law in (way_is_used, higher_rates_gain_little):
+        assert not any(isinstance(each, Finding | Holds) for each in law(case))
 
 
 @pytest.mark.parametrize("again", [(1.9, 1.8, 1.4), (-1.9, -2.0, -2.2)], ids=["a rate with care", "in proportion"])
@@ -181,7 +207,6 @@ def early(step: int) -> float:
     return 0.1 if step < 20 else 0.01
 
 
-SLOW = HigherRatesFacts(90, 130, 2.0, 1.9, 1.7, 1.6, fell=True, surely=True)
 FAR = replace(SLOW, tenfold=1.2, nearly_as=True)
 LAST = ReachFacts(80, 130, 2.0, 1.9, 1.8, False)
 

@@ -20,11 +20,11 @@ class Clock:
 
 
 def walked(
-    end_s: float, after_s: float, pauses: dict[int, float], *, step_s: float, before_s: float = 0.0
+    within_s: float, after_s: float, pauses: dict[int, float], *, step_s: float, before_s: float = 0.0
 ) -> list[float]:
     """The shares before each step of a run with these pauses after steps. The last number is the clock."""
     clock, model = Clock(), nn.Linear(1, 1)
-    state, until = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)), ByTheClock(end_s, after_s, clock)
+    state, until = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)), ByTheClock(within_s, after_s, clock)
     clock.now_s += before_s
     shares = [until(state)]
     while shares[-1] < 1.0:
@@ -36,19 +36,19 @@ def walked(
 
 
 def test_the_last_step_leaves_time_for_what_comes_after_it() -> None:
-    *shares, now_s = walked(120.0, 3.0, {1: 2.0, 5: 1.0}, step_s=0.1, before_s=0.5)
+    *shares, now_s = walked(20.0, 3.0, {1: 2.0, 5: 1.0}, step_s=0.1, before_s=0.5)
     assert now_s == pytest.approx(120 - 3 - 0.5 - 2, abs=0.2), "as long as the first pause and the longest are kept"
     assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] == 1.0
     assert max(after - before for before, after in pairwise(shares)) < 0.1, "a pause is no jump"
 
 
 def test_a_pause_takes_from_the_training_and_not_from_the_share() -> None:
-    without, with_one = (walked(120.0, 0.0, pauses, step_s=0.1) for pauses in ({}, {50: 3.0}))
+    without, with_one = (walked(20.0, 0.0, pauses, step_s=0.1) for pauses in ({}, {50: 3.0}))
     assert with_one[:50] == without[:50]
     assert with_one[51] == pytest.approx(5.0 / (20 - 3 - 3), abs=0.02)  # 14 s of training instead of 20
     assert with_one[-1] == pytest.approx(117.0, abs=0.2)
 
 
 def test_where_no_time_is_left_it_trains_for_a_second() -> None:
-    *shares, now_s = walked(90.0, 3.0, {}, step_s=0.125)
+    *shares, now_s = walked(2.0, 3.0, {}, step_s=0.125)
     assert now_s == 101.0 and len(shares) == 9

@@ -64,6 +64,12 @@ def test_evaluations_take_a_tenth_of_the_training(
     assert affordable_batches(plan, cost) == chosen
 
 
+@each_row(("batch_s", "chosen"), [(0.001, 0), (0.01, 13), (0.1, 1), (1.0, 1)])
+def test_where_a_run_must_be_over_evaluations_take_less(batch_s: float, chosen: int) -> None:
+    """0.9 of 60 s, in five evaluations of 100 batches at most."""
+    assert affordable_batches(planned("60s", "0.2run"), EvaluationCost(batch_s, 100), 60.0) == chosen
+
+
 def test_nothing_is_cut_where_no_step_was_timed() -> None:
     plan = planned("1000steps", "100steps", step_s=None)
     assert affordable_batches(plan, EvaluationCost(9.0, 100)) == 0
@@ -89,8 +95,8 @@ def test_the_time_of_the_evaluations_that_are_left(part: int, used: float, batch
 
 def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
     plan, cost = replace(planned("20s", "0.2run"), evaluate_batches=25), EvaluationCost(0.01, 1000)
-    assert without_whole(plan, cost, 30.0) and not without_whole(plan, cost, 50.0)
-    assert not without_whole(replace(plan, evaluate_batches=0), cost, 30.0), "it is evaluated each time"
+    assert without_whole(plan, cost, 900.0) and not without_whole(plan, cost, 1100.0)
+    assert not without_whole(replace(plan, evaluate_batches=0), cost, 900.0), "it is evaluated each time"
     without = replace(plan, evaluates_whole=False)
     assert foretold(without, cost, used=0.0)["evaluation at the end"] == pytest.approx(0.25)
     assert "whole set at the end" in evaluation_note(plan, cost).why
@@ -102,9 +108,9 @@ def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     plan = replace(planned("60s", "0.2run"), seconds={"training": 60.0, "evaluation": 5.0})
     lines = preflight(plan, now_s)
     assert (
-        "length      60 s of training: steps and waiting for data; evaluation, saving, looks and samples come on top"
-        in lines
-    )
+        "length      60 s of training: steps and waiting for data; "
+        "evaluation, saving, examinations and samples come on top"
+    ) in lines
     assert "end         about 14:31:05, after 65 s: training 60 s, evaluation 5 s" in lines
     assert not any(line.startswith("end ") for line in preflight(replace(plan, seconds={}), now_s))
 

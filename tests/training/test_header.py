@@ -176,3 +176,35 @@ def test_logits_are_computed_in_chunks_only_where_the_plan_has_no_room(room: str
         model, (ids[:, :-1], ids[:, 1:]), "language_model", steps=4, quiet=True, settings=settings, resume=run
     )
     assert header_of(longer.run)["loss"] == ("computed in chunks", "planned")
+
+
+@pytest.mark.slow
+def test_what_the_plan_decided_where_it_was_left_open_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the user has written ``auto`` or a size, and in the part that resumes the run."""
+    settings = {
+        "log.doctor": False,
+        "batch": {"size": 16, "micro": "auto"},
+        "model.activation_checkpointing": "400KiB",
+        "optimizer.offload": "auto",
+    }
+
+    def trained(steps: int, **more: Any) -> Header:
+        torch.manual_seed(0)
+        model, ids = gpt(vocab_size=11, block_size=32, layers=2, heads=2, d_model=16), torch.randint(11, (32, 33))
+        samples = ids[:, :-1], ids[:, 1:]
+        return header_of(tw.fit(model, samples, "language_model", steps=steps, settings=settings, **more).run)
+
+    found = trained(2)
+    printed = capsys.readouterr().out
+    assert found["batch"][1] == "planned" and "micro-batch" in found["batch"][0]
+    blocks, origin = found["recompute"]
+    assert blocks.endswith("of 2 blocks") and not blocks.startswith("0") and origin == "planned"
+    assert printed.count("KiB usable") == 1, "the reason is printed once"
+    again = trained(3, resume="runs/run")
+    assert (again["batch"], again["recompute"]) == (found["batch"], found["recompute"])
+
+
+def test_nothing_is_named_as_planned_where_the_plan_changed_nothing() -> None:
+    found = fitted(settings={"batch": {"size": 8, "micro": "auto"}, "optimizer.offload": "auto"})
+    assert not {"recompute", "offload", "compile", "loss"} & found.keys()
+    assert found["batch"][1] == "planned"

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from trainwright.engine.until import ByTheClock
 from trainwright.observe.remaining import Measured
 from trainwright.recipe import from_mapping
-from trainwright.training.job import ENDING_S, Job, last_examination_s, prepare
+from trainwright.training.job import ENDING_S, Job, prepare, until_of
 from trainwright.training.time_left import left_over
+from trainwright.watching.budget import predicted_end_s
 
 pytestmark = pytest.mark.slow
 PARTS = {"model": {"use": "mlp", "args": {"sizes": [64, 16, 10]}}, "data": {"train": "digits", "val": "digits"}}
@@ -24,7 +26,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def left(job: Job, done: int, measured: Measured, save_s: float | None = 2.0) -> float:
     job.state.step = done
-    return left_over(job, measured, job.state, save_s)
+    return left_over(job, measured, job.state, until_of(job.plan), save_s)
 
 
 def whole_of(job: Job) -> float:
@@ -40,7 +42,7 @@ def test_everything_that_follows_is_counted(job: Job, done: int) -> None:
     measured = Measured(1.0, 30.0, examination_s=0.1, examined_s=0.0, beside_s=0.25)
     evaluations = sum(step % 20 == 0 for step in range(done + 1, STEPS))
     expected = (STEPS - done) * 1.25 + evaluations * 30.0 + 30.0 * whole_of(job) + 2.0
-    examinations = last_examination_s(job.plan)
+    examinations = predicted_end_s(STEPS)
     seconds = left(job, done, measured)
     assert expected < seconds <= expected + (STEPS - done) * 0.1 + 68.0 + examinations
 
@@ -64,3 +66,11 @@ def test_before_the_first_evaluation_the_dry_run_says_what_one_takes(job: Job) -
     assert job.evaluation_cost is not None
     none, dear = (left(job, 10, Measured(1.0, seconds, 0.0, 0.0, 0.0)) for seconds in (None, 50.0))
     assert 190.0 < none < 190.0 + 80.0 < dear
+
+
+def test_a_run_that_must_be_over_at_some_time_ends_then(job: Job) -> None:
+    now_s = iter([10.0, 13.0, 99.0])
+    until = ByTheClock(30.0, after_s=4.0, clock=lambda: next(now_s))
+    measured = Measured(1.0, 30.0, 0.0, 0.0, 0.0)
+    assert left_over(job, measured, job.state, until, None) == 27.0
+    assert left_over(job, measured, job.state, until, None) == 0.0

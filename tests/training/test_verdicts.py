@@ -86,7 +86,8 @@ class Adapted(nn.Module):
 
 def test_an_adapter_on_random_weights_learns_nothing() -> None:
     tokens, labels = torch.randint(0, 100, (1024, 12)), torch.randint(0, 2, (1024,))
-    verdict = fit(Adapted(), (tokens, labels), val=(tokens[:128], labels[:128]), steps=192, batch=16, lr=2e-4)
+    val, rate = (tokens[:128], labels[:128]), {"lr": 2e-4, "preset": "recommended"}
+    verdict = fit(Adapted(), (tokens, labels), val=val, steps=192, batch=16, **rate)
     assert verdict.word == "learned nothing"
 
 
@@ -96,7 +97,7 @@ def test_a_prediction_without_inputs_is_nothing_learned() -> None:
     model = mlp(20, 2)
     with torch.no_grad():
         model[0].bias.add_(torch.tensor([0.5, -0.5]))
-    verdict = fit(model, (x, y), steps=200, lr=0.03, settings={"log.doctor": True})
+    verdict = fit(model, (x, y), steps=200, lr=0.03, preset="recommended", settings={"log.doctor": True})
     assert verdict.word == "learned nothing" and "law.loss.knows_more_than_nothing" in verdict.sentence
 
 
@@ -109,7 +110,7 @@ def test_overfitting() -> None:
 @pytest.mark.parametrize(("lr", "said"), [(0.9, "not finite"), (0.055, "rose from")])
 def test_divergence(lr: float, said: str) -> None:
     x = torch.randn(512, 20)
-    rate = {"optimizer": "sgd", "lr": lr, "schedule": "constant", "settings": NO_CLIP}
+    rate = {"optimizer": "sgd", "lr": lr, "settings": {"optimizer.args": {"momentum": 0.9}}}
     verdict = fit(nn.Linear(20, 1), (x, 3 * x[:, :1]), lambda a, b: 8 * (a - b).square().mean(), steps=80, **rate)
     assert verdict.word == "diverged" and said in verdict.sentence, verdict.sentence
 

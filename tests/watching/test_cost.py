@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import trainwright as tw
-from trainwright.watching import look_schedule
+from trainwright.watching import schedule
 
 CALM, COUNTED = 128, 32
 MOST = 160
@@ -52,9 +52,7 @@ def calls_by_step(watching: bool) -> list[Counter[str]]:
 
 @pytest.mark.slow
 def test_a_calm_step_makes_few_calls_more_than_it_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        look_schedule, "SHORT_S", math.inf
-    )  # on a busy machine a step takes longer, and is judged alone
+    monkeypatch.setattr(schedule, "SHORT_S", math.inf)  # on a busy machine a step takes longer, and is judged alone
     watched, alone = calls_by_step(True), calls_by_step(False)
     more = [sum(each.values()) - sum(alone[0].values()) for each in watched]
     usual = watched[more.index(statistics.median_low(more))] - alone[0]

@@ -20,7 +20,6 @@ from trainwright.recorder.inputs import InputRecorder
 from trainwright.recorder.resting import EVERY
 from trainwright.runlog.records import Examined, Record, Watched
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.watching import look_schedule
 from trainwright.watching.engine_observer import EngineSession
 
 ONSET, STEPS = 70, 90
@@ -121,10 +120,9 @@ def test_what_is_no_other_program() -> None:
 
 
 @pytest.mark.slow
-def test_looks_begin_anew_where_a_step_does_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look_schedule, "ODD_SHARE", 10.0)  # there is time for it
+def test_looks_begin_anew_where_a_step_does_something_else() -> None:
     run, written = Run(), list[Record]()
-    watched = EngineSession(run.state, make, write=written.append, planned_s=20.0)
+    watched = EngineSession(run.state, make, write=written.append)
     advance = tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness)
     for step in range(1, STEPS + 1):
         if step == ONSET:

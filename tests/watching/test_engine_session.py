@@ -16,9 +16,11 @@ from trainwright.engine.spikes import SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.program import RecordedStep
+from trainwright.replay.engine_bench import EngineBench
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Examined, Found, Record, Watched
 from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.watching import budget
 from trainwright.watching.engine_observer import EngineObserver, EngineSession
 
 
@@ -38,7 +40,7 @@ def session(table: torch.Tensor | None = None) -> tuple[EngineSession, tw.TrainS
     model.table = table
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01))
     written: list[Record] = []
-    return EngineSession(state, make, write=written.append, planned_s=100.0), state, written
+    return EngineSession(state, make, write=written.append), state, written
 
 
 def batch(step: int, label: int = 0) -> StepBatch:
@@ -157,7 +159,7 @@ def test_a_step_is_held_with_its_samples() -> None:
 def test_an_observer_that_is_closed_twice_prints_its_findings_once(tmp_path: Path) -> None:
     _, state, _ = session()
     said: list[str] = []
-    observer = EngineObserver(state, make, folder=RunFolder.create(tmp_path, "run"), say=said.append, planned_s=100.0)
+    observer = EngineObserver(state, make, folder=RunFolder.create(tmp_path, "run"), say=said.append)
     advance = tw.make_step(nn.CrossEntropyLoss(), witness=observer.witness)
     for step in (1, 2):
         bad = batch(step)
@@ -177,7 +179,7 @@ def test_laws_are_judged_by_steps_of_the_engine_that_run_again() -> None:
     model, loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss()
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01), loss=loss)
     written: list[Record] = []
-    watched = EngineSession(state, make, write=written.append, planned_s=100.0)
+    watched = EngineSession(state, make, write=written.append)
     train(watched, state, 30)
     watched.end(None)
     states = {law.name: law.state for law in diagnose(Case(written, finished=True)).laws}
@@ -187,3 +189,63 @@ def test_laws_are_judged_by_steps_of_the_engine_that_run_again() -> None:
         (*looked_at, *of_one_model), "held"
     )
     assert not [name for name, found in states.items() if found == "broken"]
+
+
+class Counting(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 3), [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        return torch.softmax(self.linear(x), 1)
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that replays a step finds time."""
+    monkeypatch.delenv("TRAINWRIGHT_EXAMINE")
+    monkeypatch.setattr(budget, "FREE_S", 0.0)
+    monkeypatch.setattr(budget, "EVIDENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_step_that_is_examined_is_recorded_while_it_trains() -> None:
+    """No replay is needed to see how its loss is made, and the training has the same bits."""
+    torch.manual_seed(0)
+    weights = []
+    for is_watched in (True, False):
+        torch.manual_seed(0)
+        model = Counting()
+        state, written = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01)), list[Record]()
+        if is_watched:
+            watched = EngineSession(state, make, write=written.append)
+            train(watched, state, 3)
+            assert model.calls == [3] and [each.code for each in watched.log.findings()] == ["loss.softmax_before_ce"]
+            assert watched.runner.replayer.subject.hooks() == (0,) * 2 and not model._forward_hooks
+            watched.end(None)
+        else:
+            advance = tw.make_step(nn.CrossEntropyLoss())
+            for step in (1, 2, 3):
+                advance(state, batch(step))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_step_that_raises_while_it_is_recorded_leaves_no_hook_behind() -> None:
+    watched, state, _ = session()
+    advance = tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness)
+    with pytest.raises(IndexError) as raised:
+        advance(state, batch(1, label=7))
+    watched.end(raised.value)
+    assert not state.model._forward_hooks and not state.model._forward_pre_hooks
+
+
+def test_a_compiled_model_is_not_recorded_while_it_trains() -> None:
+    model = nn.Linear(4, 3)
+    state = tw.TrainState(torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), 0.1))
+    assert not EngineBench(state, make).can_record_live
+    assert EngineBench(tw.TrainState(model, state.optimizer), make).can_record_live

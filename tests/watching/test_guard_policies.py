@@ -62,6 +62,32 @@ def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str)
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "dtype", "is_applied"),
+    [
+        (1e30, torch.float32, True),
+        (math.inf, torch.float32, False),
+        (math.nan, torch.float32, False),
+        (6e4, torch.float16, True),
+    ],
+)
+def test_gradients_are_finite_though_their_squares_overflow(
+    gradient: float, dtype: torch.dtype, is_applied: bool
+) -> None:
+    model = nn.Linear(4, 3).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-32 if dtype == torch.float32 else 1e-5)
+    before = model.weight.detach().clone()
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        model(torch.randn(8, 4, dtype=dtype)).square().mean().backward()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, gradient)
+        optimizer.step()
+        recorded = watch.session.ring.steps[-1].grad_norm
+    assert watch.session.num_vetoed == (not is_applied)
+    assert torch.equal(model.weight, before) != is_applied
+    assert math.isfinite(float(recorded)) == is_applied
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["written after clipping", "clipping of a part", "by another norm"])
 def test_what_a_clip_has_left_is_taken_for_the_norm_only_where_it_was_found_so(how: str) -> None:

@@ -15,7 +15,7 @@ from trainwright.doctor.resources.measure.held import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runlog.records import Watched
 from trainwright.watching import session
-from trainwright.watching.look_schedule import AT_ONCE, CHECKUPS
+from trainwright.watching.schedule import AT_ONCE, CANDIDATES
 
 
 def train(steps: int, bad: dict[int, float], **how: object) -> tuple[list[Tensor], tw.watch]:
@@ -105,7 +105,7 @@ def test_short_steps_are_judged_together_and_a_bad_one_at_once() -> None:
             if step == 77:
                 assert torch.equal(model.weight, before) and waiting[-1] == 0
                 assert [found.step for found in watch.findings() if found.severity == "critical"] == [77]
-        trained_s, looks_s, all_s = watch.session._trained_s, watch.session._looks.spent_s, watch.session.seconds
-    assert not any(waiting[: CHECKUPS[-1]]) and 0 < max(waiting) < AT_ONCE
+        budget, all_s = watch.session.budget, watch.session.seconds
+    assert not any(waiting[: CANDIDATES[-1]]) and 0 < max(waiting) < AT_ONCE
     assert [step for step, *_ in told(watch)][:64] == list(range(1, 65))  # each of them has its record
-    assert 0 < trained_s < all_s - looks_s  # by which it is judged what a snapshot may cost
+    assert 0 < budget.trained_s < all_s - budget.spent_s

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypedDict
 
-from torch.optim import Optimizer
-
 from trainwright.errors import MissingExtra
 from trainwright.watching.experiments import OwnLaw
 
@@ -27,6 +25,7 @@ class WatchChoices(TypedDict, total=False):
     memory_bytes: int | None
     patience_s: float
     laws: str | OwnLaw | Sequence[str | OwnLaw]
+    examine: Literal["budget", "all"]
     profile: bool | int
     layers: bool
     sinks: Sequence[str]
@@ -40,11 +39,3 @@ def required(package: str, *, needed_for: str) -> ModuleType:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise MissingExtra(package, extra="adapters", needed_for=needed_for) from error
-
-
-def innermost(optimizer: object) -> Optimizer:
-    """The torch optimizer inside of the wrappers of Accelerate and Lightning."""
-    while "_optimizer_step_pre_hooks" not in vars(optimizer):  # every torch optimizer has them
-        optimizer = getattr(optimizer, "optimizer", None) or vars(optimizer)["_optimizer"]
-    assert isinstance(optimizer, Optimizer)
-    return optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack
 
-from trainwright.adapters import WatchChoices, innermost, required
+from trainwright.adapters import WatchChoices, required
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import watch
 
@@ -35,7 +35,7 @@ class WatchCallback(_Callback):  # type: ignore[misc]
         self._leave(None)
         self.watch = watch(
             pl_module,
-            [innermost(optimizer) for optimizer in trainer.optimizers],
+            trainer.optimizers,
             loader=trainer.train_dataloader,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             scheduler=[each.scheduler for each in trainer.lr_scheduler_configs],

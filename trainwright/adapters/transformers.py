@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
-from trainwright.adapters import WatchChoices, innermost, required
+from trainwright.adapters import WatchChoices, required
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import watch
 
@@ -37,10 +37,10 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         optimizer, loader = objects["optimizer"], objects["train_dataloader"]
         self.watch = watch(
             objects["model"],
-            innermost(optimizer),
-            loader=getattr(loader, "base_dataloader", loader),
+            optimizer,
+            loader=loader,
             scaler=getattr(optimizer, "scaler", None),
-            scheduler=getattr(objects["lr_scheduler"], "scheduler", objects["lr_scheduler"]),
+            scheduler=objects["lr_scheduler"],
             **{"accumulation": args.gradient_accumulation_steps} | self._options,
         )
         self.watch.__enter__()

@@ -22,19 +22,43 @@ from trainwright.cli.app import (
     subject_of,
     verb,
 )
+from trainwright.errors import UsageError
 from trainwright.version import __version__
 
+ModelOf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE:FUNCTION",
+        help="Builds the model of a watched loop: train.py:make; of a run of tw.fit, what it was called with.",
+    ),
+]
 verify_app = typer.Typer(help="Prove that checkpoints are whole, and that runs give the bits that they should.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
 
 
 @verb()
-def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], as_json: Json = False) -> None:
+def diagnose(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Replay a step of it first, for all that found no time. It runs its code.")
+    ] = False,
+    model: ModelOf = None,
+    as_json: Json = False,
+) -> None:
     """Say what is wrong with a run, dead or alive, from its records; exit 3 when a finding is critical."""
     from trainwright.report.diagnosis import diagnosis_of
     from trainwright.runlog.folder import RunFolder
 
-    answer(diagnosis_of(RunFolder.open(run)), as_json)
+    folder = RunFolder.open(run)
+    if deep:
+        from trainwright.verbs.deep import examine_later
+
+        examine_later(folder, model=model, say=say_to(as_json))
+    elif model is not None:
+        raise UsageError(
+            "--model builds what --deep replays", remedy=f"trainwright diagnose {run} --deep --model {model}"
+        )
+    answer(diagnosis_of(folder), as_json)
 
 
 @verb()
@@ -67,13 +91,7 @@ def runs(
 def replay(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of trainwright train.")],
     step: Annotated[int | None, typer.Option(help="Which step; a bundle has only its own.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE:FUNCTION",
-            help="Builds the model of a watched loop: train.py:make; of a run of tw.fit, what it was called with.",
-        ),
-    ] = None,
+    model: ModelOf = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:

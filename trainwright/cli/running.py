@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +27,7 @@ from trainwright.cli.launching import become_torchrun
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
     budget: Annotated[
-        str | None, typer.Option(help="How long: 60s by the clock in all (default); or 500steps, 2ep.")
+        str | None, typer.Option(help="How long: 60s from the first step on (default); or 500steps, 2ep.")
     ] = None,
     settings: Settings = None,
     broken: Annotated[
@@ -37,7 +36,6 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a small model offline, on data that ships with Python; or plant a fault and see the doctor name it."""
-    begin_s = time.perf_counter()
     if broken is not None:
         from trainwright.verbs.demo_faults import show
 
@@ -47,7 +45,7 @@ def demo(
         from trainwright.verbs.demo import demo as run_demo
 
     console = console_for(as_json)
-    finish(run_demo(task, budget=budget or "60s", settings=settings or [], console=console, begin_s=begin_s), as_json)
+    finish(run_demo(task, budget=budget or "60s", settings=settings or [], console=console), as_json)
 
 
 Serve = Annotated[

@@ -81,4 +81,4 @@ CALLS: Mapping[str, Callable[[Sequence[CallLine]], Iterable[str]]] = {
     "sched.cosine_climbs": _all("schedule"),
     "sched.plateau_mode": _all("schedule"),
 }
-"""By the code of a finding: selects the lines of the calls that it is about. For all others the syntax is read."""
+"""By the code of a finding: selects the lines of the calls that it is about."""

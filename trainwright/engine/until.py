@@ -23,20 +23,26 @@ def for_seconds(budget_s: float) -> Until:
 
 
 class ByTheClock:
-    """A run that ends, with all that comes after its last step, at ``end_s`` of ``clock``.
+    """A run that ends, with all that comes after its last step, ``within_s`` seconds of ``clock`` from now on.
 
-    What comes between the steps (evaluation, looks, samples) takes from the time of training. ``after_s`` is known to
-    come after the last step; besides, as long is kept for it as the longest pause so far and the one before the first
-    step. Trains for ``LEAST_S`` at least.
+    What comes between the steps (evaluation, examinations, samples) takes from the time of training. ``after_s`` is
+    known to come after the last step; besides, as long is kept for it as the longest pause so far and the one before
+    the first step. Trains for ``LEAST_S`` at least.
     """
 
     LEAST_S = 1.0
 
-    def __init__(self, end_s: float, after_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._end_s, self._after_s, self._clock = end_s, after_s, clock
+    def __init__(self, within_s: float, after_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._after_s, self._clock = after_s, clock
         self._now_s = self._begin_s = clock()
+        self._end_s = self._begin_s + within_s
         self._elapsed_s: float | None = None
         self._first_s = self._longest_s = self._begins_at_s = self._used = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds by the clock until the run must be over."""
+        return max(0.0, self._end_s - self._clock())
 
     def __call__(self, state: TrainState) -> float:
         now_s = self._clock()

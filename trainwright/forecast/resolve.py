@@ -35,6 +35,8 @@ from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.parallel import PLANNED
 
+CHECKPOINTING = "model.activation_checkpointing"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -78,7 +80,8 @@ def _is_checkpointing_planned(recipe: Recipe) -> bool:
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
     """Decides what the recipe leaves open, for the free memory of ``device``. Costs nothing where nothing is open.
 
-    Of several ``ranks`` that may divide the weights, each has such a device.
+    Of several ``ranks`` that may divide the weights, each has such a device. ``by_plan`` of the recipe that is returned
+    names what was decided.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
@@ -116,7 +119,8 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         notes.append(note)
     offload = best.layout.offload is not None if recipe.optimizer.offload == "auto" else None
     chunked = best.layout.chunked if may_chunk(blueprint) else None
-    return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes), chunked=chunked)
+    changed = _decided(loaded, micro=best.micro, offload=offload, is_checkpointing_decided=planned is not None)
+    return Resolved(changed, planned, tuple(notes), chunked=chunked)
 
 
 def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> Resolved:
@@ -135,7 +139,10 @@ def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded
     recipe = loaded.recipe
     parallel = recipe.parallel.model_copy(update=dict(degrees))
     model = recipe.model.model_copy(update={"activation_checkpointing": policy})
-    return replace(loaded, recipe=recipe.model_copy(update={"parallel": parallel, "model": model}))
+    by_plan = {f"parallel.{axis}" for axis in recipe.parallel.open_axes}
+    by_plan |= {CHECKPOINTING} if _is_checkpointing_planned(recipe) else set()
+    changed = recipe.model_copy(update={"parallel": parallel, "model": model})
+    return replace(loaded, recipe=changed, by_plan=loaded.by_plan | by_plan)
 
 
 def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
@@ -162,7 +169,8 @@ def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
         layout = {"context": 1, **layout} if loaded.recipe.parallel.context == "auto" else layout  # of an older version
         changed = _decided(_laid_out(loaded, layout, stored["policy"]), micro=micro, offload=offload)
         return Resolved(changed, None, degrees=layout)
-    return Resolved(_decided(loaded, micro=micro, offload=offload), planned)
+    changed = _decided(loaded, micro=micro, offload=offload, is_checkpointing_decided=planned is not None)
+    return Resolved(changed, planned)
 
 
 def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
@@ -178,15 +186,21 @@ def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: O
     return found.checkpointing, Note("checkpointing", f"{found.checkpointing.count} blocks", why)
 
 
-def _decided(loaded: Loaded, *, micro: int | None = None, offload: bool | None = None) -> Loaded:
-    """The recipe with these values in place of its own; None leaves its own."""
-    recipe = loaded.recipe
+def _decided(
+    loaded: Loaded, *, micro: int | None = None, offload: bool | None = None, is_checkpointing_decided: bool = False
+) -> Loaded:
+    """The recipe with these values instead of its own; None leaves its own."""
+    recipe, by_plan = loaded.recipe, set(loaded.by_plan)
     changed: dict[str, object] = {}
     if micro is not None:
         changed["batch"] = recipe.batch.model_copy(update={"micro": micro})
+        by_plan |= {"batch.micro"} if recipe.batch.micro == "auto" else set()
     if offload is not None:
         changed["optimizer"] = recipe.optimizer.model_copy(update={"offload": offload})
-    return replace(loaded, recipe=recipe.model_copy(update=changed)) if changed else loaded
+        by_plan |= {"optimizer.offload"} if recipe.optimizer.offload == "auto" else set()
+    if is_checkpointing_decided:
+        by_plan.add(CHECKPOINTING)
+    return replace(loaded, recipe=recipe.model_copy(update=changed), by_plan=frozenset(by_plan))
 
 
 def _too_large(choice: Choice, device: Device) -> UsageError | RecipeError:

@@ -37,6 +37,7 @@ from trainwright.runlog.records import (
     Started,
     Step,
     Telemetry,
+    Unexamined,
     Watched,
     Withdrawn,
 )
@@ -45,7 +46,10 @@ CHUNK = 2**20
 BUCKETS = 800
 """Spans of the run that are told apart once there are more rows than MOST_ROWS."""
 MOST_ROWS, MOST_NOTES = 16_000, 2000
-NOTED = (Started, Ended, Evaluated, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged)
+NOTED = (
+    *(Started, Ended, Evaluated, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged),
+    Unexamined,
+)
 """Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry becomes readings,
 findings are folded; others are left out."""
 

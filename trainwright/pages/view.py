@@ -13,6 +13,7 @@ from trainwright.pages.documents import RunDocuments
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.report.examination import line_of_unexamined
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
@@ -30,6 +31,7 @@ from trainwright.runlog.records import (
     Saved,
     Skipped,
     Started,
+    Unexamined,
 )
 
 RECENT = 50
@@ -154,6 +156,12 @@ class RunView(RunDocuments):
     def findings(self) -> list[Found]:
         """Each in its latest wording, the first cause first."""
         return self.log.findings
+
+    @property
+    def unexamined(self) -> str | None:
+        """What found no time to be examined; None where everything did, or the run does not say."""
+        notes = [each for each in self.log.notes(Unexamined) if isinstance(each, Unexamined)]
+        return line_of_unexamined(notes[-1], Path("RUN")) if notes else None
 
     @property
     def pins(self) -> list[Pin]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from trainwright.plan.header import TOPICS
 from trainwright.plan.make import Plan
 
-COUNTED = "steps and waiting for data; evaluation, saving, looks and samples come on top"
+COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """What the seconds of ``until`` count."""
-ALL_COUNTED = "the start, training, evaluation, looks, samples and the last save"
+ALL_COUNTED = "from the first step on: training, evaluation, examinations, samples and the last save"
 """What they count where the whole run must be over."""
 
 
@@ -23,8 +23,10 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
         f"length      {_length(plan)}",
         *plan.header.lines(),
     ]
-    shown = TOPICS if plan.header.settings else frozenset[str]()
-    lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in plan.notes if note.topic not in shown]
+    topics = TOPICS if plan.header.settings else frozenset[str]()
+    reasons = {each.why for each in plan.header.settings}
+    notes = [note for note in plan.notes if note.topic not in topics and note.why not in reasons]
+    lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in notes]
     if plan.memory_bytes is not None:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in plan.memory_bytes.items() if size)
         lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")
@@ -73,8 +75,6 @@ def corrected(step_s: float, foretold_s: float, left_s: float, now_s: float) -> 
 
 
 def _end_by_the_clock(left_s: float, now_s: float) -> str:
-    if left_s < 0:
-        return f"the start took {human_seconds(-left_s)} longer than that; a second of training all the same"
     return f"{time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
 
 

@@ -12,8 +12,8 @@ from trainwright.plan.make import Note, Plan
 EVALUATION_SHARE = 0.1
 """Of the time of training: what the evaluations in the course of a run may take together."""
 LAST_EVALUATION = "evaluation at the end"
-WHOLE_SHARE = 0.25
-"""Of what is left of a run that must be over at some time: what the whole set at its end may take."""
+BY_THE_CLOCK_SHARE, WHOLE_SHARE = 0.015, 0.01
+"""The same of a run that must be over at some time, and what the whole set at its end may take."""
 FREE_S = 1.0
 """All of them together; nobody waits for less."""
 FREE_OF_STEPS_S = 3.0
@@ -28,8 +28,10 @@ class EvaluationCost:
     batches: int | None
 
 
-def affordable_batches(plan: Plan, cost: EvaluationCost) -> int:
+def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None = None) -> int:
     """The number of batches of which the evaluations in the course of the run fit into their share; 0: the whole set.
+
+    ``within_s``: the seconds in which the run must be over, if it must.
 
     It is a half of the set, a quarter, an eighth, ...: two starts of one recipe time differently and choose alike.
     """
@@ -37,7 +39,8 @@ def affordable_batches(plan: Plan, cost: EvaluationCost) -> int:
     if training_s is None or count <= 1:
         return 0
     free_s = FREE_S if plan.extent.steps is None else FREE_OF_STEPS_S
-    allowed = max(1.0, max(EVALUATION_SHARE * training_s, free_s) / count / max(cost.batch_s, 1e-9))
+    together_s = max(EVALUATION_SHARE * training_s, free_s) if within_s is None else BY_THE_CLOCK_SHARE * within_s
+    allowed = max(1.0, together_s / count / max(cost.batch_s, 1e-9))
     if cost.batches is None:
         return 1 << math.floor(math.log2(allowed))
     if cost.batches <= allowed:
@@ -45,9 +48,9 @@ def affordable_batches(plan: Plan, cost: EvaluationCost) -> int:
     return math.ceil(cost.batches / (1 << math.ceil(math.log2(cost.batches / math.floor(allowed)))))
 
 
-def without_whole(plan: Plan, cost: EvaluationCost, left_s: float) -> bool:
-    """Whether the whole set at the end would take more than its share of the seconds that are left by the clock."""
-    return bool(plan.evaluate_batches) and cost.batch_s * (cost.batches or 0) > WHOLE_SHARE * left_s
+def without_whole(plan: Plan, cost: EvaluationCost, within_s: float) -> bool:
+    """Whether the whole set at the end would take more than its share of the seconds of the run."""
+    return bool(plan.evaluate_batches) and cost.batch_s * (cost.batches or 0) > WHOLE_SHARE * within_s
 
 
 def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:

@@ -26,15 +26,17 @@ class Loaded:
     """A validated recipe, and where each of its values was written.
 
     ``asked`` has the paths that the recipe or an override states, and ``by_preset`` those that its preset has set; all
-    others have their defaults. ``end_s``: when a run that is counted in seconds must be over, all included, by
-    ``time.perf_counter``; None: its seconds are those of training.
+    others have their defaults. ``by_plan`` has the paths that were left open (``auto``) and that the plan has decided
+    for this run. ``within_s``: the seconds by the clock from the first step of the run to its end, all included; None:
+    it may take as long as it takes.
     """
 
     recipe: Recipe
     source: Source
-    end_s: float | None = None
+    within_s: float | None = None
     asked: frozenset[str] = frozenset()
     by_preset: frozenset[str] = frozenset()
+    by_plan: frozenset[str] = frozenset()
 
     @property
     def overridden(self) -> frozenset[str]:

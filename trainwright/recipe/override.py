@@ -16,7 +16,7 @@ from trainwright.recipe.source import Place
 from trainwright.recipe.yaml_core import Document, UnreadableError, read
 
 ENV_PREFIX = "TRAINWRIGHT_"
-RESERVED_ENV = frozenset({"EXIT_CODES", "GRACE_S", "HOME"})  # ours, and not keys of a recipe
+RESERVED_ENV = frozenset({"EXAMINE", "EXIT_CODES", "GRACE_S", "HOME"})  # ours, and not keys of a recipe
 
 _Container = dict[str, object] | list[object]
 

@@ -337,6 +337,10 @@ class Log(Section):
     )
     layers: bool = Field(default=True, description="Statistics by layer now and then: gradients, updates, activations.")
     doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")
+    examine: Literal["budget", "all"] = Field(
+        default="budget",
+        description="What the doctor examines: as much as 3 % of the training time allows, or everything.",
+    )
 
 
 def _folder_name(name: str) -> str:

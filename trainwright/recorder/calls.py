@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from trainwright.recorder.user_types import Args, Kwargs
+
+_Before: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
+_After: TypeAlias = Callable[[nn.Module, Args, object], None]
+_Heard: TypeAlias = tuple[nn.Module, _Before, _After]
 
 
 class Hook:
@@ -31,8 +36,8 @@ class Hook:
 @contextmanager
 def call_hooks(
     root: nn.Module,
-    before: Callable[[nn.Module, Args, Kwargs], None],
-    after: Callable[[nn.Module, Args, object], None],
+    before: _Before,
+    after: _After,
 ) -> Iterator[None]:
     """Calls ``before(root, args, kwargs)`` and ``after(root, args, output)`` around every forward call.
 
@@ -40,6 +45,10 @@ def call_hooks(
     """
     if root._compiled_call_impl is not None:  # by module.compile(): hooks of its own would be a part of the graph
         with _around_compiled(root, before, after):
+            yield
+        return
+    if _has_own_call(root):  # which runs no hooks of torch, as that of keras
+        with _OWN_CALLS.heard(root, before, after):
             yield
         return
     last = root.register_forward_hook(Hook(root, after), always_call=True)
@@ -64,8 +73,8 @@ def is_compiled(module: nn.Module) -> bool:
 @contextmanager
 def _around_compiled(
     root: nn.Module,
-    before: Callable[[nn.Module, Args, Kwargs], None],
-    after: Callable[[nn.Module, Args, object], None],
+    before: _Before,
+    after: _After,
 ) -> Iterator[None]:
     compiled = root._compiled_call_impl
     assert compiled is not None
@@ -86,6 +95,60 @@ def _around_compiled(
         yield
     finally:
         root._compiled_call_impl = compiled
+
+
+def _has_own_call(root: nn.Module) -> bool:
+    """Whether the class of a module replaces ``__call__``, and so all that torch does around ``forward``."""
+    call = type(root).__call__
+    return call is not nn.Module.__call__ and not str(getattr(call, "__module__", "torch")).startswith("torch.")
+
+
+class _OwnCalls:
+    """Wraps ``__call__`` of classes as long as calls of one of their modules are heard."""
+
+    def __init__(self) -> None:
+        self._heard: dict[type[nn.Module], list[_Heard]] = {}
+        self._own: dict[type[nn.Module], object] = {}  # what the class itself defines
+
+    @contextmanager
+    def heard(self, root: nn.Module, before: _Before, after: _After) -> Iterator[None]:
+        kind, mine = type(root), (root, before, after)
+        if kind not in self._heard:
+            self._wrap(kind)
+        self._heard[kind].append(mine)
+        try:
+            yield
+        finally:
+            self._heard[kind].remove(mine)
+            if not self._heard[kind]:
+                self._unwrap(kind)
+
+    def _wrap(self, kind: type[nn.Module]) -> None:
+        original, heard = kind.__call__, self._heard.setdefault(kind, [])
+        if "__call__" in vars(kind):
+            self._own[kind] = original
+
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+            mine = [each for each in heard if each[0] is module and not torch.compiler.is_compiling()]
+            for _, before, _ in mine:
+                before(module, args, kwargs)
+            output = None
+            try:
+                output = original(module, *args, **kwargs)
+            finally:
+                for _, _, after in mine:
+                    after(module, args, output)
+            return output
+
+        kind.__call__ = call  # type: ignore[method-assign]
+
+    def _unwrap(self, kind: type[nn.Module]) -> None:
+        del self._heard[kind], kind.__call__
+        if kind in self._own:
+            kind.__call__ = self._own.pop(kind)  # type: ignore[method-assign, assignment]
+
+
+_OWN_CALLS = _OwnCalls()
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:

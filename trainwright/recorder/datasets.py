@@ -145,7 +145,12 @@ def _epochs(loader: Loader, position: int, init: Callable[[int], None] | None) -
 
 
 def _digests(samples: list[object]) -> tuple[int, ...]:
-    return tuple([hash(tuple([_bytes(leaf) for leaf in plain(leaves_of(sample))])) for sample in samples])
+    return tuple([digest_of(leaves_of(sample)) for sample in samples])
+
+
+def digest_of(leaves: Iterable[Tensor]) -> int:
+    """A number that is the same for the same tensors."""
+    return hash(tuple([_bytes(leaf) for leaf in plain(leaves)]))
 
 
 def _bytes(leaf: Tensor) -> bytes:

@@ -59,6 +59,7 @@ class GradientRecorder(Listener):
         self._scaled_losses = ScaledLosses()
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
+        self.saw_others = False  # a loss of parameters that are not watched
         self._edits = False  # the loop changes gradients by hand
         self._unused = UnusedGradients()
         self._carried = CarriedGradients()
@@ -106,6 +107,7 @@ class GradientRecorder(Listener):
         if self._unused.reads.pushed:
             self._unused.reads.stop()
         self._is_foreign = not any(map(self._is_ours, losses))
+        self.saw_others = self.saw_others or self._is_foreign
         if self._is_foreign:
             return
         self._retains = bool(options.get("retain_graph"))

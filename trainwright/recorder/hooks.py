@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,30 +33,49 @@ from trainwright.recorder.listener import (
 )
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.object_hooks import OBJECT_WRAPPERS
+from trainwright.recorder.optimizers import Updates, same_optimizer
 from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
 from trainwright.state.transforms import innermost_transform
 
+Before: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
+After: TypeAlias = Callable[[nn.Module, Args, object], None]
+
+
+class CallHooks:
+    """Hooks on the forward calls of some modules, which can be taken off and put on again."""
+
+    def __init__(self, modules: Sequence[nn.Module], before: Before, after: After) -> None:
+        self._modules, self._before, self._after = modules, before, after
+        self._hooks = ExitStack()
+
+    def put_on(self) -> None:
+        for module in self._modules:
+            self._hooks.enter_context(call_hooks(module, self._before, self._after))
+
+    def take_off(self) -> None:
+        self._hooks.close()
+
 
 @contextmanager
-def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[None]:
+def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``roots``, and every backward, step, ... of this thread.
 
     Torch's classes are patched while any listener is registered, and unpatched after the last. A process that is forked
-    meanwhile has none.
+    meanwhile has none. Returns the hooks of the forward calls.
     """
     _forget_in_forks()
     mine = [(listener, threading.get_ident()) for listener in group]
-    with listening_to_calls(group, roots):
+    with listening_to_calls(group, roots) as hooks:
         with _changing:
             if not listeners:
                 _patches.enter()
             listeners.extend(mine)
             sort_listeners()
         try:
-            yield
+            yield hooks
         finally:
             with _changing:
                 listeners[:] = [each for each in listeners if each not in mine]
@@ -66,7 +85,7 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 
 
 @contextmanager
-def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
+def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``modules`` in this thread.
 
     Calls inside of another one of them are left out: they are not the loop's. So are calls inside of backward, where
@@ -93,10 +112,12 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         if not first.depth:
             call_each(ends, root, output)
 
-    with ExitStack() as undo:
-        for module in modules:
-            undo.enter_context(call_hooks(module, before, after))
-        yield
+    hooks = CallHooks(modules, before, after)
+    hooks.put_on()
+    try:
+        yield hooks
+    finally:
+        hooks.take_off()
 
 
 class _LoaderIterator(Protocol):
@@ -144,13 +165,19 @@ def _forget_in_forks() -> None:
         os.register_at_fork(after_in_child=forget)
 
 
-def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+_updates = Updates()
+
+
+def _on_step(stepping: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    optimizer = same_optimizer(stepping)
+    if not has_listeners() or not _updates.begins(optimizer, stepping):
+        return None
     if len(args) == 1 and not kwargs:  # nearly always, and it is asked in every step
         tell("on_step", optimizer, ())
         return None
     values = (*args[1:], *kwargs.values())
     closure = next(filter(callable, values), None)
-    if closure is None or not has_listeners():
+    if closure is None:
         tell("on_step", optimizer, values)
         return None
     calls = 0
@@ -171,8 +198,10 @@ def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
     }
 
 
-def _on_stepped(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-    tell("on_stepped", optimizer)
+def _on_stepped(stepping: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    optimizer = same_optimizer(stepping)
+    if has_listeners() and _updates.ends(optimizer, stepping):
+        tell("on_stepped", optimizer)
 
 
 _OF_BACKWARD = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
@@ -224,7 +253,7 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
 
 def _wrap_zero_grad(original: TorchFunction) -> TorchFunction:
     def zero_grad(self: object, *args: object, **kwargs: object) -> object:
-        tell("on_zero_grad", self)
+        tell("on_zero_grad", same_optimizer(self))
         return original(self, *args, **kwargs)
 
     return zero_grad
@@ -241,7 +270,7 @@ def _wrap_scale(original: TorchFunction) -> TorchFunction:
 
 def _wrap_unscale(original: TorchFunction) -> TorchFunction:
     def unscale_(self: GradScaler, optimizer: Optimizer) -> object:
-        tell("on_unscale", self, optimizer)
+        tell("on_unscale", self, same_optimizer(optimizer))
         result = original(self, optimizer)
         tell("on_gradients_changed")
         return result
@@ -259,7 +288,7 @@ def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        tell("on_scaler_step", self, optimizer, bool(seen))
+        tell("on_scaler_step", self, same_optimizer(optimizer), bool(seen))
         return result
 
     return step

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.recorder.engine_changes import EngineChanges
 from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.program import Ids, RecordedStep
@@ -64,12 +65,14 @@ class StepInputs:
 class InputRecorder:
     """The witness of a live run: it records the inputs of each step, and lets ``changes`` hear what it does.
 
-    ``let_go`` frees what the doctor holds, and returns whether that was anything.
+    ``let_go`` frees what the doctor holds, and returns whether that was anything. ``live`` is a further witness of the
+    steps; it is set for those whose program is recorded while they train.
     """
 
     def __init__(self, let_go: Callable[[], bool] = lambda: False, changes: EngineChanges | None = None) -> None:
         self.memory_ran_out, self.changes = let_go, changes or EngineChanges((), ())
         self.newest: StepInputs | None = None
+        self.live: StepWitness = SILENT
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         scaler, tensors = state.scaler, batch.tensors
@@ -85,13 +88,20 @@ class InputRecorder:
             state.micro_limit,
             (scaler.scale, scaler.clean_steps) if isinstance(scaler, LossScaler) else None,
         )
+        self.live.step_begins(state, batch, generators)
 
-    def gradients_are_cleared(self, optimizer: Optimizer) -> None: ...
+    def gradients_are_cleared(self, optimizer: Optimizer) -> None:
+        self.live.gradients_are_cleared(optimizer)
+
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
         self.changes.loss_is_made(loss)
+        self.live.loss_is_scaled(loss, scaled)
 
-    def gradients_are_multiplied(self, factor: Tensor | float) -> None: ...
-    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
+    def gradients_are_multiplied(self, factor: Tensor | float) -> None:
+        self.live.gradients_are_multiplied(factor)
+
+    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        self.live.gradients_are_clipped(clip, parameters, total_norm)
 
 
 MakeFn = Callable[[], RecordedStep]

@@ -56,7 +56,7 @@ class NotedStep(RecordedStep):
         self._program = self._events = self.loss = self.grad_norm = self.blind = None
         self.trained = (0, 0)
         self.lr = self.ended_s = self.loss_sum = 0.0
-        self.num_bytes, self.is_told_late = 0, False
+        self.num_bytes, self.is_told_late, self.is_light = 0, False, False
 
     @property
     def program(self) -> list[Instruction]:
@@ -126,12 +126,25 @@ class NotedStep(RecordedStep):
 
 
 class NotingRecorder(LoopRecorder):
-    """While it rests, it notes what a plain step does on a CPU. Anything else it records, and the rest of that step."""
+    """While it rests, it notes what a plain step does on a CPU. Anything else it records, and the rest of that step.
+
+    While ``is_light``, it records losses and updates alone: nothing is called at a forward pass, and no operation is
+    seen.
+    """
 
     current: NotedStep
+    is_light = False
+
+    def set_light(self, is_light: bool) -> None:
+        """Set whether the step that begins now, and those after it, are light."""
+        self.is_light = is_light
+        self.tape.stop()
+        self._begin_step(self.current.step)
 
     def _begin_step(self, number: int) -> None:
         self.current = NotedStep(number)
+        if self.is_light:
+            self.current.program, self.current.events, self.current.is_light = [], [], True
         self._is_plain = self._can_note
 
     @cached_property
@@ -155,6 +168,8 @@ class NotingRecorder(LoopRecorder):
         return {id(each): index for index, each in enumerate(self.optimizers)}
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        if self.is_light:
+            return
         note = self._zero_grads.get(id(owner))
         if not (self.is_resting and self._is_plain) or note is None or self._unused.are_there:
             super().on_zero_grad(owner)
@@ -188,6 +203,9 @@ class NotingRecorder(LoopRecorder):
         step.note_call(call, root.training)
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        if self.is_light:
+            self.current.losses += [self._scaled_losses.unscaled(each)[0] for each in losses if each.numel() == 1]
+            return
         tape, step, loss = self.tape, self.current, losses[0]
         if tape.pushed:
             tape.stop()
@@ -213,6 +231,8 @@ class NotingRecorder(LoopRecorder):
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
+        if self.is_light:
+            return
         is_plain = self.is_resting and self._is_plain and function is None
         found = norm.item() if is_plain and norm is not None else None
         if not is_plain or not math.isfinite(found or 0.0):
@@ -226,6 +246,13 @@ class NotingRecorder(LoopRecorder):
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         step, index = self.current, self._index_of.get(id(optimizer))
+        if self.is_light:
+            if index is not None:
+                update = OptimizerStep(index, list(map(hyperparameters, optimizer.param_groups)))
+                step.lr = float(update.groups[0].get("lr", 0.0)) if index == 0 else step.lr
+                self._before_update(step, optimizer, None)
+                step.program.append(update)
+            return
         is_plain = self.is_resting and self._is_plain and not inside.backward
         if index is None or not is_plain or self._edits or self._are_edited():
             self._is_plain = False
@@ -243,13 +270,24 @@ class NotingRecorder(LoopRecorder):
         self._before_update(step, optimizer, self._left if is_clipped else None)
 
     def on_stepped(self, optimizer: Optimizer) -> None:
-        if self.is_resting and self._is_plain and len(self.optimizers) == 1 and id(optimizer) in self._index_of:
+        is_plain = self.is_light or (self.is_resting and self._is_plain)
+        if is_plain and len(self.optimizers) == 1 and id(optimizer) in self._index_of:
             self._after_update(self.current, optimizer)
             self.close()
         else:
             super().on_stepped(optimizer)
 
+    def on_gradients(self) -> None:
+        if not self.is_light:
+            super().on_gradients()
+
+    def on_gradients_changed(self) -> None:
+        if not self.is_light:
+            super().on_gradients_changed()
+
     def on_schedule(self, scheduler: object) -> None:
+        if self.is_light:
+            return
         if self.is_resting and self._is_plain:
             self.current.notes.append((_write_schedule, type(scheduler).__name__))
         else:

@@ -14,8 +14,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its elements can be read: it is dense, and no class of its own computes with it."""
-    return is_dense(tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    """Whether its elements can be read: it has a memory, is dense, and no class of its own computes with it."""
+    return is_dense(tensor) and not tensor.is_meta and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def plain(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
 from torch import nn
 
+from trainwright.recorder.comparisons import EvaluationSites
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.listener import call_each
 from trainwright.recorder.numbers import Numbers
@@ -22,10 +23,9 @@ from trainwright.state.snapshot import LiveObjects
 class LoopObjects:
     """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
 
-    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the numbers
-    among the local names of the function that holds the loop, ``modules`` the modules, ``values`` what they stand for,
-    ``code`` that function.
-    ``probes`` are further ones.
+    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``code`` returns the function
+    that holds the loop, ``values`` the values of its variables, ``modules`` the modules among them. ``sites`` are the
+    places that are known to evaluate. ``probes`` are further ones.
     """
 
     loaders: tuple[object, ...] = ()
@@ -33,20 +33,24 @@ class LoopObjects:
     schedulers: tuple[object, ...] = ()
     accumulation: int | None = None
     patience_s: float = 60.0
-    numbers: Callable[[], Mapping[str, float]] = dict
     modules: Callable[[], Sequence[nn.Module]] = list
     values: Callable[[], Sequence[object]] = list
     code: Callable[[], CodeType | None] = lambda: None
+    sites: EvaluationSites = field(default_factory=EvaluationSites)
     probes: tuple[Probe, ...] = ()
 
 
 @dataclass(frozen=True)
 class WatchSite:
-    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look."""
+    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look.
+
+    ``examines_all``: a probe may take as long as it needs.
+    """
 
     folder: Path | None
     write: Callable[[Record], None]
     say: Callable[[str], None]
+    examines_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

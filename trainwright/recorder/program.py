@@ -141,6 +141,9 @@ class OptimizerStep:
 Instruction = Call | Operation | Backward | ZeroGrad | Multiply | ClipGradients | OptimizerStep
 
 
+NOT_RECORDED = "the loop calls the model many times a step, so that most of its steps are not recorded"
+
+
 @dataclass(slots=True)
 class RecordedStep:
     """One optimizer step as it was recorded. ``ids`` are the sample ids of each batch that it read.
@@ -149,7 +152,8 @@ class RecordedStep:
 
     ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is the memory that its tensors keep.
     ``trained`` is of what ``grad_norm`` is: a key of the optimizer, and the number of its gradients.
-    ``is_told_late``: probes hear of it when weights and rates are those of a later step.
+    ``is_told_late``: probes hear of it when weights and rates are those of a later step. ``is_light``: of it only its
+    losses and its update were recorded.
     """
 
     step: int
@@ -165,7 +169,13 @@ class RecordedStep:
     ended_s: float = 0.0
     blind: str | None = None
     is_told_late: bool = False
+    is_light: bool = False
     values: Facts = field(default_factory=dict)
+
+    @property
+    def not_replayable(self) -> str | None:
+        """Why it cannot be replayed; None if it can."""
+        return self.blind or (NOT_RECORDED if self.is_light else None)
 
     @property
     def calls(self) -> list[Call]:

@@ -76,7 +76,7 @@ class ProgramChanges(Probe):
         self._versions = [p._version for p in self._parameters] if self._is_due else []
 
     def on_closed(self, step: RecordedStep) -> None:
-        if not self._is_due:
+        if not self._is_due or step.is_light:
             return
         writes = tuple(p._version - before for p, before in zip(self._parameters, self._versions))
         called = map(_key_of, step.program)

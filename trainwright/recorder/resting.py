@@ -37,6 +37,10 @@ class Resting:
         self.is_calm = step - self._disturbed_at >= CALM and not any(map(_SUSPICIOUS, self._group))
         self._rest(self.is_calm and step % EVERY != 0)
 
+    def rest(self) -> None:
+        """Nothing but losses and updates is recorded of the next step."""
+        self._rest(True)
+
     def wake(self) -> None:
         """What happens now is no part of an ordinary step: from here to the end of this one all is heard."""
         self.is_calm = False

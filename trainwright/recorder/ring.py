@@ -132,7 +132,7 @@ class Ring:
 
     def _steps_between(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         steps = [each for each in self.steps if snapshot.step <= each.step <= step]
-        whole = len(steps) == step - snapshot.step + 1 and not any(each.blind for each in steps)
+        whole = len(steps) == step - snapshot.step + 1 and not any(each.not_replayable for each in steps)
         return steps if whole else None
 
     def steps_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:

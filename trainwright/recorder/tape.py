@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -38,8 +38,14 @@ _Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
 """The operations before a call of an autograd Function, how many they are, and the state of the CPU's generator."""
 
 
+FunctionListener: TypeAlias = Callable[[str, Args, Kwargs, object], None]
+"""Is called with the name of a torch function, its arguments and what it returned."""
+
+
 class Tape(PausableMode):
     """While it runs, every torch function that returns a tensor is added to ``operations``.
+
+    ``listener`` is called with every torch function, for what must be seen while the loop computes it.
 
     Tensors that the program made are known by identity, and are not kept alive: the graph behind them is the loop's.
     """
@@ -56,6 +62,7 @@ class Tape(PausableMode):
         self.operations: list[Instruction] = []
         self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
         self.is_careful = self.is_resting = False
+        self.listener: FunctionListener | None = None
         self._has_workers = False  # once seen, each batch is asked whether a worker made it, in calm steps too
         self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
         self._off: list[Operation] = []  # the last operations, where autograd was off
@@ -72,6 +79,8 @@ class Tape(PausableMode):
         except Exception:
             self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
+        if self.listener is not None:
+            self._tell(self.listener, function, args, kwargs or {}, result)
         if isinstance(result, Tensor) and function != READS_GRADIENT:
             self._note(function, args, kwargs or {}, [result])
         elif isinstance(result, tuple | list):
@@ -79,6 +88,15 @@ class Tape(PausableMode):
             if made:
                 self._note(function, args, kwargs or {}, made)
         return result
+
+    def _tell(
+        self, listener: FunctionListener, function: TorchFunction, args: Args, kwargs: Kwargs, result: object
+    ) -> None:
+        """Whatever the listener raises must not reach the loop; then it is called no more."""
+        try:
+            listener(getattr(function, "__name__", "?"), args, kwargs, result)
+        except Exception:
+            self.listener = None
 
     def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, made: list[Tensor]) -> None:
         name = getattr(function, "__name__", "?")

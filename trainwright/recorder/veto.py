@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from trainwright.recorder.ranks import has_others, own_part
 from trainwright.state.spikes import Spike, SpikeDetector
 
 OnNonfinite = Literal["skip", "stop", "observe"]
+_LOW = (torch.float16, torch.bfloat16)
 ALWAYS, EVERY = 64, 16
 """Until this step the norm of the gradients is measured in each, later in every so-manyth: those that are looked at."""
 
@@ -45,7 +47,7 @@ class Veto:
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self.device_type = parameters[0].device.type if parameters else "cpu"
         self._is_partial = has_others() and any(own_part(p) is not p for p in parameters)
-        self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
+        self._low = any(p.dtype in _LOW for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._before: tuple[list[Tensor], Callable[[], None]] | None = None
@@ -152,7 +154,7 @@ class Veto:
         if self._before is not None:
             written, put_back = self._before
             self._before = None
-            if not bool(torch.isfinite(torch.stack(torch._foreach_norm(written))).all()):
+            if not math.isfinite(_norm(written)):
                 put_back()
                 self._restore_buffers()
                 step.values["vetoed"] = "update"
@@ -165,14 +167,32 @@ class Veto:
 
 @torch.no_grad()
 def _norm(grads: list[Tensor]) -> Tensor:
-    """As ``get_total_norm``, without its grouping by device and type, which takes 20 us."""
+    """The norm of all gradients, which is finite if each of their elements is.
+
+    As ``get_total_norm``, without its grouping by device and type, which takes 20 us. Where squares overflow, it is
+    measured again in float64; on a device, which the host does not wait for, the largest element stands for it.
+    """
     grads = [g for g in grads if not g.is_sparse]
     if not grads:
         return torch.zeros((), device="cpu")
-    if {(type(g), g.device) for g in grads} != {(Tensor, grads[0].device)}:
-        return get_total_norm([own_part(g) for g in grads])
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    kinds = {(type(g), g.device, g.dtype) for g in grads}
+    if len({kind[:2] for kind in kinds}) > 1 or type(grads[0]) is not Tensor:
+        measured = partial(_norm_of_parts, [own_part(g) for g in grads])
+    else:
+        measured = partial(_norm_of_plain, grads)
+    norm = measured(torch.float32 if any(dtype in _LOW for _, _, dtype in kinds) else None)
+    if norm.device.type != "cpu":
+        return torch.where(norm.isfinite(), norm, measured(None, math.inf).to(norm.dtype))
+    return norm if math.isfinite(norm) else measured(torch.float64)
+
+
+def _norm_of_plain(grads: list[Tensor], dtype: torch.dtype | None, order: float = 2.0) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, order, dtype=dtype)), order)
     return norm
+
+
+def _norm_of_parts(grads: list[Tensor], dtype: torch.dtype | None, order: float = 2.0) -> Tensor:
+    return get_total_norm(grads if dtype is None else [g.to(dtype) for g in grads], order)
 
 
 def _before_clipping(step: RecordedStep, norm: float) -> float:

@@ -1,4 +1,4 @@
-"""Runs recorded steps of our own engine again with hooks and tape on, and so writes their programs."""
+"""Writes the programs of steps of the engine: while they train, or by running them again with hooks and tape on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainwright.engine.clip import ClipFn, GradientClip
 from trainwright.engine.spikes import SpikeDecision, SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
+from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.hooks import Listener, listening
 from trainwright.recorder.inputs import StepInputs
 from trainwright.recorder.listener import tell, unmuted
@@ -22,6 +23,7 @@ from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.veto import Veto
+from trainwright.replay.deadline import Deadline
 from trainwright.replay.stage import staged
 from trainwright.state.chained import parts_of
 from trainwright.state.cursor import StepBatch
@@ -51,7 +53,9 @@ def called_parts(module: nn.Module) -> list[nn.Module]:
 class EngineBench:
     """Runs steps again from their inputs, on the live objects, whose state is restored afterwards.
 
-    ``probes`` receive the events of each step whose program is written, once.
+    ``live`` is a witness that records the step which it is given to while that trains; then ``take_live`` returns it.
+    ``probes`` receive the events of each step whose program is written, once. ``deadline`` ends a run between two
+    steps.
     """
 
     def __init__(self, state: TrainState, make_step: MakeStep) -> None:
@@ -69,9 +73,12 @@ class EngineBench:
         self._veto = Veto(roots, self._recorder.parameters, "observe")
         self.objects = LiveObjects(roots, parts_of(state.optimizer), self._recorder.parameters)
         self.probes: Sequence[Listener] = ()
+        self.deadline = Deadline()
         self._state, self._spikes = state, _AsItWas()
         self._advance = make_step(_BenchWitness(self._recorder), self._spikes)
         self._taken: list[RecordedStep] = []
+        self._listening = ExitStack()
+        self.live = _LiveWitness(self._recorder, self._listen)
 
     @property
     def tape(self) -> Tape:
@@ -85,13 +92,14 @@ class EngineBench:
         before = snapshot
         with staged(self.objects, snapshot):
             for recorded, inputs in steps:
+                self.deadline.check()
                 if recorded is steps[-1][0] and len(steps) > 1:
                     inputs.generators.restore(self._recorder.device)
                     before = self.objects.snapshot(inputs.step)
                 if recorded.program:
                     self._advance(self._state_at(inputs), inputs.batch)
                 else:
-                    _complete(recorded, self._recorded(inputs))
+                    complete(recorded, self._recorded(inputs))
         return before
 
     def record_unfinished(
@@ -109,15 +117,23 @@ class EngineBench:
                 return unfinished, error
 
     def _recorded(self, inputs: StepInputs) -> RecordedStep:
+        state = self._state_at(inputs)
+        with unmuted(), self._listening:
+            self._listen(inputs.step)
+            self._advance(state, inputs.batch)
+        return self._finished()
+
+    def _listen(self, step: int) -> None:
+        """Record what this thread does as ``step``, until ``_listening`` is closed."""
         recorder = self._recorder
         self._taken.clear()
-        recorder.current = RecordedStep(inputs.step)
-        state = self._state_at(inputs)
-        with ExitStack() as recording:
-            recording.enter_context(unmuted())
-            recording.enter_context(listening([recorder, *self.probes], recorder.roots))
-            recording.callback(recorder.tape.stop)
-            self._advance(state, inputs.batch)
+        recorder.current = RecordedStep(step)
+        self._listening.enter_context(listening([recorder, *self.probes], recorder.roots))
+        self._listening.callback(recorder.tape.stop)
+
+    def _finished(self) -> RecordedStep:
+        """The step that was recorded just now. Raises what the recorder raised."""
+        recorder = self._recorder
         if recorder.failed is not None:
             raise recorder.failed
         if not self._taken:  # its update was skipped, and no norm was seen at an update
@@ -126,6 +142,21 @@ class EngineBench:
         if len(self._taken) > 1:
             self._taken[-1].blind = f"it makes {len(self._taken)} updates of one optimizer"
         return self._taken.pop()
+
+    @property
+    def can_record_live(self) -> bool:
+        """Whether steps can be recorded while they train: what is compiled would be compiled again with hooks."""
+        roots = [each for each in (self._state.model, self._state.loss) if each is not None]
+        return self._recorder.failed is None and not any(is_compiled(m) for root in roots for m in root.modules())
+
+    def take_live(self) -> RecordedStep:
+        """Stop recording, and return the step that was recorded while it trained."""
+        self.stop_live()
+        return self._finished()
+
+    def stop_live(self) -> None:
+        """Stop recording. Does nothing where no step is being recorded."""
+        self._listening.close()
 
     def _state_at(self, inputs: StepInputs) -> TrainState:
         """Returns a new TrainState of the live model and optimizer, which must be in the state before the step."""
@@ -139,7 +170,7 @@ class EngineBench:
         return state
 
 
-def _complete(recorded: RecordedStep, again: RecordedStep) -> None:
+def complete(recorded: RecordedStep, again: RecordedStep) -> None:
     """Adds what only a program has to the recorded step; the numbers of the live step stay."""
     recorded.program, recorded.losses = again.program, again.losses
     recorded.events = [(kind, _read(value) if kind == "clip" else value) for kind, value in again.events]
@@ -206,3 +237,15 @@ class _BenchWitness:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
         by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
         tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
+
+
+class _LiveWitness(_BenchWitness):
+    """The same for the step that trains: ``listen`` is called with its number when it begins."""
+
+    def __init__(self, recorder: LoopRecorder, listen: Callable[[int], None]) -> None:
+        super().__init__(recorder)
+        self._listen = listen
+
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
+        self._listen(state.step + 1)
+        super().step_begins(state, batch, generators)

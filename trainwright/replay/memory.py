@@ -1,7 +1,8 @@
-"""The memory that a replay takes: foretold before it begins, so that a look never takes what the loop needs."""
+"""The memory that a replay takes, predicted before it begins: an examination takes nothing that training needs."""
 
 from __future__ import annotations
 
+import math
 import traceback
 
 import torch
@@ -15,6 +16,10 @@ from trainwright.replay.session import ReplaySession
 from trainwright.world.memory import free_bytes, give_back
 
 NO_ROOM = "not looked at, for want of memory"
+MAX_TIMES_OF_STEP = 2.0
+"""The most that an experiment may take, in relation to the step itself: weights, gradients and activations."""
+SMALL_BYTES = 256 * 2**20
+"""An experiment may always take this much, where it is free."""
 AMPLE = 8
 """So many times what is needed were free at an earlier look: it is not asked again."""
 FEWEST = 2
@@ -26,11 +31,20 @@ OF_WEIGHTS = 3
 
 
 class ReplayMemory:
-    """How much memory the replays of a step take. What is measured holds for all steps with inputs of that size."""
+    """How much memory the replays of a step take. What is measured holds for all steps with inputs of that size.
 
-    def __init__(self) -> None:
+    ``is_capped``: an experiment takes at most MAX_TIMES_OF_STEP of what the step takes, and not all that is free.
+    """
+
+    def __init__(self, *, is_capped: bool = True) -> None:
+        self._is_capped = is_capped
         self._of_size: dict[int, int] = {}
         self._free, self._asked_at = 0, 0  # bytes, at the look at which step: to ask takes a millisecond
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step was measured: the first experiment that replays one takes a forward pass more."""
+        return bool(self._of_size)
 
     def rows_for(self, session: ReplaySession, times: float, *, can_be_fewer: bool) -> range | None:
         """The samples of each micro-batch for which ``times`` what the step takes is there; None: all of them.
@@ -41,13 +55,15 @@ class ReplayMemory:
         batch = self._of_batch(session)
         if self._asked_at != session.step and times * (batch + weights) > self._free / AMPLE:
             self._asked_at, self._free = session.step, free_bytes(session.replayer.device)
-        free = self._free / times
-        if batch + weights <= free:
+        cap = max(SMALL_BYTES, MAX_TIMES_OF_STEP * (batch + weights)) if self._is_capped else math.inf
+        room = min(self._free, cap) / times
+        if batch + weights <= room:
             return None
-        fitting = int(size * (free - weights) / batch) if can_be_fewer and batch else 0
+        fitting = int(size * (room - weights) / batch) if can_be_fewer and batch else 0
         if fitting < FEWEST:
             wanted = _mib(times * (batch + weights))
-            raise NotReplayable(f"{NO_ROOM}: it takes about {wanted}, and {_mib(self._free)} are free")
+            limit = f"{_mib(self._free)} are free" if self._free <= cap else f"it may take {_mib(cap)}"
+            raise NotReplayable(f"{NO_ROOM}: it takes about {wanted}, and {limit}")
         return range(fitting)
 
     def _of_batch(self, session: ReplaySession) -> int:

@@ -33,6 +33,7 @@ from trainwright.recorder.program import (
     tensors_of,
 )
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.deadline import Deadline
 from trainwright.replay.dtypes import DTYPES, cast_to
 from trainwright.replay.functions import InputHandler, OpHandler
 from trainwright.replay.stage import NotReplayable as NotReplayable
@@ -99,7 +100,7 @@ class Replayer:
     """Runs recorded steps on live objects whose own state is set aside. ``names`` are those of their parameters."""
 
     def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
-        self.subject, self.names = subject, list(names)
+        self.subject, self.names, self.deadline = subject, list(names), Deadline()
         self.rows: Sequence[int] | None = None
         self.known = frozenset(id(p) for p in subject.parameters)
         self.device = subject.parameters[0].device if subject.parameters else torch.device("cpu")
@@ -173,6 +174,7 @@ class _Run:
         return self.result
 
     def _do(self, each: Instruction) -> None:
+        self.replayer.deadline.check()
         match each:
             case Call():
                 self._call(each)

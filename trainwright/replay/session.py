@@ -25,7 +25,7 @@ class ReplaySession:
     def __init__(self, replayer: Replayer, ring: Ring, step: int) -> None:
         found = ring.steps_to(step)
         if found is None:
-            blind = next((s.blind for s in ring.steps if s.step == step and s.blind), None)
+            blind = next((s.not_replayable for s in ring.steps if s.step == step and s.not_replayable), None)
             raise NotReplayable(blind or f"the recorder does not hold step {step} any more")
         self.replayer, self._ring = replayer, ring
         self._base, steps = found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trainwright.replay.session import ReplaySession
 
@@ -15,16 +15,27 @@ class NotTried(Exception):
     """A remedy cannot be tried on this step; the message says why."""
 
 
-TRIALS: dict[str, Trial] = {}
+USUAL_STEPS = 24.0
+"""Training steps that a trial takes as long as: eight updates as it was, and eight with the remedy."""
+
+
+class RegisteredTrial(NamedTuple):
+    """``steps``: about how many training steps it takes as long as."""
+
+    run: Trial
+    steps: float
+
+
+TRIALS: dict[str, RegisteredTrial] = {}
 """All trials by name."""
 
 
-def trial(name: str) -> Callable[[Trial], Trial]:
-    """Registers a function that tries a remedy."""
+def trial(name: str, *, steps: float = USUAL_STEPS) -> Callable[[Trial], Trial]:
+    """Register a function that tries a remedy. ``steps``: about how many training steps it takes as long as."""
 
     def register(function: Trial) -> Trial:
         assert name not in TRIALS, name
-        TRIALS[name] = function
+        TRIALS[name] = RegisteredTrial(function, steps)
         return function
 
     return register
@@ -34,7 +45,7 @@ def attempt(name: str, session: ReplaySession, args: Mapping[str, object]) -> st
     """Runs the trial ``name`` and returns its outcome. Raises NotTried."""
     if name not in TRIALS:
         raise NotTried(f"there is no trial {name!r}")
-    return TRIALS[name](session, **args)
+    return TRIALS[name].run(session, **args)
 
 
 def course(losses: Sequence[float]) -> str:

@@ -24,6 +24,7 @@ from trainwright.runlog.records import (
     Found,
     RunVerdict,
     Started,
+    Unexamined,
     Watched,
     Withdrawn,
 )
@@ -75,7 +76,7 @@ class Report:
             lines += lines_of(self.findings)
         if self.added:
             lines += ["found now, and not by the run itself:", *lines_of(self.added)]
-        lines += self.examination.lines()
+        lines += self.examination.lines(self.run)
         if self.findings:
             lines.append(f"more: trainwright explain {self.findings[0].code}")
         if self.experiments and self.can_be_trained_again:
@@ -117,7 +118,7 @@ class Report:
 
 def diagnosis_of(folder: RunFolder) -> Report:
     """Reads the findings from the log, and applies every check to its records again."""
-    kinds = (Watched, Examined, Found, Withdrawn, Ended)
+    kinds = (Watched, Examined, Unexamined, Found, Withdrawn, Ended)
     log = read_newest(folder.log, kinds) if folder.log.is_file() else LogContents((), 0, torn=False)
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]

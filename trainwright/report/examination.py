@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainwright.doctor.law import LawState
 from trainwright.runlog.json_values import JsonValue
-from trainwright.runlog.records import Examined, Record, Watched
+from trainwright.runlog.records import Examined, Record, Unexamined, Watched
 
 _OF_EACH_EXAMINATION = {"casts", "batch", "again"}
 """Experiments of which each examination of a step runs one or more."""
@@ -25,6 +26,7 @@ class Examination:
         laws: The result of each check; none where no check was applied.
         blind: Why steps could not be replayed, with the number of recorded steps, the most frequent reason first.
         not_run: Experiments that were due and have not run.
+        unexamined: What found no time at the end of the run; None where it has not ended, or everything found time.
     """
 
     steps: int
@@ -32,6 +34,7 @@ class Examination:
     laws: tuple[LawState, ...] = ()
     blind: tuple[tuple[str, int], ...] = ()
     not_run: tuple[str, ...] = ()
+    unexamined: Unexamined | None = None
 
     @classmethod
     def of(cls, records: Iterable[Record], laws: Sequence[LawState] = (), not_run: Sequence[str] = ()) -> Examination:
@@ -41,22 +44,32 @@ class Examination:
         close = [each.step for each in examined if each.experiment in _OF_EACH_EXAMINATION]
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
-        return cls(len(watched), tuple(dict.fromkeys(close)), tuple(laws), tuple(blind.most_common()), tuple(not_run))
+        left = [each for each in every if isinstance(each, Unexamined)][-1:]
+        return cls(
+            steps=len(watched),
+            replayed=tuple(dict.fromkeys(close)),
+            laws=tuple(laws),
+            blind=tuple(blind.most_common()),
+            not_run=tuple(not_run),
+            unexamined=left[0] if left and left[0].experiments else None,
+        )
 
     @property
     def counts(self) -> dict[str, int]:
         """How many checks had each result."""
         return dict(Counter(each.state for each in self.laws))
 
-    def lines(self) -> Iterator[str]:
-        """What was examined; then, where something was not, what and why."""
+    def lines(self, run: Path | None = None) -> Iterator[str]:
+        """What was examined; then, where something was not, what and why. ``run`` is the run folder."""
         recorded = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
         replayed = f"{len(self.replayed) or 'none'} of them replayed"
         yield "; ".join([f"examined  {recorded}, {replayed}", *self._checks()])
         if self.blind:
             reason, count = self.blind[0]
             yield f"not replayed  {count:,} of {self.steps:,} steps: {' '.join(reason.split())[:MAX_REASON_CHARS]}"
-        if self.not_run:
+        if self.unexamined is not None:
+            yield f"not examined  {line_of_unexamined(self.unexamined, run)}"
+        elif self.not_run:
             names = ", ".join(self.not_run[:MAX_NAMES]) + (", ..." if len(self.not_run) > MAX_NAMES else "")
             have = "experiments have" if len(self.not_run) > 1 else "experiment has"
             yield f"not examined  {len(self.not_run)} {have} not run: {names}"
@@ -79,3 +92,15 @@ class Examination:
             "not_replayed": dict(self.blind),
             "not_run": list(self.not_run),
         }
+
+
+def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
+    """What found no time, and how it is examined later; None where everything did. ``run`` None: it has no folder."""
+    count = len(unexamined.experiments)
+    if not count:
+        return None
+    later = 'tw.watch(..., examine="all") takes it' if run is None else f"later: trainwright diagnose {run} --deep"
+    return (
+        f"no time for {count} experiment{'' if count == 1 else 's'}: {unexamined.examined_s:.2g} s were spent "
+        f"on others in {unexamined.trained_s:.2g} s of training; {later}"
+    )

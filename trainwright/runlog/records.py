@@ -180,6 +180,20 @@ class Examined(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unexamined(Record):
+    """At the end of a run: experiments and trials of remedies that found no time in ``examined_s`` seconds.
+
+    ``bundle`` is the folder of the last steps, from which they can run later: ``step-00000320``; None: it was not kept.
+    """
+
+    step: int
+    experiments: tuple[str, ...]
+    examined_s: float
+    trained_s: float
+    bundle: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Where:
     """What a finding points at; None: not known, or does not apply. ``source`` is a line: ``file.py:42``."""
 
@@ -340,6 +354,7 @@ KINDS: Mapping[str, type[Record]] = {
         Watched,
         Logged,
         Examined,
+        Unexamined,
     )
 }
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}

@@ -40,6 +40,8 @@ class _Origins:
 
     def of(self, name: str, *paths: str) -> Origin:
         """The origin of the setting ``name``, which any of these paths, or one below, would decide."""
+        if any(_covers(path, each) for each in self.loaded.by_plan for path in paths):
+            return "planned"
         stated = self.loaded.asked if self.before is None else self.loaded.overridden
         if any(_covers(path, each) for each in stated for path in paths):
             return "asked"
@@ -147,9 +149,8 @@ class _Header:
             value = "as the data come" if joined == 1 else f"{joined} batches of the data"
         if self.job.recipe.data.drop_last:
             value += ", a short last batch is left out"
-        is_planned = "batch.micro" in self.job.loaded.asked and self.job.recipe.batch.micro == "auto"
-        setting = self._setting("batch", value, "batch")
-        return Setting("batch", value, "planned") if is_planned else setting
+        why = self._why("micro-batch") if "batch.micro" in self.job.loaded.by_plan else ""
+        return self._setting("batch", value, "batch", why=why)
 
     def _order(self) -> Setting:
         train, recipe = self.job.parts.train, self.job.recipe
@@ -193,19 +194,28 @@ class _Header:
         size = logits_bytes(count_tokens(self.first.micro[0].data), len(head.weight))
         return size if isinstance(most, int) and size > most else None
 
+    def _recomputed(self) -> str:
+        """The policy of activation checkpointing, or the number of blocks that the plan has chosen."""
+        blocks = self.job.plan.settled.get("recompute")
+        if not isinstance(blocks, list):
+            return self.job.recipe.model.activation_checkpointing
+        count = sum(keep is not None for keep in blocks)
+        return f"{count} of {len(blocks)} blocks" if count else "none"
+
     def _further(self) -> Iterator[Setting]:
         """What is off unless it was asked for."""
         recipe, plan = self.job.recipe, self.job.plan
-        model, asked = recipe.model, self.origins.loaded.asked
+        model = recipe.model
         if model.compile:
             yield self._setting("compile", "torch.compile", "model.compile")
         if recipe.loss.chunked is True:
             yield self._setting("loss", "computed in chunks", "loss.chunked")
-        if model.activation_checkpointing != "none":
-            yield self._setting("recompute", model.activation_checkpointing, "model.activation_checkpointing")
+        if (recomputed := self._recomputed()) != "none":
+            why = self._why("checkpointing")
+            yield self._setting("recompute", recomputed, "model.activation_checkpointing", why=why)
         if recipe.optimizer.offload is True:
-            is_stated = "optimizer.offload" in asked
-            yield Setting("offload", "moments and update on the host", "asked" if is_stated else "planned")
+            why = self._why("optimizer offload")
+            yield self._setting("offload", "moments and update on the host", "optimizer.offload", why=why)
         if model.ema is not None:
             yield self._setting("average", f"of the weights, decay {model.ema:g}", "model.ema")
         if recipe.spikes.policy not in ("warn", "off"):

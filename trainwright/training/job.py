@@ -72,7 +72,7 @@ from trainwright.training.own_objects import Live, build_live, memory_note, of_o
 from trainwright.training.own_step import untried
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.watching.look_schedule import last_look_s, looks_s
+from trainwright.watching.budget import predicted_end_s, predicted_s
 from trainwright.world import (
     ALONE,
     ONE,
@@ -262,8 +262,8 @@ def prepare(
     if not earlier:
         state.scaler = job.precision.scaler(device)
     job.plan = replace(job.plan, header=run_header(job, first, earlier))
-    if loaded.end_s is not None:
-        job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
+    if loaded.within_s is not None:
+        job.plan = replace(job.plan, ends_in_s=loaded.within_s)
     return job
 
 
@@ -309,12 +309,12 @@ def until_of(plan: Plan) -> Until:
 
 def until_of_job(job: Job) -> Until:
     """As ``until_of``; where the whole run must be over at some time, its seconds are those of the clock."""
-    if job.loaded.end_s is None:
+    if job.loaded.within_s is None:
         return until_of(job.plan)
     after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
     if is_watched(job):
-        after_s += last_examination_s(job.plan)
-    return ByTheClock(job.loaded.end_s, after_s)
+        after_s += predicted_end_s(training_time_s(job.plan) or 0.0)
+    return ByTheClock(job.loaded.within_s, after_s)
 
 
 def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
@@ -377,12 +377,15 @@ def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
     """The plan with how long the run takes, and how much of the validation set is evaluated in its course."""
     cost = job.evaluation_cost = _evaluation_cost(plan, job)
     if cost is not None and job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
-        plan = replace(plan, evaluate_batches=affordable_batches(plan, cost))
-        if job.loaded.end_s is not None and without_whole(plan, cost, job.loaded.end_s - time.perf_counter()):
+        within_s = job.loaded.within_s
+        plan = replace(plan, evaluate_batches=affordable_batches(plan, cost, within_s))
+        if within_s is not None and without_whole(plan, cost, within_s):
             plan = replace(plan, evaluates_whole=False)
         if plan.evaluate_batches:
             plan = replace(plan, notes=(*plan.notes, evaluation_note(plan, cost)))
-    return replace(plan, seconds={**foretold(plan, cost, used=until_of(plan)(job.state)), **_of_looks(plan, job)})
+    return replace(
+        plan, seconds={**foretold(plan, cost, used=until_of(plan)(job.state)), **_of_examinations(plan, job)}
+    )
 
 
 def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
@@ -402,18 +405,11 @@ def is_watched(job: Job) -> bool:
     return job.recipe.log.doctor and job.world.size == 1
 
 
-def _of_looks(plan: Plan, job: Job) -> dict[str, float]:
+def _of_examinations(plan: Plan, job: Job) -> dict[str, float]:
     training_s = training_time_s(plan)
-    if not is_watched(job) or not training_s or not plan.step_s:
+    if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
         return {}
-    left_s = training_s * (1 - until_of(plan)(job.state))
-    in_seconds = plan.extent.seconds is not None
-    return {"looks": looks_s(plan.step_s, left_s / plan.step_s, left_s, in_seconds=in_seconds)}
-
-
-def last_examination_s(plan: Plan) -> float:
-    """About how long the doctor examines the run at its end."""
-    return last_look_s(plan.step_s or 0.0, training_time_s(plan) or 0.0, in_seconds=plan.extent.seconds is not None)
+    return {"examinations": predicted_s(training_s * (1 - until_of(plan)(job.state)))}
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

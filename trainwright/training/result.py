@@ -25,8 +25,8 @@ class Result:
     end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding, else 0. ``state`` is the live
     state, the average of the weights (``state.ema``) included. ``is_first``: of several ranks this is the one that
     wrote the run folder. ``restored`` is the step whose weights the model has, where it got back the best ones.
-    ``interrupted_by`` is the signal that came, such as SIGINT, else "". ``loss_fn`` and ``metric_set`` are those of the
-    run, for ``tw.evaluate(result, data)``.
+    ``interrupted_by`` is the name of the signal that stopped the run, such as SIGINT, else "". ``loss_fn`` and
+    ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
     """
 
     run: Path

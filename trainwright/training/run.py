@@ -37,7 +37,6 @@ from trainwright.observe.sinks.factories import sink_factories
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
-from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
@@ -241,7 +240,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
 
         def left_s(state: TrainState) -> float | None:
             measured = spent.measured()
-            return None if measured is None else left_over(job, measured, state, saving.last_s)
+            return None if measured is None else left_over(job, measured, state, until, saving.last_s)
 
         progress.left_s = left_s
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, spent, progress)
@@ -273,6 +272,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         advance = make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
+        until = until_of_job(job)  # its clock begins now
         with _noting_the_checkpoint(job, folder, saving), window.collecting():
             if job.accepted:  # a kill before the next save would ask for it again
                 saver(state)
@@ -280,7 +280,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 state,
                 batches,
                 advance,
-                until=until_of_job(job),
+                until=until,
                 observers=(window, *watching, *extra, *alerts, *layers, *collector, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
@@ -297,7 +297,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
 def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
     """Where the run need not be over at some time, and a step was timed."""
     foretold_s = job.plan.step_s
-    if foretold_s is not None and job.loaded.end_s is None:
+    if foretold_s is not None and job.loaded.within_s is None:
         yield EndTime(
             progress.left_s,
             lambda step_s, left_s, now_s: corrected(step_s, foretold_s, left_s, now_s),
@@ -312,10 +312,11 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes),
         folder=folder,
         say=say,
-        planned_s=training_time_s(job.plan) or 0.0,
-        in_seconds=job.plan.extent.seconds is not None,
+        examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
+        keeps_last_steps=job.live,  # of a recipe any step can be trained again
         warns_of_spikes=job.recipe.spikes.policy == "warn",
+        datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
     )
 
 

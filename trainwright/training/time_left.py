@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
+from trainwright.engine.until import ByTheClock, Until
 from trainwright.observe.remaining import Measured
 from trainwright.plan.run_time import EvaluationCost, foretold, training_time_s
 from trainwright.state.train_state import TrainState
-from trainwright.training.job import ENDING_S, Job, is_watched, last_examination_s, until_of
-from trainwright.watching.look_schedule import looks_s
+from trainwright.training.job import ENDING_S, Job, is_watched, until_of
+from trainwright.watching.budget import predicted_end_s, predicted_s
 
 
-def left_over(job: Job, measured: Measured, state: TrainState, save_s: float | None) -> float:
+def left_over(job: Job, measured: Measured, state: TrainState, until: Until, save_s: float | None) -> float:
     """Seconds until the whole command is over, extrapolated from what was measured in this run.
 
     ``save_s`` is what the last save took: another one follows at the end. None: there was none yet.
     """
-    if job.loaded.end_s is not None:
-        return max(0.0, job.loaded.end_s - time.perf_counter())
+    if isinstance(until, ByTheClock):
+        return until.left_s
     plan = replace(job.plan, step_s=max(measured.step_s, 1e-9))
     left = foretold(plan, _evaluation_cost(job, measured), used=until_of(plan)(state))
     steps_left = left["training"] / max(measured.step_s, 1e-9)
@@ -37,9 +37,8 @@ def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
 
 
 def _examinations_s(job: Job, measured: Measured, steps_left: float) -> float:
-    """The examination at the end, and those before it: at the pace of this run, within what is kept for them."""
-    plan = replace(job.plan, step_s=measured.step_s)
-    total_s, last_s = training_time_s(plan) or 0.0, last_examination_s(plan)
-    num_steps, in_seconds = total_s / max(measured.step_s, 1e-9), plan.extent.seconds is not None
-    kept_s = looks_s(measured.step_s, num_steps, total_s, in_seconds=in_seconds) - last_s - measured.examined_s
-    return last_s + min(steps_left * measured.examination_s, max(0.0, kept_s))
+    """The examination at the end, and those before it: at the pace of this run, within the budget of the whole run."""
+    total_s = training_time_s(replace(job.plan, step_s=measured.step_s)) or 0.0
+    end_s = predicted_end_s(total_s)
+    left_s = max(0.0, predicted_s(total_s) - measured.examined_s)
+    return min(left_s, end_s + steps_left * measured.examination_s)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -23,9 +22,13 @@ from trainwright.training.result import Result
 from trainwright.training.run import train
 from trainwright.world import Launch
 
+SAMPLE_SHARE = 0.01
+"""Of the seconds of a demo: what a sample may take."""
+LEAST_TOKENS = 16
+"""A shorter sample says nothing, and is left out."""
 TASKS = {"text": "demo.yaml", "digits": "demo-digits.yaml"}
 PROMPT = "The "
-SAMPLE_TOKENS = 160
+SAMPLE_TOKENS, FIRST_TOKENS = 160, 48
 
 
 def demo(
@@ -35,21 +38,19 @@ def demo(
     settings: list[str],
     console: Console | None = None,
     quiet: bool = False,
-    begin_s: float | None = None,
 ) -> Result:
     """Trains the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``.
 
-    Seconds count from ``begin_s`` of ``time.perf_counter`` (None: now) to the end of the run, all included.
+    Seconds count from the first step to the end of the run, all included: at least nine tenths of them are training.
     """
     if task not in TASKS:
         raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
     if Launch.read(os.environ).size > 1:
         remedy = "train a recipe on several: trainwright train RECIPE -- --nproc-per-node 2"
         raise UsageError("the demo trains in one process, and torchrun has started several", remedy=remedy)
-    begin_s = time.perf_counter() if begin_s is None else begin_s
     loaded = load(box() / TASKS[task], overrides=[f"until={budget}", *settings])
     if loaded.recipe.until.unit == "s":
-        loaded = replace(loaded, end_s=begin_s + loaded.recipe.until.value)
+        loaded = replace(loaded, within_s=loaded.recipe.until.value)
     return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])
 
 
@@ -62,20 +63,36 @@ class _FinalToo(TextSamples):
 
 def text_samples(job: Job, folder: RunFolder, progress: Progress) -> TextSamples:
     """Samples at the start, at 25 % and 50 %, and at the end of a run of a language model."""
-    samples = _FinalToo(writer(job), folder=folder.samples, say=progress.say)
+    samples = _FinalToo(SampleWriter(job), folder=folder.samples, say=progress.say)
     if job.state.step == 0:
         samples.show("the start")
     return samples
 
 
-def writer(job: Job) -> Callable[[], str]:
-    """A function that lets the model of ``job`` continue a prompt, without changing its state."""
-    data: Any = job.parts.train.dataset
+class SampleWriter:
+    """Lets the model of ``job`` continue a prompt, without changing its state.
 
-    def write() -> str:
-        prompt = torch.tensor([data.encode(PROMPT)], device=job.device)
-        with job.precision.autocast():
-            ids_BT = generate(job.state.model, prompt, tokens=SAMPLE_TOKENS, temperature=0.8)
-        return str(data.decode(ids_BT[0]))
+    Where the seconds of the run are counted by the clock, a sample is as long as its share of them allows: by what a
+    token of the one before has taken.
+    """
 
-    return write
+    def __init__(self, job: Job) -> None:
+        self._job, self._data = job, cast("Any", job.parts.train.dataset)
+        self._token_s: float | None = None
+
+    def __call__(self) -> str:
+        tokens = self._tokens()
+        if tokens < LEAST_TOKENS:
+            return f"(left out: {LEAST_TOKENS} characters would take more than {SAMPLE_SHARE:.1%} of the run)"
+        prompt = torch.tensor([self._data.encode(PROMPT)], device=self._job.device)
+        begin_s = time.perf_counter()
+        with self._job.precision.autocast():
+            ids_BT = generate(self._job.state.model, prompt, tokens=tokens, temperature=0.8)
+        self._token_s = (time.perf_counter() - begin_s) / tokens
+        return str(self._data.decode(ids_BT[0]))
+
+    def _tokens(self) -> int:
+        within_s = self._job.loaded.within_s
+        if within_s is None or self._token_s is None:  # the first one comes before the first step
+            return SAMPLE_TOKENS if within_s is None else FIRST_TOKENS
+        return min(SAMPLE_TOKENS, int(SAMPLE_SHARE * within_s / self._token_s))

@@ -1,4 +1,4 @@
-"""The doctor beside our own engine: keeps the inputs of each step, and runs a step again to look at it."""
+"""The doctor beside the engine: keeps the inputs of each step, and examines a step by replaying it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from trainwright.doctor.data.facts import SharedSamplesFacts
+from trainwright.doctor.data.measure.shared_samples import shared_samples
+from trainwright.doctor.loss.measure.first_step import FirstLoss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.step import StepResult
-from trainwright.engine.witness import StepWitness
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.journal import Journal
 from trainwright.recorder.engine_changes import EngineChanges
@@ -22,7 +25,8 @@ from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import KEEP, enough_bytes
-from trainwright.replay.engine_bench import EngineBench, MakeStep
+from trainwright.replay.deadline import TimeIsUp
+from trainwright.replay.engine_bench import EngineBench, MakeStep, complete
 from trainwright.replay.memory import free_what_it_holds
 from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
@@ -30,11 +34,13 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
+from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
-from trainwright.watching.look_schedule import AT_ONCE, SHORT_S, LookSchedule, SnapshotSchedule
+from trainwright.watching.schedule import AT_ONCE, SHORT_S, ExaminationSchedule, SnapshotSchedule
+from trainwright.watching.unexamined import keep_rest
 from trainwright.watching.unjudged import PlainNumbers, Unjudged, are_calm, warned_of_spikes
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
@@ -42,12 +48,13 @@ NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 
 
 class EngineSession:
-    """Records the inputs of each step of our own engine, looks closely at some steps, and asks the doctor.
+    """Records the inputs of each step of the engine, examines some steps, and asks the doctor.
 
     Pass ``witness`` to the step function that trains. ``make_step`` makes the same step function with another witness;
-    it runs a step again, with hooks and tape on. ``write`` is called with every record. ``planned_s`` is the planned
-    length of the run in seconds, ``in_seconds`` whether it was asked for in seconds. ``warns_of_spikes`` is true where
-    the step function has no SpikeGuard.
+    it replays a step, with hooks and tape on. ``write`` is called with every record, ``say`` with a line to print.
+    ``examine``: what the budget allows, or everything. ``keeps_last_steps``: at the end they are written to ``bundles``
+    where something found no time. ``warns_of_spikes`` is true where the step function has no SpikeGuard. ``datasets``
+    are those of training and validation, if there is one.
     """
 
     def __init__(
@@ -56,41 +63,60 @@ class EngineSession:
         make_step: MakeStep,
         *,
         write: Callable[[Record], None],
-        planned_s: float,
-        in_seconds: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+        examine: Examine = "budget",
         accumulation: int | None = None,
         bundles: Path | None = None,
+        keeps_last_steps: bool = True,
         warns_of_spikes: bool = True,
+        datasets: tuple[object, object] | None = None,
     ) -> None:
+        self._datasets = datasets
         self._state, self.step = state, state.step
         self._bench = EngineBench(state, make_step)
         objects = self._bench.objects
         self.device = objects.parameters[0].device
+        self.budget = ExaminationBudget(self.device, examine)
         self.witness: StepWitness
         self._changes = EngineChanges([m for root in objects.roots for m in root.modules()], objects.parameters)
         self.witness = self._inputs = InputRecorder(self.let_go, self._changes)
         self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
-        self.runner = ExperimentRunner(objects, self.ring)
+        self.runner = ExperimentRunner(objects, self.ring, self.budget, say=say)
+        self._bench.deadline = self.runner.replayer.deadline
         loop = LoopObjects(accumulation=accumulation)
         made = [each for each in make_probes(objects, loop) if each.name not in NEEDS_A_LIVE_LOOP]
         self._probes: list[Probe] = [*made, *probes_of_families(objects, loop, live=False)]
+        if not self.budget.is_lifted:
+            are_rivals = len(objects.roots) > 1 or len(objects.optimizers) > 1
+            self._probes.append(FirstLoss(self._bench.tape, objects.parameters, are_rivals=are_rivals))
         self._bench.probes = self._probes
-        begin_all(self._probes, WatchSite(bundles.parent if bundles else None, write, lambda line: None))
+        site = WatchSite(bundles.parent if bundles else None, write, lambda line: None, self.budget.is_lifted)
+        begin_all(self._probes, site)
         self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)
-        self._looks, self._snapshots = LookSchedule(self.step, planned_s, in_seconds=in_seconds), SnapshotSchedule(KEEP)
+        self._schedule, self._snapshots = ExaminationSchedule(self.step, self.budget), SnapshotSchedule(KEEP)
+        self._recorded_live: dict[int, RecordedStep] = {}  # until they are examined
         self._late = lateness(self.device)
         self._unjudged: deque[Unjudged] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
+        self._last_steps = bundles if keeps_last_steps else None
         self._newest_replayed = 0  # the newest step whose program the probes have received
         self._blind = objects.is_closed  # why no step can be run again
-        self._trained_s, self._first_step = 0.0, self.step
+        self._first_step = self.step
         self._busy_at = 0  # until this step a calm one has nothing to do but to wait to be judged
+        self._compare_datasets(reads=False)
         self._prepare_next(self.step)
+
+    def _compare_datasets(self, *, reads: bool) -> None:
+        """Compares the validation set with the training set, once. ``reads``: samples may be read."""
+        if self._datasets is not None and (facts := shared_samples(*self._datasets, reads=reads)) is not None:
+            self._datasets = None
+            self.log.examined(max(1, self.step), {SharedSamplesFacts.experiment: facts})
 
     def let_go(self) -> bool:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""
         has_session, has_unjudged = self.runner.forget(), bool(self._unjudged)
+        self._recorded_live.clear()
         while self._unjudged:
             self._take([self._unjudged[0].with_numbers()], tells=True)
         self.log.record_all()  # now, while their samples are known
@@ -101,7 +127,9 @@ class EngineSession:
         inputs = self._inputs.newest
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
-        self._trained_s += result.step_s
+        self.budget.train()
+        if self._inputs.live is not SILENT:
+            self._take_live(result.step)
         loss, norm = (math.nan, math.nan) if self._late else (result.loss.item(), result.grad_norm.item())
         numbers = PlainNumbers(result.step, loss, norm, result.lr, result.step_s, result.wait_s, time.time(), self.ring)
         is_plain = result.spike is None and result.batch is inputs.batch and math.isfinite(loss + norm)
@@ -116,7 +144,7 @@ class EngineSession:
         is_new = _is_applied(result) and self._changes.is_new(result.step - self._first_step, result.lr)
         read = late([result.loss, result.grad_norm]) if self._late else None
         self._unjudged.append(Unjudged(numbers, inputs, result.spike, is_new, read))
-        may_wait = not self._late and self._looks.may_wait(result.step, result.step_s) and numbers.are_finite
+        may_wait = not self._late and self._schedule.may_wait(result.step, result.step_s) and numbers.are_finite
         if is_new or result.step % AT_ONCE == 0 or not may_wait:
             self._judge_all_but(self._late)
         self._prepare_next(result.step)
@@ -125,18 +153,19 @@ class EngineSession:
         """Of nearly every step nothing but two numbers is looked at, and no record of it is made."""
         judged = [each.with_numbers() for each in islice(self._unjudged, max(0, len(self._unjudged) - newest))]
         judged = warned_of_spikes(judged, self._state.spikes) if self._warns else judged
-        plain = judged if self._blind is None and are_calm(judged, self._looks) else []
+        plain = judged if self._blind is None and are_calm(judged, self._schedule) else []
         for each in judged[len(plain) :]:
             number, bad, spiked = each.numbers.number, not each.numbers.are_finite, each.spike is not None
             tells = bad or spiked or each.is_new or self._blind is not None
-            wanted = self._looks.wants(number, each.numbers.loss, bad=bad, spiked=spiked, changed=each.is_new)
+            wanted = self._schedule.wants(number, each.numbers.loss, bad=bad, spiked=spiked, changed=each.is_new)
             plain.append(each)
             if tells or wanted:
                 self._take(plain, tells=tells)
                 if wanted:
-                    self._look(each.held_by(self.ring, self._blind), each.numbers.as_read)
+                    self._examine(each.held_by(self.ring, self._blind), each.numbers.as_read)
                 if bad:
-                    self._incidents.keep_bundle(number, [found.code for found in self.log.findings()])
+                    with self.budget.spending():
+                        self._incidents.keep_bundle(number, [found.code for found in self.log.findings()])
                 plain = []
         self._take(plain)
 
@@ -152,22 +181,40 @@ class EngineSession:
             if odd.is_new:
                 self.runner.begin_again()
 
-    def _look(self, step: RecordedStep, numbers: Numbers) -> None:
-        bad, begin_s = not numbers.are_finite, time.thread_time()
-        allowed_s = math.inf if bad else self._looks.allowed_s(step.step, step.values["step_s"])
-        self._make_program(step, numbers)
-        allowed_s -= time.thread_time() - begin_s
-        self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits(), allowed_s=allowed_s)
-        self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
+    def _examine(self, step: RecordedStep, numbers: Numbers) -> None:
+        bad, begin_s = not numbers.are_finite, self.budget.clock()
+        allowed_s = self.budget.left_for_incident_s if bad else self.budget.left_s
+        with self.budget.spending():
+            made_s = self._make_program(step, numbers, allowed_s, is_incident=bad)
+            overhead_s = self.log.look(
+                step.step,
+                "incident" if bad else "checkup",
+                limits=self._limits(),
+                allowed_s=allowed_s - (self.budget.clock() - begin_s),
+                repeats=self._schedule.is_repeat_due,
+            )
+        self._schedule.plan_next(made_s + overhead_s, self.runner)
 
-    def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
-        """Runs the step again on the bench, where the probes hear it."""
+    def _take_live(self, step: int) -> None:
+        """Keep the program of a step that was recorded while it trained, until it is examined."""
+        self._inputs.live = SILENT
         try:
-            self.ring.steps_to(step.step)
-        except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
-            step.blind = text_of(error)[:200]
+            self._recorded_live[step] = self._bench.take_live()
+        except Exception as error:  # it can be replayed instead
             free_what_it_holds(error, self.device)
-            return
+
+    def _make_program(self, step: RecordedStep, numbers: Numbers, allowed_s: float, *, is_incident: bool) -> float:
+        """Write the program of ``step``, or of one near it, where it was not recorded and there is time to replay it.
+
+        The probes receive its events. Returns the seconds that it took.
+        """
+        begin_s = self.budget.clock()
+        self.runner.allow(allowed_s)
+        if (live := self._recorded_live.pop(step.step, None)) is not None:
+            complete(step, live)
+        else:
+            self._replay_to(step if is_incident else self._nearest(step), allowed_s)
+        self._recorded_live.clear()  # older ones were not examined
         for each in self.ring.steps:
             if self._newest_replayed < each.step <= step.step and each.program:
                 self._newest_replayed = each.step
@@ -175,21 +222,43 @@ class EngineSession:
                     _tell(probe, lambda probe=probe, each=each: probe.on_closed(each))  # type: ignore[misc]
         for probe in self._probes:
             _tell(probe, lambda probe=probe: probe.on_read(step, numbers))  # type: ignore[misc]
+        return self.budget.clock() - begin_s
+
+    def _nearest(self, step: RecordedStep) -> RecordedStep:
+        at = self.runner.nearest(step.step)
+        return self.ring.made(at) if self.ring.holds(at) else step
+
+    def _replay_to(self, step: RecordedStep, allowed_s: float) -> None:
+        snapshot = next((each for each in reversed(self.ring.snapshots) if each.step <= step.step), None)
+        steps = 0 if snapshot is None else step.step - snapshot.step + 1
+        if steps * self.budget.step_s > allowed_s:
+            return
+        try:
+            with self._bench.deadline.within(allowed_s):
+                self.ring.steps_to(step.step)
+        except TimeIsUp:
+            return
+        except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
+            step.blind = text_of(error)[:200]
+            free_what_it_holds(error, self.device)
 
     def _prepare_next(self, step: int) -> None:
         """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
-        now_s = time.perf_counter()
-        is_looked_at = self._looks.is_next_due(step, now_s)
-        is_due = is_looked_at or self._snapshots.is_due(step) or self._went_back == step
+        is_examined = self._schedule.is_next_due(step)
+        is_due = is_examined or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
-            self._keep_state(step + 1)
-            step_s = self._trained_s / max(1, step - self._first_step)
-            self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
+            begin_s = self.budget.clock()
+            with self.budget.spending():
+                self._keep_state(step + 1)
+            step_s = self.budget.trained_s / max(1, step - self._first_step)
+            self._snapshots.paid(step, self.budget.clock() - begin_s, step_s)
+        if is_examined and self._blind is None and self._bench.can_record_live:
+            self._inputs.live = self._bench.live
         taken = step - self._first_step
         is_compared = self._changes.prepare_next(taken)
         compared_at = self._first_step + self._changes.next_at(taken)
-        busy_at = min(self._looks.next_at(step), self._snapshots.next_at(step), compared_at)
-        self._busy_at = step + 1 if self._late or is_looked_at or is_compared else busy_at
+        busy_at = min(self._schedule.next_at(step), self._snapshots.next_at(step), compared_at)
+        self._busy_at = step + 1 if self._late or is_examined or is_compared else busy_at
 
     def _keep_state(self, step: int) -> None:
         try:
@@ -201,19 +270,25 @@ class EngineSession:
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step; at the one that raised ``error`` too."""
+        self._bench.stop_live()
+        self._inputs.live = SILENT
         if error is not None and not isinstance(error, Exception):
             return
         self._judge_all_but(0)
         examined = error is not None and not isinstance(error, OutOfMemoryError) and self._examine_unfinished(error)
         if self.step == self._first_step and not examined:
             return  # no step: there is nothing to say
-        if self.ring.steps:
-            newest = self.ring.steps[-1]
-            assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
-            loss, norm = float(newest.loss), float(newest.grad_norm)
-            self._make_program(newest, Numbers.of((loss,), loss, norm))
-        allowed_s = self._looks.last_look_s(self._trained_s)
-        self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
+        allowed_s, begin_s = self.budget.left_at_end_s, self.budget.clock()
+        with self.budget.spending():
+            if self.ring.steps:
+                newest = self.ring.steps[-1]
+                assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
+                loss, norm = float(newest.loss), float(newest.grad_norm)
+                self._make_program(newest, Numbers.of((loss,), loss, norm), allowed_s, is_incident=False)
+            self._compare_datasets(reads=True)
+            allowed_s -= self.budget.clock() - begin_s
+            self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
+            keep_rest(self.runner, self.budget, self.step, self._last_steps, self.log.remember)
 
     def _examine_unfinished(self, error: Exception) -> bool:
         """Finds the operation that raised, by running the step again with hooks and tape on. False: it cannot."""
@@ -251,10 +326,11 @@ class EngineObserver:
         *,
         folder: RunFolder,
         say: Callable[[str], None],
-        planned_s: float,
-        in_seconds: bool = False,
+        examine: Examine = "budget",
         accumulation: int | None = None,
+        keeps_last_steps: bool = True,
         warns_of_spikes: bool = True,
+        datasets: tuple[object, object] | None = None,
     ) -> None:
         self._folder, self._say = folder.path, say
         self._journal = Journal(LogWriter(folder.log), say)
@@ -266,11 +342,13 @@ class EngineObserver:
             state,
             make_step,
             write=self._journal.write,
-            planned_s=planned_s,
-            in_seconds=in_seconds,
+            say=say,
+            examine=examine,
             accumulation=accumulation,
             bundles=folder.bundles,
+            keeps_last_steps=keeps_last_steps,
             warns_of_spikes=warns_of_spikes,
+            datasets=datasets,
         )
 
     @property
@@ -310,7 +388,7 @@ class EngineObserver:
             self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(self._failed)[:200]}")
         findings, examination = self.findings(), self.session.log.examination()
         if findings or examination.steps:
-            for line in (*lines_of(findings, self._folder), *examination.lines()):
+            for line in (*lines_of(findings, self._folder), *examination.lines(self._folder)):
                 self._say(line)
         self._journal.close()
 

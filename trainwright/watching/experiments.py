@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +21,8 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle, trials
-from trainwright.replay.experiments import EXPERIMENTS, Experiment
+from trainwright.replay.deadline import Deadline, TimeIsUp
+from trainwright.replay.experiments import EXPERIMENTS, USUAL_STEPS, Experiment
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
@@ -30,28 +32,60 @@ from trainwright.runlog.records import Tried
 from trainwright.state.names import named_parameters
 from trainwright.state.snapshot import LiveObjects
 from trainwright.watching import families as _families  # noqa: F401  registers experiments and trials
+from trainwright.watching.budget import ExaminationBudget
 
 OwnLaw: TypeAlias = Callable[[ReplaySession], str | None]
 """A law of the user's own: returns in words how a step breaks it, None where it holds. Its docstring states it."""
+LEAST_S = 0.002
+"""Seconds that an experiment takes beside its replays: measured on a small MLP, most take 1 to 5 ms more."""
+MEASURING_STEPS = 0.5
+"""Training steps that it takes as long as to measure what memory a replay needs: once for each size of the inputs."""
+NEAR = 0.2
+"""Of the time of an examination: what the replays of the steps before the examined one may take."""
+FOR_REQUESTS = 0.5
+"""Of the time of an examination: what is kept for experiments that checks request and for remedies, unless the next
+experiment needs it.
+"""
+ANNOUNCED_S = 1.0
+"""Seconds: a longer examination is announced."""
 
 
 class ExperimentRunner:
-    """Runs experiments on the steps that a ring holds, each once per step.
+    """Runs experiments on the steps that a ring holds, each once per step, within the time of a budget.
 
-    ``own`` are laws of the user's own, looked at in every checkup. ``replays``: whether any step is run again.
-    A look that may not take long leaves out experiments, and a later one begins with these.
+    ``own`` are laws of the user's own, looked at in every checkup. ``replays``: whether any step is run again. ``say``
+    announces an examination that takes more than a second.
+
+    An experiment is not begun where it is predicted to take longer than is left, and stopped where it does. It runs in
+    a later examination.
     """
 
-    def __init__(self, subject: LiveObjects, ring: Ring, own: Sequence[OwnLaw] = (), *, replays: bool = True) -> None:
-        self._ring, self._own, self._replays = ring, own, replays
+    def __init__(
+        self,
+        subject: LiveObjects,
+        ring: Ring,
+        budget: ExaminationBudget,
+        own: Sequence[OwnLaw] = (),
+        *,
+        replays: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._ring, self._budget, self._own, self._replays, self._say = ring, budget, own, replays, say
+        self.now_s = budget.clock
         self.replayer = Replayer(subject, names_of(subject))
-        self._memory = ReplayMemory()
+        self.replayer.deadline = Deadline(budget.clock)
+        self._memory = ReplayMemory(is_capped=not budget.is_lifted)
         self._done: set[tuple[str, int]] = set()
         self._runs: Counter[str] = Counter()
-        self._cost_s: dict[str, float] = {}  # processor seconds, of the last time
-        self._left_s = math.inf  # of the look
-        self._left_out: dict[str, None] = {}  # what the doctor had requested
-        self._standing: dict[str, None] = {}  # what the doctor had requested for no step of its own
+        self._cost_s: dict[str, float] = {}  # of the last time
+        self._begin_s = self.now_s()  # of the examination
+        self._until_s = math.inf
+        self.replayed_s = 0.0  # in this examination, on experiments and trials
+        self._is_announced = False
+        self._step = 0  # that was examined last
+        self._left_out: dict[str, None] = {}  # what a check had requested, and what found no time
+        self._standing: dict[str, None] = {}  # what a check had requested for no step of its own
+        self._trials: set[str] = set()  # remedies that found no time
         self._session: ReplaySession | None = None
 
     def _session_of(self, step: int) -> ReplaySession:
@@ -60,85 +94,183 @@ class ExperimentRunner:
         return self._session
 
     def forget(self) -> bool:
-        """Drops what is kept of the step that was looked at last; returns whether there was anything."""
+        """Drops what is kept of the step that was examined last; returns whether there was anything."""
         session, self._session = self._session, None
         return session is not None
 
     def allow(self, seconds: float) -> None:
-        """The experiments of the next look may take so many ``seconds`` of the processor, the last of them more."""
-        self._left_s = seconds
+        """Begin an examination that may take ``seconds`` from now on."""
+        self._begin_s = self.now_s()
+        self._until_s, self.replayed_s, self._is_announced = self._begin_s + seconds, 0.0, False
 
-    def look(self, step: int, why: str) -> Facts:
-        """Runs the experiments that are due for the reason ``why``; returns their facts by name."""
+    @property
+    def _left_s(self) -> float:
+        return self._until_s - self.now_s()
+
+    def nearest(self, step: int) -> int:
+        """The step to examine instead of ``step``: the one after the newest state, where it is far from there."""
+        snapshot = next((each for each in reversed(self._ring.snapshots) if each.step <= step), None)
+        if snapshot is None:
+            return step
+        is_whole = not any(each.is_light for each in self._ring.steps if snapshot.step <= each.step <= step)
+        if is_whole and (step - snapshot.step) * self._budget.step_s <= NEAR * self._left_s:
+            return step
+        return snapshot.step
+
+    def look(self, step: int, why: str, *, repeats: bool = True) -> Facts:
+        """Run the experiments that are due for the reason ``why``; return their facts by name.
+
+        ``repeats``: experiments that are run again and again are due, too.
+        """
         if not self._replays:
             return {}
         if why == "incident":
-            return self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
-        return self._run(self._due(), step) | self._look_at_own(step)
+            facts = self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
+            self._budget.has_replayed_incident |= any("blind" not in each for each in facts.values())
+            return facts
+        until_s, self._step = self._until_s, step
+        if until_s != math.inf:
+            self._until_s -= max(0.0, min(FOR_REQUESTS * self._left_s, self._left_s - self.wanted_s()))
+        try:
+            return self._run(self._due(repeats), step) | (self._look_at_own(step) if repeats else {})
+        finally:
+            self._until_s = until_s
+
+    def is_measured(self, name: str, step: int) -> None:
+        """A probe has measured at ``step`` what the experiment ``name`` measures."""
+        if name in EXPERIMENTS:
+            self._done.add((name, step))
+            self._runs[name] += 1
 
     def begin_again(self) -> None:
-        """The loop does something else now: what was run once is due again, also what the doctor had requested."""
-        self._left_out |= dict.fromkeys(name for name in self._runs if EXPERIMENTS[name].when == "first")
+        """The loop does something else now: what was run once is due again, also what a check had requested."""
+        first = [e.name for e in EXPERIMENTS.values() if e.when == "first" and self._runs[e.name]]
+        self._left_out |= dict.fromkeys(first)
         self._left_out |= dict.fromkeys(self._standing)
 
-    @property
-    def not_run(self) -> list[str]:
-        """Experiments that are due at each examination, or were requested, and have not run yet."""
-        due = [e.name for e in EXPERIMENTS.values() if e.when in ("first", "checkup") and self._replays]
-        return [name for name in dict.fromkeys([*due, *self._left_out]) if not self._runs[name]]
+    def _due(self, repeats: bool) -> list[str]:
+        """What has not run yet and what was left out, the cheapest first; then what was run least often."""
+        waiting = self._waiting()
+        checkups = [e.name for e in EXPERIMENTS.values() if e.when == "checkup" and e.name not in waiting]
+        again = sorted(checkups, key=self._runs.__getitem__) if repeats else []
+        return [*sorted(waiting, key=lambda name: EXPERIMENTS[name].rank), *again]
 
-    def _due(self) -> list[str]:
-        """What is run once and has not been, what was left out, and then what was run least often."""
-        first = [e.name for e in EXPERIMENTS.values() if e.when == "first" and not self._runs[e.name]]
-        checkups = [e.name for e in EXPERIMENTS.values() if e.when == "checkup"]
-        return [*first, *self._left_out, *sorted(checkups, key=self._runs.__getitem__)]
+    def _waiting(self) -> list[str]:
+        """What has not run, of itself or as a check requested it, and may still."""
+        return [name for name in self._left() if EXPERIMENTS[name].latest >= self._step]
+
+    def _left(self) -> list[str]:
+        of_itself = [e.name for e in EXPERIMENTS.values() if e.when in ("first", "checkup") and not self._runs[e.name]]
+        return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
+
+    def wanted_s(self) -> float:
+        """What the next experiment takes that waits for its time; infinite where none does."""
+        following = min(self._waiting(), key=lambda name: EXPERIMENTS[name].rank, default=None)
+        return math.inf if following is None else self._predicted_s(following)
+
+    def repeated_s(self) -> float:
+        """What the experiments take that are repeated."""
+        return sum(
+            self._predicted_s(e.name) for e in EXPERIMENTS.values() if e.when == "checkup" and self._runs[e.name]
+        )
+
+    def not_run(self, *, is_later: bool = False) -> list[str]:
+        """Names of experiments that found no time in the whole run, and of remedies that were not tried for it.
+
+        ``is_later``: without those that tell something of its first steps alone, where these are over.
+        """
+        left = self._waiting() if is_later else self._left()
+        return [name for name in left if not self._runs[name]] + sorted(self._trials)
 
     def _look_at_own(self, step: int) -> Facts:
         """What the laws of the user's own say of a step."""
         facts: Facts = {}
         for law in self._own if step else ():
-            try:
-                broken = law(self._session_of(step))
-                own = OwnLawFacts(statement=inspect.getdoc(law) or "", broken=None if broken is None else str(broken))
-                facts[OWN + name_of_law(law)] = {**vars(own), "step": step}
-            except Exception as error:
-                facts[OWN + name_of_law(law)] = {"blind": self._without_what_it_held(error), "step": step}
+            name = OWN + name_of_law(law)
+            if self._is_time_for(name):
+                facts |= self._measured(name, step, partial(_own_facts, law))
         return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
-        """Runs what the doctor requests, unless it was run on that step before; returns the facts by name."""
+        """Run what checks request, unless it was run on that step before; return the facts by name.
+
+        What is requested for a step that was examined comes first: something was seen there. The rest waits for its
+        time with all others.
+        """
         facts: Facts = {}
-        for request in requests if self._replays else ():
-            facts |= self._run([request.experiment], request.step or step)
-            if request.step is None:
-                self._standing[request.experiment] = None
-            if not self._runs[request.experiment] and request.experiment in EXPERIMENTS:
-                self._left_out[request.experiment] = None
-        return facts
+        known = [each for each in requests if each.experiment in EXPERIMENTS] if self._replays else []
+        for request in sorted(known, key=lambda each: EXPERIMENTS[each.experiment].rank):
+            name = request.experiment
+            if request.step is not None:
+                with self._spending_on_evidence(True):
+                    facts |= self._run([name], request.step)
+            else:
+                self._standing[name] = None
+            if not self._runs[name] or (request.step is None and (name, step) not in self._done):
+                self._left_out[name] = None
+        return facts | self._run(self._due(repeats=False), step)
 
     def _run(self, names: Iterable[str], step: int) -> Facts:
+        """The facts of experiments, up to the first that finds no time."""
         facts: Facts = {}
         for name in names:
-            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS or not self._is_time_for(name):
+            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS:
                 continue
+            if not self._is_time_for(name):
+                break
             self._done.add((name, step))
             self._left_out.pop(name, None)
-            experiment, begin_s = EXPERIMENTS[name], time.thread_time()
-            try:
-                facts[name] = {**self._run_within_memory(experiment, self._session_of(step)), "step": step}
-            except NotReplayable as error:
-                facts[name] = {"blind": str(error), "step": step}
-            except Exception as error:  # an experiment on a stranger's model must never end his run
-                facts[name] = {"blind": self._without_what_it_held(error), "step": step}
-            self._runs[name] += 1
-            self._cost_s[name] = time.thread_time() - begin_s
-            self._left_s -= self._cost_s[name]
+            facts |= self._measured(name, step, partial(self._run_within_memory, EXPERIMENTS[name]))
         return facts
 
+    def _measured(self, name: str, step: int, run: Callable[[ReplaySession], Facts]) -> Facts:
+        """The facts of one experiment by its name; none where its time was over."""
+        begin_s, facts, is_whole = self.now_s(), Facts(), True
+        try:
+            with self.replayer.deadline.within(self._left_s):
+                facts[name] = {**run(self._session_of(step)), "step": step}
+        except TimeIsUp:
+            is_whole = False
+        except NotReplayable as error:
+            facts[name] = {"blind": str(error), "step": step}
+        except Exception as error:  # an experiment on a stranger's model must never end his run
+            facts[name] = {"blind": self._without_what_it_held(error), "step": step}
+        took_s = self.now_s() - begin_s
+        self.replayed_s += took_s
+        self._cost_s[name] = took_s if is_whole else 2 * took_s
+        if is_whole:
+            self._runs[name] += 1
+        else:
+            self._done.discard((name, step))
+            if name in EXPERIMENTS:
+                self._left_out[name] = None
+        return facts
+
+    def _predicted_s(self, name: str) -> float:
+        """By what it took the last time; before that, by the training steps that it takes as long as."""
+        if name in self._cost_s:
+            return self._cost_s[name]
+        steps = EXPERIMENTS[name].steps if name in EXPERIMENTS else USUAL_STEPS
+        if steps and not self._memory.is_measured:
+            steps += MEASURING_STEPS
+        return LEAST_S + steps * self._budget.step_s
+
     def _is_time_for(self, name: str) -> bool:
-        return self._left_s > 0 and self._cost_s.get(name, 0.0) <= self._left_s
+        predicted_s, now_s = self._predicted_s(name), self.now_s()
+        if predicted_s > self._until_s - now_s:
+            return False
+        self._announce(now_s - self._begin_s + predicted_s)
+        return True
+
+    def _announce(self, seconds: float) -> None:
+        if seconds > ANNOUNCED_S and not self._is_announced:
+            self._is_announced = True
+            limit = "" if self._until_s == math.inf else f", at most {self._until_s - self._begin_s:.1f} s"
+            self._say(f"examining a step: it is replayed for more than {ANNOUNCED_S:.0f} s{limit}")
 
     def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
+        if not experiment.steps:  # it replays nothing
+            return experiment.run(session)
         rows = self._memory.rows_for(session, experiment.memory, can_be_fewer=experiment.by_samples)
         with self.replayer.only(rows):
             return experiment.run(session)
@@ -148,21 +280,72 @@ class ExperimentRunner:
         has_run_out = free_what_it_holds(error, self.replayer.device)
         return f"{NO_ROOM}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
 
-    def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
-        """Tries the remedy of a finding on the replay; returns the result, or nothing if it cannot be tried."""
-        if trial is None or step == 0:
+    def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...] | None:
+        """Try the remedy of a finding on the replay; return the result, or nothing if it cannot be tried.
+
+        None, where there is no time for it now.
+        """
+        if trial is None or step == 0 or trial.name not in trials.TRIALS:
             return ()
+        with self._spending_on_evidence(True):
+            result = self._tried(step, trial)
+        (self._trials.add if result is None else self._trials.discard)(trial.name)
+        if result is None:
+            return None
+        return (Tried(remedy=trial.name.replace("_", " "), result=result),) if result else ()
+
+    def _tried(self, step: int, trial: RemedyTrial) -> str | None:
+        """The outcome in words, "" where the remedy cannot be tried; None where there is no time for it."""
+        predicted_s, begin_s = LEAST_S + trials.TRIALS[trial.name].steps * self._budget.step_s, self.now_s()
+        if predicted_s > self._left_s:
+            return None
+        self._announce(begin_s - self._begin_s + predicted_s)
         try:
-            result = trials.attempt(trial.name, self._session_of(step), trial.args)
+            with self.replayer.deadline.within(self._left_s):
+                return trials.attempt(trial.name, self._session_of(step), trial.args)
+        except TimeIsUp:
+            return None
         except (NotReplayable, NotTried):
-            return ()
+            return ""
         except Exception as error:
-            result = f"the trial itself failed: {self._without_what_it_held(error)}"
-        return (Tried(remedy=trial.name.replace("_", " "), result=result),)
+            return f"the trial itself failed: {self._without_what_it_held(error)}"
+        finally:
+            self.replayed_s += self.now_s() - begin_s
+
+    @contextmanager
+    def _spending_on_evidence(self, is_evidence: bool) -> Iterator[None]:
+        """A context in which more time may be spent, where something was seen."""
+        until_s, begin_s = self._until_s, self.now_s()
+        if is_evidence:
+            self._until_s = max(until_s, begin_s + self._budget.left_for_evidence_s)
+        try:
+            yield
+        finally:
+            self._until_s = until_s
+            if is_evidence:
+                self._budget.spent_on_evidence_s += self.now_s() - begin_s
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
         return bundle.keep(folder, self.replayer, self._ring, step, about)
+
+    def keep_last(self, folder: Path, step: int, max_bytes: int) -> Path | None:
+        """Write a bundle of the newest steps up to ``step``, or of the one after the newest state.
+
+        None, where both are larger than ``max_bytes`` or would have to be replayed first. Raises StorageError.
+        """
+        ring = self._ring
+        snapshot = next((each for each in reversed(ring.snapshots) if each.step <= step), None)
+        if snapshot is None:
+            return None
+        for last in (step, snapshot.step):
+            steps = [each for each in ring.steps if snapshot.step <= each.step <= last]
+            num_bytes = snapshot.num_bytes + sum(each.num_bytes for each in steps)
+            if steps and all(each.program and not each.blind for each in steps) and num_bytes <= max_bytes:
+                path = self.keep(folder, last, {"findings": []})
+                bundle.prune(folder)
+                return path
+        return None
 
     def unfinished(self, recorded: RecordedStep, tape: Tape, error: BaseException | None) -> Facts:
         """Returns the facts of a step that did not end: it raised ``error``, or the loop was left."""
@@ -188,6 +371,11 @@ class ExperimentRunner:
         recorded.losses.append(loss.detach())
         self._ring.add(recorded)
         return self._run(["trace"], recorded.step)
+
+
+def _own_facts(law: OwnLaw, session: ReplaySession) -> Facts:
+    broken = law(session)
+    return vars(OwnLawFacts(statement=inspect.getdoc(law) or "", broken=None if broken is None else str(broken)))
 
 
 def name_of_law(law: OwnLaw) -> str:

@@ -35,7 +35,9 @@ KEPT_RECORDS, UNRECORDED = 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with others has something to tell."""
 ROUNDS = 4
-"""How often the doctor may ask for further experiments in one look."""
+"""How often the doctor may ask for further experiments in one examination."""
+TRIED = ("critical", "warning")
+"""Severities of findings whose remedy is tried."""
 Noted: TypeAlias = tuple[RecordedStep, Numbers] | PlainNumbers
 """A step that is over; of one that has nothing to tell, its numbers: few of these are made into records."""
 
@@ -43,9 +45,8 @@ Noted: TypeAlias = tuple[RecordedStep, Numbers] | PlainNumbers
 class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
-    ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
-    about. ``known`` are the records of an earlier process. ``complete`` is called before a step becomes a record.
-    ``laws`` are those that the run is judged by.
+    ``write`` takes every record that is to be kept. ``known`` are the records of an earlier process. ``complete`` is
+    called before a step becomes a record. ``laws`` are those that the run is judged by.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class FindingsLog:
         runner: ExperimentRunner,
         probes: Sequence[Probe],
         write: Callable[[Record], None],
-        point_at: Callable[[str], str | None] = lambda code: None,
         *,
         known: Iterable[Record] = (),
         complete: Callable[[RecordedStep], None] = lambda step: None,
         laws: Sequence[Law] = LAWS,
     ) -> None:
         self._laws = laws
-        self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
+        self._runner, self._probes, self._write = runner, probes, write
         self._records, self._complete = list(known), complete
         self._unrecorded: deque[Noted] = deque()
         self._findings = FindingsWriter(write)
         self._states: tuple[LawState, ...] = ()
+        self._untried: set[str] = set()  # codes of findings whose remedy found no time to be tried
 
     @property
     def records(self) -> list[Record]:
@@ -88,27 +89,32 @@ class FindingsLog:
         *reasons: str,
         limits: Facts | None = None,
         allowed_s: float = math.inf,
+        repeats: bool = True,
         finished: bool = False,
-    ) -> None:
-        """Runs the experiments of these ``reasons`` on ``step`` and asks the doctor, which may request more.
+    ) -> float:
+        """Run the experiments of these ``reasons`` on ``step`` and ask the doctor, which may request more.
 
-        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. With less than
-        ``allowed_s`` of the processor experiments are left out, for a later look to begin with.
+        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. Experiments that
+        do not fit into ``allowed_s`` are left to a later examination. ``repeats``: those are due, too, that run again
+        and again. What the probes have measured is evaluated whatever that takes. Returns the seconds of that.
         """
+        begin_s = self._runner.now_s()
         with muted(), only_newest_collected():
             self._runner.allow(allowed_s)
             self.record_all()
             self.examined(step, self._probed())
             self.examined(step, limits or {})
+            replayed = step if "incident" in reasons else self._runner.nearest(step)
             for reason in reasons:
-                self.examined(step, self._runner.look(step, reason))
+                self.examined(replayed, self._runner.look(replayed, reason, repeats=repeats))
             for _ in range(ROUNDS):
                 diagnosis = diagnose(Case(self._records, finished=finished), self._laws)
-                facts = self._runner.run_requested(step, diagnosis.requests)
+                facts = self._runner.run_requested(replayed, diagnosis.requests)
                 if not facts:
                     break
-                self.examined(step, facts)
-            self._conclude(diagnosis, step)
+                self.examined(replayed, facts)
+            self._conclude(diagnosis, replayed)
+        return self._runner.now_s() - begin_s - self._runner.replayed_s
 
     def _probed(self) -> Facts:
         """Returns the facts of each probe; one that raises is stopped."""
@@ -121,6 +127,7 @@ class FindingsLog:
                 continue
             if facts is not None:
                 found[probe.name] = facts
+                self._runner.is_measured(probe.name, int(facts.get("step", 0)))
         return found
 
     def examined(self, step: int, outcomes: Facts) -> None:
@@ -130,30 +137,35 @@ class FindingsLog:
             self.remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
     def _conclude(self, diagnosis: Diagnosis, step: int) -> None:
-        """Keeps the findings of this diagnosis. A known finding keeps its time, step, trials and source line."""
+        """Keeps the findings of this diagnosis. A known one keeps its time, step, trials and source line.
+
+        A remedy that found no time is tried at a later examination.
+        """
         now = []
         for each in diagnosis.findings:
             known, found = self._findings.get(each.found.code), each.found
+            source = self._line_of(found) if known is None else found.where.source or known.where.source
+            found = dataclasses.replace(found, where=dataclasses.replace(found.where, source=source))
+            at = step
             if known is None:
-                tried = self._runner.try_remedy(found.step, each.trial)
-                where = dataclasses.replace(found.where, source=self._line_of(found))
-                found = dataclasses.replace(found, time_s=time.time(), where=where, tried=(*found.tried, *tried))
+                at, found = found.step, dataclasses.replace(found, time_s=time.time())
             else:
-                where = dataclasses.replace(found.where, source=found.where.source or known.where.source)
-                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried, where=where)
+                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried)
+            if known is None or found.code in self._untried:
+                tried = self._runner.try_remedy(at, each.trial if found.severity in TRIED else None)
+                (self._untried.add if tried is None else self._untried.discard)(found.code)
+                found = dataclasses.replace(found, tried=(*found.tried, *(tried or ())))
             now.append(found)
         self._findings.update(now, step)
         self._states = diagnosis.laws
 
     def examination(self) -> Examination:
         """What was examined so far, and what could not be."""
-        return Examination.of(self.records, self._states, self._runner.not_run)
+        return Examination.of(self.records, self._states, self._runner.not_run())
 
     def _line_of(self, found: Found) -> str | None:
-        """The line of the user's source: where a call was seen, what the syntax shows, or where its op was called."""
-        if (line := found.where.source or self._point_at(found.code)) is not None:
-            return line
-        return line_of_op(found.where, calls_at(Case(self._records), found.step))
+        """The line of the user's source: where a call was seen, or where its op was called."""
+        return found.where.source or line_of_op(found.where, calls_at(Case(self._records), found.step))
 
     def _record_oldest(self) -> None:
         """Some steps of a calm run become records, and each that has something to tell."""

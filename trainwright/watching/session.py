@@ -11,19 +11,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.law import Law
+from trainwright.doctor.loss.measure.first_step import FirstLoss
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.closing import StepClosing
+from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
+from trainwright.recorder.light import LightSteps
 from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.numbers import Numbers, lateness
+from trainwright.recorder.optimizers import watching
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.program_changes import ProgramChanges
@@ -35,15 +40,19 @@ from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects
+from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner, OwnLaw
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
-from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
+from trainwright.watching.schedule import AT_ONCE, ExaminationSchedule, SnapshotSchedule
+from trainwright.watching.unexamined import keep_rest
 from trainwright.watching.unread import ReadStep, UnreadSteps, is_bad
 
 MANY = 64
 """So many of the steps that wait before the recorder counts them would fill its budget: 16 are little beyond it."""
+LIGHT_SNAPSHOTS = 32
+"""Steps between two snapshots where most steps are not recorded: the step after each of them is."""
 _URGENT = operator.attrgetter("urgent")
 
 
@@ -65,7 +74,7 @@ class WatchOptions:
     """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
 
     ``skip`` are the samples of steps whose update is left out. ``laws`` and ``own_laws`` are those that the loop is
-    judged by; ``replays``: whether any step is run again for them.
+    judged by; ``replays``: whether any step is run again for them. ``examine``: what the budget allows, or everything.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -77,13 +86,13 @@ class WatchOptions:
     laws: tuple[Law, ...] = LAWS
     own_laws: tuple[OwnLaw, ...] = ()
     replays: bool = True
+    examine: Examine = "budget"
 
 
 class WatchSession:
     """Records the last steps of a loop, looks closely at those that are due, and asks the doctor.
 
-    ``write`` takes every record that is to be kept, ``say`` a line to print. ``point_at`` gives the line of the user's
-    source that a code is about.
+    ``write`` takes every record that is to be kept, ``say`` a line to print.
     """
 
     def __init__(
@@ -94,42 +103,55 @@ class WatchSession:
         options: WatchOptions,
         *,
         write: Callable[[Record], None],
-        point_at: Callable[[str], str | None] = lambda code: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._options, self._roots, self._begin_s, self._trained_s, self.step = options, list(roots), 0.0, 0.0, 0
-        self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
+        self._options, self._roots, self._begin_s, self.step = options, list(roots), 0.0, 0
+        folder = options.bundles.parent if options.bundles else None
         self._open = ExitStack()
         parameters = parameters_of(roots, optimizers)
+        self.budget = ExaminationBudget(parameters[0].device if parameters else torch.device("cpu"), options.examine)
         self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
+        self._site = WatchSite(folder, write, say, self.budget.is_lifted)
         self.recording = NotingRecorder(
             roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
         )
         self.recording.budget_bytes = options.budget_bytes
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
-        self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
+        self.runner = runner = ExperimentRunner(
+            self._objects, self.ring, self.budget, options.own_laws, replays=options.replays, say=say
+        )
         self._changes = ProgramChanges(parameters)
         of_families = probes_of_families(self._objects, objects, live=True)
         self._probes = [*make_probes(self._objects, objects), *of_families, self._changes]
+        if not self.budget.is_lifted:
+            are_rivals = len(self._roots) > 1 or len(optimizers) > 1
+            self._probes.append(FirstLoss(self.recording.tape, parameters, are_rivals=are_rivals))
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
-        self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
+        self.findings_log = FindingsLog(runner, self._probes, write, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
-        self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
+        self._schedule, self._snapshots = ExaminationSchedule(0, self.budget), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread = UnreadSteps(self._probes, veto, self._note_veto, finds_spikes=options.on_spike == "warn")
         self._late = lateness(self.recording.device)
         resting = [self.recording, *(each for each in self._probes if each.rests or each.closes_late)]
         self._resting = Resting(resting, lambda: self.recording.current.events)
         self._closing = StepClosing(self._probes, self._resting.wake)
-        self._group = [self.recording, self._closing, *self._probes]
-        self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
+        self._group = [self.recording, self._closing, objects.sites, *self._probes]
+        self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
+        reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
+        self._blind = next((each for each in reasons if each), None)  # why no step can be run again
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
+        self.budget.begin()
         begin_all(self._probes, self._site)
-        self._open.enter_context(listening(self._group, self._roots))
+        self._open.enter_context(watching(self._objects.optimizers))
+        hooks = self._open.enter_context(listening(self._group, self._roots))
+        self._light = LightSteps(self.recording, [hooks], is_off=self.budget.is_lifted)
+        for each in self._foreign:
+            self._open.enter_context(each.listening())
         self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
@@ -137,11 +159,12 @@ class WatchSession:
         if not self._listens_to_children:
             self._listens_to_children = True
             parts = [part for root in self._roots for part in parts_of(root)]
-            self._open.enter_context(listening_to_calls(self._group, parts))
+            self._light.add(self._open.enter_context(listening_to_calls(self._group, parts)))
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.stop_modes()
+        self._light.end()
         self._closing.tell()
         self.ring.add_those()
         end_all(self._probes, error)
@@ -153,11 +176,19 @@ class WatchSession:
                     facts |= self.runner.abandoned(unfinished, self.recording.tape)
                     self.findings_log.examined(unfinished.step, facts)
                 self._judge_oldest(len(self._unread))
-                self.findings_log.look(self.step, "end", limits=self._limits(), finished=True)
+                with self.budget.spending():
+                    left_s = self.budget.left_at_end_s
+                    self.findings_log.look(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
+                    keep_rest(self.runner, self.budget, self.step, self._options.bundles, self.findings_log.remember)
         except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
             self.recording.fail(failure)
         finally:
             self._open.close()
+
+    @property
+    def limits(self) -> list[str]:
+        """What of this loop is not watched."""
+        return [each.limits for each in self._foreign]
 
     @property
     def is_forked(self) -> bool:
@@ -179,7 +210,9 @@ class WatchSession:
         return self._veto.vetoed
 
     def _closed(self, step: RecordedStep) -> None:
-        self.step, self._trained_s = step.step, self._trained_s + step.values["step_s"]
+        self.step = step.step
+        self.budget.train()
+        self._light.closed(step, self.budget.step_s)
         step.blind = self._blind or step.blind
         self._closing.close(step)
         self.ring.add_later(step)
@@ -189,6 +222,7 @@ class WatchSession:
             if step.step % AT_ONCE == 1:  # it was heard whole
                 self._resting.prepare_next(step.step)
                 self._changes.prepare_next(step.step)
+                self._light.prepare_next(step.step, is_needed=False)
             return
         self._closing.tell()
         self.ring.add_those()
@@ -204,7 +238,7 @@ class WatchSession:
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines_of(self.findings())))
 
     def _may_wait(self, step: RecordedStep, hearing: Sequence[Probe]) -> bool:
-        in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
+        in_time = not self._late and self._schedule.may_wait(step.step, step.values["step_s"])
         is_small = step.num_bytes * MANY <= self._options.budget_bytes
         is_plain = in_time and is_small and not _are_urgent(hearing) and step.values.keys() <= ORDINARY
         return is_plain and self._unread.is_newest_finite()
@@ -222,7 +256,7 @@ class WatchSession:
         if _are_urgent(self._probes) or not all(step.values.keys() <= ORDINARY for step, _ in read):
             return False
         losses = [numbers.loss for _, numbers in read]
-        return math.isfinite(sum(losses)) and self._looks.pass_over(read[0][0].step, losses)
+        return math.isfinite(sum(losses)) and self._schedule.pass_over(read[0][0].step, losses)
 
     def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
@@ -232,17 +266,25 @@ class WatchSession:
         odd, changed = "spike" in values, "changed" in values
         if bad or urgent or odd or changed:
             self._resting.disturb(step.step)
+        if bad and self._light.is_wanted:
+            self._light.had_incident(step.step)
+            self._went_back = step.step  # the next steps can only be replayed from the state after this one
         if changed:
             self.runner.begin_again()
-        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
-            begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
-            allowed_s = math.inf if bad or urgent else self._looks.allowed_s(step.step, values["step_s"])
-            why = "incident" if bad else "checkup"
-            self.findings_log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
-            self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
+        if self._schedule.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
+            self._examine(step.step, "incident" if bad else "checkup")
         if bad:
-            self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
+            with self.budget.spending():
+                self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
         return bad
+
+    def _examine(self, step: int, why: str) -> None:
+        allowed_s = self.budget.left_for_incident_s if why == "incident" else self.budget.left_s
+        with self.budget.spending():
+            overhead_s = self.findings_log.look(
+                step, why, limits=self._limits(), allowed_s=allowed_s, repeats=self._schedule.is_repeat_due
+            )
+        self._schedule.plan_next(overhead_s, self.runner)
 
     def _note_veto(self, step: RecordedStep) -> None:
         if self._incidents.note_veto(step, self.ring, self._objects):
@@ -251,13 +293,19 @@ class WatchSession:
     def _prepare_next(self, step: int) -> None:
         """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
         self._veto.begin()
-        now_s = time.perf_counter()
-        self.recording.careful = looks_next = self._looks.is_next_due(step, now_s)
+        self.recording.careful = is_examined = self._schedule.is_next_due(step)
         self._resting.prepare_next(step)
-        is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
+        is_rare = self._light.may_be_light(step)
+        is_snapshot_due = step % LIGHT_SNAPSHOTS == 0 if is_rare else self._snapshots.is_due(step)
+        is_due = is_examined or is_snapshot_due or self._went_back == step
+        self._light.prepare_next(step, is_needed=is_due)
+        if self._light.is_light:
+            self._resting.rest()
         if is_due and not self.ring.refused_bytes and self._blind is None:
-            self._blind = _why_not_kept(self.ring, self._objects, step + 1)
-            self._snapshots.paid(step, time.perf_counter() - now_s, self._trained_s / max(1, step))
+            begin_s = time.perf_counter()
+            with self.budget.spending():
+                self._blind = _why_not_kept(self.ring, self._objects, step + 1)
+            self._snapshots.paid(step, time.perf_counter() - begin_s, self.budget.trained_s / max(1, step))
         self._changes.prepare_next(step)
 
     @property

@@ -12,7 +12,7 @@ from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.records import Watched
 from trainwright.state.spikes import SpikeDetector
-from trainwright.watching.look_schedule import LookSchedule
+from trainwright.watching.schedule import ExaminationSchedule
 
 
 class PlainNumbers(NamedTuple):
@@ -100,13 +100,13 @@ class Unjudged(NamedTuple):
         return step
 
 
-def are_calm(steps: Sequence[Unjudged], looks: LookSchedule) -> bool:
-    """Whether none of them has something to tell or is looked at, as it is nearly always: ``looks`` has passed over."""
+def are_calm(steps: Sequence[Unjudged], schedule: ExaminationSchedule) -> bool:
+    """Whether none of them is to be reported or examined, as in nearly all cases: ``schedule`` has passed over them."""
     if not steps or True in [each.is_new or each.spike is not None for each in steps]:
         return False
     losses = [each.numbers.loss for each in steps]
     are_finite = math.isfinite(sum(losses) + sum([each.numbers.norm for each in steps]))
-    return are_finite and looks.pass_over(steps[0].numbers.number, losses)
+    return are_finite and schedule.pass_over(steps[0].numbers.number, losses)
 
 
 def warned_of_spikes(steps: list[Unjudged], detector: SpikeDetector) -> list[Unjudged]:

@@ -24,6 +24,9 @@ from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
 from trainwright.pages.report import NAME as REPORT_NAME
 from trainwright.pages.report import leave_report
+from trainwright.recorder.comparisons import EvaluationSites
+from trainwright.recorder.foreign import ForeignOptimizer
+from trainwright.recorder.optimizers import optimizers_in
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
@@ -37,10 +40,11 @@ from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
+from trainwright.watching.budget import Examine
 from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnLaw
 from trainwright.watching.layers import layer_probes
-from trainwright.watching.prepared import unprepared
+from trainwright.watching.prepared import unwrapped
 from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
 from trainwright.watching.session import WatchOptions, WatchSession
 from trainwright.watching.told import TellingProbe
@@ -66,20 +70,18 @@ class Watch:
         self._open = ExitStack()
         self._log: Journal | None = None
         self._source = CallerSource()
-        self._told: dict[str, float] = {}
         self.session = WatchSession(
             roots,
             optimizers,
             replace(
                 objects,
-                numbers=self._numbers,
                 modules=self._source.modules,
                 values=self._source.values,
                 code=self._source.code,
+                sites=EvaluationSites(self._source.code),
             ),
             options,
             write=self._write,
-            point_at=self._source.line_of,
             say=self._say,
         )
 
@@ -92,6 +94,8 @@ class Watch:
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
         self.session.begin()
+        for line in self.session.limits:
+            self._say(line)
         return self
 
     def __exit__(
@@ -115,7 +119,7 @@ class Watch:
     def _closing_lines(self, ended: records.Ended) -> Iterator[str]:
         """What was found, what was examined, the verdict, and where to read more."""
         yield from lines_of(self.findings())
-        yield from self.session.findings_log.examination().lines()
+        yield from self.session.findings_log.examination().lines(self.folder.path if self.folder else None)
         if ended.verdict is not None:
             yield f"verdict: {ended.verdict}"
         if self.folder is not None:
@@ -159,10 +163,9 @@ class Watch:
             return None
 
     def log(self, step: int | None = None, **figures: float | Tensor) -> None:
-        """Tells figures of the loop: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
+        """Records figures of the loop and shows them on the page: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
 
-        They are recorded and shown on the page, and judged by the laws of figures: a loss or accuracy that was computed
-        since the last step is the mean over the rows of its evaluation. On a GPU a tensor is waited for.
+        A tensor on a GPU is waited for.
 
         Args:
             step: Optimizer steps so far. Default: those that were seen.
@@ -172,12 +175,8 @@ class Watch:
             UsageError: For what is no number.
         """
         numbers = {name: _figure(name, value) for name, value in figures.items()}
-        self._told |= {f"log.{name}": value for name, value in numbers.items()}
         at = self.step if step is None else step
         self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
-
-    def _numbers(self) -> dict[str, float]:
-        return self._source.numbers() | self._told
 
     @property
     def step(self) -> int:
@@ -228,6 +227,7 @@ def watch(
     memory_bytes: int | None = None,
     patience_s: float = 60.0,
     laws: str | OwnLaw | Sequence[str | OwnLaw] = "all",
+    examine: Examine = "budget",
     profile: bool | int = False,
     layers: bool = True,
     sinks: Sequence[str] = (),
@@ -261,6 +261,9 @@ def watch(
         laws: What the loop is judged by: ``"all"``, ``"cheap"`` (no step is run again), or a list of families and laws
             by name (``trainwright laws`` lists them). A function of your own is a law too: it is called at every
             checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
+        examine: How much of the loop is examined. ``"budget"``: examinations take at most 3 % of the training time so
+            far, and at most 4 % and 3 s more at the end; what found no time is said. ``"all"``: everything is examined
+            at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
         layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md), where this
@@ -275,6 +278,7 @@ def watch(
     """
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
     require_policy("on_spike", on_spike)
+    require_choice("examine", examine, ("budget", "all"))
     roots = _several(model, nn.Module, "model")
     for root in roots:
         require_python(root)
@@ -285,18 +289,19 @@ def watch(
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
-    optimizers = _several(optimizer, Optimizer, "optimizer")
+    optimizers = _optimizers(optimizer, roots)
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
     further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
     options = WatchOptions(
-        on_nonfinite,
+        "observe" if any(isinstance(each, ForeignOptimizer) for each in optimizers) else on_nonfinite,
         on_spike,
         keep,
         memory_bytes or enough_bytes(roots),
         folder.bundles if folder else None,
         _to_skip(skip),
         *judged_by,
+        examine,
     )
     return Watch(
         roots,
@@ -332,13 +337,28 @@ T = TypeVar("T")
 
 def _several(value: object, kind: type[T], what: str) -> list[T]:
     items = [value] if isinstance(value, kind) else list(value) if isinstance(value, Iterable) else [value]
-    items = [unprepared(item) for item in items]
     for item in items:
         if not isinstance(item, kind):
             raise UsageError(f"watch: the {what} is a {type(item).__name__}", remedy=f"give a torch {kind.__name__}")
     if not items:
         raise UsageError(f"watch: there is no {what}", remedy=f"give the {what} of the loop, or a list of all of them")
     return [item for item in items if isinstance(item, kind)]
+
+
+def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
+    """The optimizers that update the weights: those given, those inside of what is given, or what stands for them."""
+    several = value if isinstance(value, Iterable) and not hasattr(value, "step") else [value]
+    found: list[Optimizer] = []
+    for given in several:
+        inner = optimizers_in(given)
+        if not inner and ForeignOptimizer.can_stand_for(given):
+            inner = [ForeignOptimizer(given, [p for root in roots for p in root.parameters() if p.requires_grad])]
+        if not inner:
+            raise UsageError(f"watch: the optimizer is a {type(given).__name__}", remedy="give a torch Optimizer")
+        found += [each for each in inner if each not in found]
+    if not found:
+        raise UsageError("watch: there is no optimizer", remedy="give that of the loop, or a list of all of them")
+    return found
 
 
 def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset[int]]:
@@ -361,4 +381,4 @@ def _judged_by(laws: str | OwnLaw | Sequence[str | OwnLaw]) -> tuple[tuple[Law, 
 
 def _listed(value: object) -> tuple[object, ...]:
     items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    return tuple(unprepared(item) for item in items)
+    return tuple(unwrapped(item) for item in items)

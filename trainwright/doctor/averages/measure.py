@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
 from trainwright.recorder.calls import Hook
+from trainwright.recorder.comparisons import Site
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.plain_tensors import is_dense
@@ -28,6 +29,8 @@ MOST_COPIES, TENSORS, ELEMENTS = 32, 4, 64
 """Copies that are followed, tensors of each, and elements of each tensor."""
 STILL = 8
 """Steps after which a copy that has not moved is let go: a process may hold many, of other runs."""
+MOST_CALLS = 1024
+"""Calls without gradients that are remembered."""
 DEPTH = 2
 """Modules within modules that may have a copy of their own."""
 
@@ -86,12 +89,12 @@ class _Copy:
     before: list[tuple[Tensor, Tensor]] | None = None
     moves: list[Move] = field(default_factory=list)
     module: nn.Module | None = None
-    evaluations: set[int] = field(default_factory=set)
+    calls: set[tuple[int, Site]] = field(default_factory=set)
 
-    def called(self, step: int) -> None:
-        """It is evaluated, or teaches."""
-        if has_listeners() and not torch.is_grad_enabled() and step not in self.evaluations:
-            self.evaluations.add(step)
+    def called(self, step: int, site: Site) -> None:
+        """It is called without gradients: it is evaluated, or is a teacher."""
+        if (step, site) not in self.calls and len(self.calls) < MOST_CALLS:
+            self.calls.add((step, site))
             for pair in self.weights:
                 pair.sample()
 
@@ -105,7 +108,7 @@ class _Copy:
             self.moves += [] if made is None else [made]
         self.before = known if len(known) == len(now) else None
 
-    def facts(self) -> CopyFacts:
+    def facts(self, sites: Container[Site]) -> CopyFacts:
         return CopyFacts(
             kind=self.kind,
             of=self.of,
@@ -113,7 +116,7 @@ class _Copy:
             moves=tuple(self.moves),
             still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
             still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
-            evaluations=len(self.evaluations),
+            evaluations=_num_evaluations(self.calls, sites),
             has_moved=any(pair.has_moved for pair in self.weights),
         )
 
@@ -130,11 +133,13 @@ class CopiesProbe(Probe):
         self._begun: int | None = None
         self._last = self._step = 0
         self._said: CopiesFacts | None = None
-        self._evaluated: set[int] = set()
+        self._sites = watched.sites
+        self._calls: set[tuple[int, Site]] = set()
         self._handles: list[RemovableHandle] = []
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._evaluated.add(self._step)
+        if len(self._calls) < MOST_CALLS:
+            self._calls.add((self._step, self._sites.current))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
@@ -152,10 +157,15 @@ class CopiesProbe(Probe):
         self.urgent = step.step == self._begun + FOLLOWED and any(copy.moves for copy in self._copies)
 
     def _listen(self) -> None:
+        self._sites.follow([copy.module for copy in self._copies if copy.module is not None])
         for copy in self._copies:
             if copy.module is not None:
-                hook = Hook(copy.module, lambda *called, copy=copy: copy.called(self._step))
+                hook = Hook(copy.module, lambda *called, copy=copy: self._on_copy(copy))
                 self._handles.append(copy.module.register_forward_pre_hook(hook))
+
+    def _on_copy(self, copy: _Copy) -> None:
+        if has_listeners() and not torch.is_grad_enabled():
+            copy.called(self._step, self._sites.here())
 
     def end(self, error: BaseException | None) -> None:
         for handle in self._handles:
@@ -168,14 +178,19 @@ class CopiesProbe(Probe):
         facts = CopiesFacts(
             self._last - self._begun,
             self._step - self._begun,
-            len(self._evaluated),
-            tuple(copy.facts() for copy in self._copies),
+            _num_evaluations(self._calls, self._sites),
+            tuple(copy.facts(self._sites) for copy in self._copies),
         )
         if facts == self._said:
             return None
         self._said = facts
         values: Facts = strict(vars(facts))
         return values
+
+
+def _num_evaluations(calls: Iterable[tuple[int, Site]], sites: Container[Site]) -> int:
+    """Before how many steps it was evaluated."""
+    return len({step for step, site in calls if site in sites})
 
 
 def _sampled(tensor: Tensor) -> Tensor:

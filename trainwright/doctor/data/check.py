@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data import amounts, evaluation, figures, paired, perfect, possible
+from trainwright.doctor.data import evaluation
 from trainwright.doctor.data.facts import (
     SAME,
     DrawsFacts,
@@ -287,21 +287,6 @@ LAWS: tuple[Law, ...] = (
     Law("data.evaluation_is_the_same", evaluation.evaluation_is_the_same),
     Law("data.evaluated_batches_are_used", evaluation.evaluated_batches_are_used),
     Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
-    Law("data.evaluation_is_possible", possible.evaluation_is_possible),
-    Law("data.figures_are_averages", figures.figures_are_averages),
-    Law("data.figures_do_not_grow", amounts.figures_do_not_grow, named_by=("law.data.figures_are_averages",)),
-    Law("data.figures_are_numbers", amounts.figures_are_numbers),
-    Law("data.evaluation_has_rows", amounts.evaluation_has_rows),
-    Law("data.rows_are_decided_apart", amounts.rows_are_decided_apart),
-    Law("data.training_averages_are_averages", figures.training_averages_are_averages),
-    Law("data.perfect_predictions_are_right", perfect.perfect_predictions_are_right),
-    Law("data.distances_vanish", figures.distances_vanish),
-    Law("data.evaluated_rows_have_their_targets", paired.evaluated_rows_have_their_targets),
-    Law(
-        "data.decisions_agree_with_the_loss",
-        paired.decisions_agree_with_the_loss,
-        named_by=("law.data.perfect_predictions_are_right",),
-    ),
     Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
     Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )

@@ -6,18 +6,25 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import ChosenRows, DrawsFacts, EvaluatedRows, EvaluationFacts, Likeness, RowsFacts
-from trainwright.doctor.data.figures import LOSSES
-from trainwright.doctor.data.possible import is_a_share
+from trainwright.doctor.data.facts import (
+    ChosenRows,
+    DrawsFacts,
+    EvaluatedPart,
+    EvaluatedRows,
+    EvaluationFacts,
+    Likeness,
+    RowsFacts,
+    SharedSamplesFacts,
+)
 from trainwright.doctor.finding import Finding, Severity, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
-from trainwright.doctor.program.facts import ObjectsFacts, WrittenFacts
-from trainwright.runlog.records import Where
 
 TWICE = 2
 """Passes: in one of them a loop may try something."""
 SHARE = 0.05
 """Of rows: less is a few that are there twice."""
+CHANCE = 2.0
+"""Times the rows that are equal by chance."""
 EARLY, LONG = 4, 32
 """Steps before which an evaluation is a test of itself; steps of a run that is long enough to evaluate again."""
 SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
@@ -28,32 +35,53 @@ FAR = 5.0
 PART_SHIFT = 1.5
 """Deviations of a tenth of the features, where the evaluation suffers."""
 WORSE = 2.0
-"""Times the losses of training: a loss that the evaluation suffers in. Accuracies are compared with half of the
-probability that the losses of training give to what is right."""
+"""Times the losses of training: a loss that the evaluation suffers in."""
 ENOUGH = 8
 """Losses of training to compare with."""
 
 
 def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
-    """An evaluation does not mix rows that are trained on with rows that are not."""
+    """No row of an evaluation is also trained on, unless the evaluation is of training rows on purpose."""
     facts, evaluated = case.newest(RowsFacts), case.newest(EvaluationFacts)
     if evaluated is not None and evaluated.chosen:
         yield _choices_are_apart(evaluated)
         return
+    if (sets := case.newest(SharedSamplesFacts)) is not None and sets.shared <= sets.by_chance:
+        yield Holds(f"{sets.compared} of {sets.samples} validation samples are not in the training set, by {sets.by}")
+        return
     if facts is None or not facts.evaluations:
         return
-    if facts.new_lately > SHARE or not facts.is_continuous:
-        yield NotApplicable(
-            "training still meets new rows" if facts.is_continuous else "rows of whole numbers may be equal by chance"
-        )
+    if facts.new_lately > SHARE:
+        yield NotApplicable("training still meets new rows")
         return
     last = facts.evaluations[-1]
-    share = last.shared / max(1, last.rows)
-    if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
-        of_all = last.shared >= (1 - SHARE) * (last.trained or facts.distinct)
-        yield _overlap(facts.steps, last.shared, last.rows, "by their content", "info" if of_all else "warning")
+    parts = [each for each in last.parts if _overlaps(each, last.trained, is_continuous=facts.is_continuous)]
+    known = [each for each in parts if each.has_source or _is_mixed(each)]
+    if known:
+        worst = max(known, key=lambda each: each.shared)
+        severity: Severity = "info" if worst.shared >= (1 - SHARE) * last.trained else "warning"
+        yield _overlap(facts.steps, worst.shared, worst.distinct, "by their content", severity)
+    elif any(each.shared > SHARE * each.distinct for each in last.parts):
+        yield NotApplicable("evaluated rows are training rows on purpose, or rows may be equal by chance")
     else:
-        yield Holds(f"{last.rows} evaluated rows, {last.shared} of them trained on")
+        yield Holds(f"{last.rows} evaluated rows are not trained on")
+
+
+def _overlaps(part: EvaluatedPart, trained: int, *, is_continuous: bool) -> bool:
+    """Whether a part of the rows, and not all of them, are trained on: more than are equal by chance.
+
+    A part of which every row is trained on is an evaluation of the training rows. Of whole numbers, the repeats within
+    the part show how many rows are equal by chance.
+    """
+    repeats = part.rows - part.distinct + (not is_continuous)
+    by_chance = 2.0 * repeats * trained / max(1, part.rows)
+    is_in_part = SHARE * part.distinct < part.shared < (1 - SHARE) * part.distinct
+    return is_in_part and part.shared > CHANCE * by_chance
+
+
+def _is_mixed(part: EvaluatedPart) -> bool:
+    """Whether calls read both kinds of rows, and not first the ones and then the others."""
+    return bool(part.mixed) and not (part.calls >= 4 and part.mixed <= 2)
 
 
 def _choices_are_apart(facts: EvaluationFacts) -> Verdict:
@@ -85,11 +113,6 @@ def _overlap(step: int, shared: int, rows: int, by: str, severity: Severity) -> 
         stage="input",
         evidence=[("share of evaluated rows that are trained on", round(shared / max(1, rows), 3), 0.0)],
     )
-
-
-def _is_of_both(evaluated: EvaluatedRows) -> bool:
-    """Whether most calls read either rows that are trained on, or others: the loss of both is measured."""
-    return evaluated.calls >= 4 and evaluated.mixed <= 2
 
 
 def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
@@ -182,16 +205,9 @@ def _cropped(facts: EvaluationFacts, likeness: Likeness) -> Finding:
 def _suffers(case: Case, facts: EvaluationFacts) -> bool | None:
     """Whether the evaluation is clearly worse than training is at the time; None where that cannot be told."""
     losses = [each.loss for each in case.watched if each.step <= max(1, facts.after) and math.isfinite(each.loss)][-16:]
-    if len(losses) < ENOUGH or min(losses) <= 0.0:
+    if len(losses) < ENOUGH or min(losses) <= 0.0 or not facts.losses:
         return None
-    now = sum(losses) / len(losses)
-    means = [(each.low + each.high) / 2 for each in facts.computed if each.of.startswith(LOSSES)]
-    shares = [(each.low + each.high) / 2 for each in facts.computed if is_a_share(each)]
-    if means:
-        return min(means) > WORSE * now
-    is_over_classes = any(each.values.get("classes") for each in case.outcomes("batch"))
-    is_less = bool(shares) and is_over_classes and max(shares) < math.exp(-now) / WORSE
-    return True if is_less else None  # a share may be of other classes than the loss: it shows no more than that
+    return min(facts.losses) > WORSE * sum(losses) / len(losses)
 
 
 def _cut(facts: EvaluationFacts, severity: Severity) -> Finding:
@@ -284,11 +300,7 @@ def evaluated_batches_are_used(case: Case) -> Iterator[Verdict]:
 def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
     """A run that evaluates on its way goes on to do so."""
     facts = case.newest(RowsFacts)
-    if not case.finished:
-        return
-    never = list(_never_evaluated(case))
-    if facts is None or not facts.num_evaluations or any(isinstance(each, Finding) for each in never):
-        yield from never
+    if not case.finished or facts is None or not facts.num_evaluations:
         return
     if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < EARLY or facts.steps < LONG:
         yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
@@ -298,7 +310,7 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
         return
     yield finding(
         "law.data.evaluation_goes_on",
-        "warning" if _has_told(case) else "info",
+        "warning",
         facts.steps,
         symptom=f"the model was evaluated {facts.num_evaluations} times up to step {facts.evaluated_at}, and not "
         f"since, in {facts.steps} steps",
@@ -307,38 +319,4 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
         sure=0.7,
         since_step=facts.evaluated_at,
         evidence=[("step of the last evaluation", facts.evaluated_at, facts.steps)],
-    )
-
-
-def _has_told(case: Case) -> bool:
-    """Whether numbers left torch in the last evaluation: else the pass may have made something that is trained with."""
-    facts = case.newest(EvaluationFacts)
-    return facts is not None and bool(facts.computed or facts.arrays)
-
-
-def _never_evaluated(case: Case) -> Iterator[Verdict]:
-    """The loop has a line that evaluates the model, at a period that the run was long enough for, and it never ran."""
-    written, objects = case.newest(WrittenFacts), case.newest(ObjectsFacts)
-    if written is None or objects is None or not written.evaluated_by:
-        return
-    if (objects.evaluations or objects.copies) and not written.unset:
-        return
-    if case.newest(EvaluationFacts) is not None and not written.unset:  # of a copy that is heard there
-        return
-    if objects.steps < max([LONG, *written.periods]):
-        yield NotApplicable(f"a run of {objects.steps} steps")
-        return
-    yield finding(
-        "law.data.evaluation_goes_on",
-        "warning",
-        objects.steps,
-        symptom=f"{written.unset[0]} is 0 after {objects.steps} steps: the evaluation that sets it never ran"
-        if written.unset
-        else f"the model was never evaluated in {objects.steps} steps, though the loop has a line for it",
-        cause="the condition in front of the evaluation is never true",
-        remedy="print the condition in each step; evaluate after each epoch",
-        sure=0.75,
-        stage="loop",
-        where=Where(source=f"{written.file}:{written.evaluated_by[0]}"),
-        evidence=[("calls that evaluate the model, by their lines", list(written.evaluated_by))],
     )

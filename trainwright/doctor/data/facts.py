@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 SAME = 8
@@ -14,23 +14,37 @@ PIXELS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedRows:
-    """An evaluation: after which step, how many rows, and how many of them had been trained on by now.
+class EvaluatedPart:
+    """The rows of an evaluation that come from one data source, such as one pass over a loader.
 
-    ``mixed`` of its ``calls`` read some rows that had been trained on and some that had not, a tenth of each at least.
-    ``again`` are rows that an evaluation before it had read, ``distinct`` those that differ. ``trained``: how many rows
-    had been trained on by then.
+    Of ``rows`` so many are ``distinct``, and so many of these are ``shared`` with training: they were trained on before
+    the evaluation. In ``mixed`` of the ``calls`` a tenth of the rows or more was trained on, and a tenth or more was
+    not. ``has_source``: the loader, or the tensor that the rows are a part of, is known.
+    """
+
+    calls: int
+    rows: int
+    distinct: int
+    shared: int
+    mixed: int
+    has_source: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedRows:
+    """An evaluation: after which step, how many calls and rows, and how many rows are distinct.
+
+    ``again`` are rows that an earlier evaluation had read. ``trained``: how many distinct rows had been trained on.
     """
 
     step: int
     calls: int
     rows: int
-    shared: int
-    mixed: int
     digest: int
     again: int = 0
     distinct: int = 0
     trained: int = 0
+    parts: tuple[EvaluatedPart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +88,30 @@ class RowsFacts:
     evaluated_at: int = 0
     is_between: bool = False
     are_changed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSamplesFacts:
+    """A validation set beside the training set of a run, as data sets: ``by`` position in one data set, or by content.
+
+    Of its ``samples`` so many were ``compared``, and ``shared`` of these are among the ``trained_compared`` of the
+    ``trained`` samples. ``by_chance`` of them may be equal by chance.
+    """
+
+    experiment: ClassVar[str] = "shared_samples"
+    by: str
+    samples: int
+    compared: int
+    shared: int
+    trained: int
+    trained_compared: int
+    by_chance: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the validation set, scaled up by the part of the training set that was compared."""
+        covered = self.trained_compared / max(1, self.trained)
+        return min(1.0, self.shared / max(1, self.compared) / max(covered, 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,73 +193,6 @@ class StandardisedFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopFiguresFacts:
-    """Numbers that the loop keeps under a local name, and that change with its evaluations and at no other step.
-
-    ``names`` and ``values`` belong together: the last value of each. ``changes`` is how often it changed.
-    """
-
-    experiment: ClassVar[str] = "told"
-    names: tuple[str, ...] = ()
-    values: tuple[float, ...] = ()
-    changes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computed:
-    """Averages over a batch, of numbers that left torch at ``line``: what they are of, and the range of their values.
-
-    ``decided``: shares of what is right, and not losses. ``times``: how many there are.
-    """
-
-    of: str
-    line: str | None
-    times: int
-    low: float
-    high: float
-    decided: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptNumber:
-    """A number that the loop has after an evaluation, and had not before, made of those that left torch at ``line``.
-
-    ``of`` says what these are, ``right`` the mean of them over the ``whole`` number of rows, ``noise`` its standard
-    error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
-    ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number. ``is_negated``: the
-    mean with the other sign. ``is_sum``: the sum over its rows, as another function has returned it. ``elements``: of
-    so many the numbers that left torch were made. ``divisor`` says, like ``of``, of what the numbers are that it is
-    divided by, if any; ``over`` is the number of the pass over data.
-    """
-
-    name: str
-    value: float
-    of: str = ""
-    line: str | None = None
-    is_plain: bool = False
-    wrong: str = ""
-    decided: bool = False
-    is_factor: bool = False
-    is_negated: bool = False
-    is_sum: bool = False
-    elements: int = 0
-    right: float = 0.0
-    whole: float = 0.0
-    noise: float = 0.0
-    divisor: str | None = None
-    over: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingAveragesFacts:
-    """What the loop has made of the losses of an epoch of so many ``steps``."""
-
-    experiment: ClassVar[str] = "training_averages"
-    steps: int
-    numbers: tuple[KeptNumber, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Likeness:
     """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
     are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
@@ -253,80 +224,6 @@ class Likeness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecidedFigure:
-    """The sum of ``times`` numbers of decisions that left torch at ``line``, ``of`` one kind in one pass ``over`` data:
-    as they were ``told``, with predictions that the loss of the same evaluation calls ``perfect``, and with ``wrong``
-    ones. ``compared``: no loss says what is perfect, but what the decisions are tested for equality with. ``sum_name``
-    is the variable that the line adds them to, or sets; "" where it does neither. ``asks``: "" of classes; of single
-    elements whether they equal the targets (equality), how they overlap with them (overlap), or nothing about targets
-    (none); how many scores are larger than that of the target (rank). ``is_exact``: no mask and no constant has a part
-    in it. ``is_elsewhere``: it stays 0 whatever is predicted where the loss counts.
-    """
-
-    line: str | None
-    times: int
-    is_mean: bool
-    told: float
-    perfect: float
-    wrong: float
-    compared: bool = False
-    sum_name: str = ""
-    of: str = ""
-    over: int = 0
-    asks: str = ""
-    is_exact: bool = False
-    is_elsewhere: bool = False
-
-
-BEST_SHARES = (1, 100)
-"""Of a share that is explained (R squared), which is no distance."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistanceFigure:
-    """The mean of the numbers that left torch at ``line``, of outputs and what they are compared with, of ``rows`` at
-    least: as it was ``told``, with both ``equal``, and ``apart``, where the same mean stands for every row.
-    """
-
-    line: str | None
-    rows: int
-    told: float
-    equal: float
-    apart: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnedFigure:
-    """The mean of the numbers that left torch at ``line``, distances of outputs from a reference: as it was ``told``,
-    and ``turned``, with the other sign of the outputs.
-    """
-
-    line: str | None
-    told: float
-    turned: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PermutedFigure:
-    """The mean of the numbers that left torch at ``line``, as it was ``told``, and with the outputs in random orders of
-    their rows: the mean of ``others`` and their ``deviation``. ``nearby``: with each output one or two rows beside its
-    own. ``decided``: it is made of decisions, ``of`` one kind in one pass ``over`` data; ``sum_name`` is the variable
-    that the line adds them to, or sets. ``is_blind``: what they are tested for equality with has one value everywhere.
-    """
-
-    line: str | None
-    told: float
-    others: float
-    deviation: float
-    nearby: tuple[float, ...] = ()
-    decided: bool = False
-    of: str = ""
-    over: int = 0
-    sum_name: str = ""
-    is_blind: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChosenRows:
     """Of an output with ``size`` rows, made of the same inputs in training and in the evaluation, a loss of training
     has chosen ``trained``. The evaluation has chosen ``rows``, of which ``shared`` are among them; of these ``alike``
@@ -342,42 +239,18 @@ class ChosenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
-    """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
-    what the loop has now.
+    """One evaluation, after step ``after``: the calls of the model whose outputs were compared with targets.
 
-    ``figures``: losses and accuracies, by their names, that it did not have before. ``shares``: numbers with names of
-    shares, where decisions were counted. ``arrays``: outputs that left torch
-    as arrays, of which nothing is known. ``most_rows``: of a call. ``single``: the mean that left torch at
-    ``single_line`` where it is of one element, and there is no other. ``at_once``: lines where numbers left torch that
-    are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
-    at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
-    ``likeness`` is that of the first floating-point input, ``further`` those of others. ``counted``: sums of what left
-    torch at a line each, and was made of no output, in the functions that count decisions. ``chosen``: the rows of
-    outputs that this evaluation and those before it have chosen, each choice once. ``undefined``: where nothing but nan
-    left torch, of outputs that are none, and the loop has kept it.
+    ``rows`` is the number of rows of all ``calls``, ``losses`` are the means over a batch that loss functions returned.
+    ``likeness`` is that of the first floating-point input, ``further`` those of others. ``chosen``: the rows of outputs
+    that this evaluation and those before it have chosen, each choice once.
     """
 
     experiment: ClassVar[str] = "evaluation"
     after: int
     calls: int
     rows: int
-    most_rows: int
-    arrays: int
-    computed: tuple[Computed, ...]
-    numbers: tuple[KeptNumber, ...]
-    figures: dict[str, float] = field(default_factory=dict)
-    shares: dict[str, float] = field(default_factory=dict)
-    mass: float = -1.0
-    mass_line: str | None = None
+    losses: tuple[float, ...] = ()
     likeness: Likeness | None = None
     further: tuple[Likeness, ...] = ()
-    decided: tuple[DecidedFigure, ...] = ()
-    distances: tuple[DistanceFigure, ...] = ()
-    turned: tuple[TurnedFigure, ...] = ()
-    permuted: tuple[PermutedFigure, ...] = ()
-    counted: tuple[float, ...] = ()
     chosen: tuple[ChosenRows, ...] = ()
-    at_once: tuple[str, ...] = ()
-    single: float | None = None
-    single_line: str | None = None
-    undefined: str | None = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from trainwright.doctor.function import laws
 from trainwright.doctor.function.attention import attention_is_an_average, attention_tells_apart
-from trainwright.doctor.function.factors import factors_do_no_harm
-from trainwright.doctor.function.first_steps import data_come_whole, divisors_stay_off_0, weights_begin_alike
 from trainwright.doctor.law import Law
 
 LAWS: tuple[Law, ...] = (
@@ -44,14 +42,5 @@ LAWS: tuple[Law, ...] = (
         "function.attention_is_an_average", attention_is_an_average, effort="replay", named_by=("model.mixes_samples",)
     ),
     Law("function.attention_tells_apart", attention_tells_apart, effort="replay", named_by=("num.*", "grad.vanishing")),
-    Law(
-        "function.factors_do_no_harm",
-        factors_do_no_harm,
-        effort="replay",
-        named_by=("num.*", "prec.*", "init.*", "loss.term_dominates", "opt.lr_too_*"),
-    ),
-    Law("function.data_come_whole", data_come_whole, effort="replay", named_by=("num.*", "opt.lr_too_*")),
-    Law("function.divisors_stay_off_0", divisors_stay_off_0, effort="replay", named_by=("num.*", "opt.lr_too_*")),
-    Law("function.weights_begin_alike", weights_begin_alike, effort="replay", named_by=("num.*", "init.*")),
     Law("function.ties_hold", laws.ties_hold, named_by=("opt.stale_params",)),
 )

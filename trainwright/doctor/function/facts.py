@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -85,110 +85,3 @@ class TiesFacts:
     tied: int
     broken: tuple[tuple[str, ...], ...] = ()
     split: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class OddFactor:
-    """A number far from 1 that what weights have made is multiplied by, in a ``module`` (None: behind the models)."""
-
-    module: str | None
-    factor: float
-    line: str | None = None
-
-
-@dataclass(frozen=True)
-class FactorsFacts:
-    """Those of a step. Sizes of tensors, and their roots, are none."""
-
-    experiment: ClassVar[str] = "factors"
-    odd: tuple[OddFactor, ...] = ()
-
-
-@dataclass(frozen=True)
-class WithoutFactorFacts:
-    """The mean loss of the last batches up to step ``until``, ``before`` the steps since ``since`` and ``after`` these;
-    and the same ``without`` the factor. ``surely``: without it the loss is lower in the end.
-    """
-
-    experiment: ClassVar[str] = "without_factors"
-    since: int
-    until: int
-    module: str | None
-    factor: float
-    line: str | None
-    before: float
-    after: float
-    before_without: float
-    after_without: float
-    surely: bool
-
-
-@dataclass(frozen=True)
-class WithoutCutFacts:
-    """The same of data that the function ``op`` rounds or cuts off in a ``module``, with the data whole. ``op`` is
-    None where nothing is cut.
-    """
-
-    experiment: ClassVar[str] = "without_cuts"
-    since: int
-    until: int
-    module: str | None = None
-    op: str | None = None
-    line: str | None = None
-    before: float = 0.0
-    after: float = 0.0
-    before_without: float = 0.0
-    after_without: float = 0.0
-    surely: bool = False
-
-
-@dataclass(frozen=True)
-class WithoutPolesFacts:
-    """The same of a divisor that weights make and that has both signs: ``nearest`` to 0 of its elements, relative to
-    their root mean square. Without: each is away from 0 by that. ``line`` is None where there is no such divisor.
-    """
-
-    experiment: ClassVar[str] = "without_poles"
-    since: int
-    until: int
-    module: str | None = None
-    line: str | None = None
-    nearest: float = 0.0
-    before: float = 0.0
-    after: float = 0.0
-    before_without: float = 0.0
-    after_without: float = 0.0
-    surely: bool = False
-
-
-@dataclass(frozen=True)
-class WithoutOutliersFacts:
-    """The same of the tensor ``name``, whose largest weight is so many ``times`` the median of those other than 0.
-    Without: none is more than ten times that. None: there is no such tensor.
-    """
-
-    experiment: ClassVar[str] = "without_outliers"
-    since: int
-    until: int
-    name: str | None = None
-    times: float = 0.0
-    before: float = 0.0
-    after: float = 0.0
-    before_without: float = 0.0
-    after_without: float = 0.0
-    surely: bool = False
-
-
-class WithAndWithout(Protocol):
-    """What the first steps come to as they were, and without something."""
-
-    @property
-    def before(self) -> float: ...
-    @property
-    def after(self) -> float: ...
-    @property
-    def before_without(self) -> float: ...
-    @property
-    def after_without(self) -> float: ...
-    @property
-    def surely(self) -> bool: ...

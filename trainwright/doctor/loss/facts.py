@@ -174,7 +174,8 @@ class TowardsFacts:
     """The loss of a step, and what it is when every prediction moves a little towards its target.
 
     ``rivals``: there are several models or optimizers, of which one may want the other's loss to rise; ``own`` are the
-    passes of which this is not so.
+    passes of which this is not so. ``reached``: backward gives a comparison with targets a gradient other than 0.
+    ``maximises``: the optimizers raise what they are given.
     """
 
     experiment: ClassVar[str] = "towards_targets"
@@ -183,6 +184,8 @@ class TowardsFacts:
     ops: tuple[str, ...] = ()
     rivals: bool = False
     own: tuple[TowardsPass, ...] = ()
+    reached: bool = False
+    maximises: bool = False
 
 
 @dataclass(frozen=True)

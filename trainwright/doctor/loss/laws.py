@@ -138,8 +138,14 @@ def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
         yield Holds(f"{', '.join(facts.ops)}: {known[0].before:.6g} to {known[0].after:.6g}")
         return
     rises = bad.after > bad.before + ROUNDING * abs(bad.before)
+    if facts.maximises and rises:
+        yield Holds(f"{', '.join(facts.ops)}: {bad.before:.6g} to {bad.after:.6g}, which the optimizer maximizes")
+        return
     if facts.rivals and not rises:  # which comparisons are its own is not known
         yield NotApplicable("a loss does not depend on what is compared with targets")
+        return
+    if facts.reached and not rises:
+        yield NotApplicable(f"beside a loss of {bad.before:.3g} the change is lost in rounding")
         return
     yield finding(
         "law.loss.targets_are_the_minimum",

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import EvaluationFacts
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts
 from trainwright.doctor.loss.laws import where_of
-from trainwright.runlog.records import Where
 
 ROUNDED = 0.05
 """What bfloat16 (8 bits) leaves of a sum of some hundred probabilities is within that of 1."""
@@ -23,38 +21,34 @@ WITHIN = 0.75
 
 def probabilities_add_up(case: Case) -> Iterator[Verdict]:
     """What nll_loss is given are logarithms of probabilities, which add up to 1 over the classes."""
-    evaluated, compared = case.newest(EvaluationFacts), case.newest(ComparisonsFacts)
-    trained = [each for each in (compared.calls if compared else ()) if each.mass >= 0.0]
-    if evaluated is None and compared is None:
+    compared = case.newest(ComparisonsFacts)
+    if compared is None:
         return
+    trained = [each for each in compared.calls if each.mass >= 0.0]
     off = [each for each in trained if each.mass > ROUNDED and not each.weighed]
-    if not off and any(each.weighed for each in trained):
+    if off:
+        yield _adds_up_to_another(case.last_step, off[0])
+    elif any(each.weighed for each in trained):
         yield NotApplicable("the probabilities are weighed by themselves, or taken from 1")
-    elif off:
-        yield _adds_up_to_another(case.last_step, "in training", off[0].mass, where_of(off[0]))
-    elif evaluated is not None and evaluated.mass > ROUNDED:
-        where = Where(op="nll_loss", source=evaluated.mass_line)
-        yield _adds_up_to_another(max(1, evaluated.after), "in an evaluation", evaluated.mass, where)
-    elif trained or (evaluated is not None and evaluated.mass >= 0.0):
-        largest = max([each.mass for each in trained] + ([evaluated.mass] if evaluated is not None else []))
-        yield Holds(f"they add up to 1 within {largest:.2g}")
+    elif trained:
+        yield Holds(f"they add up to 1 within {max(each.mass for each in trained):.2g}")
     else:
         yield NotApplicable("nothing calls nll_loss")
 
 
-def _adds_up_to_another(step: int, place: str, mass: float, where: Where) -> Finding:
+def _adds_up_to_another(step: int, call: ComparedFacts) -> Finding:
     return finding(
         "law.loss.probabilities_add_up",
         "warning",
         step,
-        symptom=f"what nll_loss is given {place} are no logarithms of probabilities: over the classes of a row these "
-        f"differ from 1 by {mass:.3g}",
+        symptom="what nll_loss is given are no logarithms of probabilities: over the classes of a row these differ "
+        f"from 1 by {call.mass:.3g}",
         cause="log_softmax is over another dimension than that of the classes, or its values are changed after it",
         remedy="log_softmax(outputs, dim=1) over the classes, right before nll_loss; or cross_entropy(outputs)",
         sure=0.85,
         stage="loss",
-        where=where,
-        evidence=[("sum of the probabilities of a row, its median distance from 1", mass, 0.0)],
+        where=where_of(call),
+        evidence=[("sum of the probabilities of a row, its median distance from 1", call.mass, 0.0)],
     )
 
 

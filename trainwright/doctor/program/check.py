@@ -6,12 +6,6 @@ from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
 from trainwright.doctor.program.constants import constants_are_usual
 from trainwright.doctor.program.course import base_is_the_highest, rate_has_its_course, steps_are_made
-from trainwright.doctor.program.written import (
-    arguments_are_in_order,
-    bests_are_the_best,
-    sums_are_made_in_their_loop,
-    values_are_read,
-)
 
 LAWS: tuple[Law, ...] = (
     Law("program.steps_are_made", steps_are_made),
@@ -40,8 +34,4 @@ LAWS: tuple[Law, ...] = (
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
     Law("program.rate_has_its_course", rate_has_its_course, named_by=("sched.*", "law.vitals.rates_are_positive")),
     Law("program.base_is_the_highest", base_is_the_highest, named_by=("sched.*",)),
-    Law("program.values_are_read", values_are_read),
-    Law("program.sums_are_made_in_their_loop", sums_are_made_in_their_loop),
-    Law("program.bests_are_the_best", bests_are_the_best),
-    Law("program.arguments_are_in_order", arguments_are_in_order),
 )  # fmt: skip

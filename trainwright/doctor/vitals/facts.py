@@ -116,30 +116,6 @@ class OtherRatesFacts:
     lr: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrozenTensor:
-    """A frozen matrix with the values of a fresh one. ``is_zero``: all of them are 0. ``is_behind``: the input of its
-    module depends on what is trained, and nothing beside it corrects its output. ``is_last``: no other weights come
-    after it. ``share``: of the gradient, as a sum of sizes, if it were trained as well. ``is_meant``: it is orthogonal,
-    a factor of an adapter, or a part of a model of which nothing is trained and that no optimizer holds.
-    """
-
-    name: str
-    is_zero: bool
-    is_behind: bool
-    is_last: bool
-    share: float
-    is_meant: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrozenFacts:
-    """The frozen matrices that look fresh."""
-
-    experiment: ClassVar[str] = "frozen"
-    tensors: tuple[FrozenTensor, ...] = ()
-
-
 @dataclass(frozen=True)
 class ReachFacts:
     """The mean loss of the last batches with the weights ``before`` step ``since``, with those of step ``until``

@@ -34,6 +34,8 @@ RISES = 1.02
 """Times the rate at the begin of a way: with more at its end it is in its warm-up."""
 STAIRS, CLIFF = 4, 0.3
 """Rises of a warm-up, and what is left of its highest rate at once where its top is a mistake."""
+LATELY, CROSSINGS = 32, 4
+"""Steps, and how often the loss goes through 0 in them, of one that is no longer falling through it."""
 ENDLESS = "the loss is a difference of outputs, which has no minimum: it falls as far as one goes"
 
 
@@ -60,12 +62,19 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     if any(each.endless for each in counted):
         yield NotApplicable(ENDLESS)
         return
+    if _changes_sign(case):
+        yield NotApplicable("the loss is above 0 in some steps and below it in others, as that of a policy")
+        return
     first, last = counted[0], counted[-1]
     is_long = last.until >= LONG or (case.finished and _is_no_trial(case, last))
+    is_clear = _has_no_end(last) and is_long
+    rates = case.newest(HigherRatesFacts)
+    if is_clear and rates is None and case.blind(HigherRatesFacts) is None:
+        yield ExperimentRequest(HigherRatesFacts.experiment)
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
         "law.vitals.way_is_used",
-        "warning" if _has_no_end(last) and is_long else "info",
+        "warning" if is_clear and rates is not None and rates.surely else "info",
         case.last_step,
         symptom=f"steps {last.since} to {last.until} took the loss of their batches from {last.before:.4g} to "
         f"{last.now:.4g}; three times as far in the same direction it is {last.beyond:.4g}",
@@ -90,6 +99,9 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
         return
     if any(each.endless for _, each in case.every(ReachFacts)):
         yield NotApplicable(ENDLESS)
+        return
+    if _changes_sign(case):
+        yield NotApplicable("the loss is above 0 in some steps and below it in others, as that of a policy")
         return
     is_early = _came_down_early(case)
     if not is_early and (first := _first(case)) is not None:
@@ -138,6 +150,12 @@ def is_left_at_its_top(rates: Sequence[float]) -> bool:
     rises = sum(later > earlier for earlier, later in pairwise(rates[: top + 1]))
     later = rates[top + 1 :]
     return STAIRS <= rises == top and len(later) > top and max(later) <= CLIFF * peak
+
+
+def _changes_sign(case: Case) -> bool:
+    """Whether the loss goes up and down through 0: what is relative to it, or below it, means nothing."""
+    losses = [each.loss for each in case.watched[-LATELY:]]
+    return sum((one < 0.0) != (other < 0.0) for one, other in pairwise(losses)) >= CROSSINGS
 
 
 def _is_no_trial(case: Case, facts: ReachFacts) -> bool:

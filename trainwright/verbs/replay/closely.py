@@ -13,9 +13,9 @@ from trainwright.watching.findings import FindingsLog
 
 def look_closely(done: Rerun, runner: ExperimentRunner, known: Iterable[Record]) -> None:
     """Every experiment of an incident and a checkup, and those that the doctor asks for; then its findings."""
-    log = FindingsLog(runner, (), lambda record: None, known=known)
+    log = FindingsLog(runner, (), done.examined.append, known=known)
     log.look(done.step, "incident", "checkup")
-    done.records, done.findings = log.records, log.findings()
+    done.records, done.findings, done.unexamined = log.records, log.findings(), runner.not_run(is_later=True)
     if not done.same_bits and done.compared and not (done.settings or done.inexact):
         done.findings.append(_not_reproducible(done))
 

@@ -32,6 +32,9 @@ class Compared:
 class Rerun:
     """The result of a replay. ``exit_code`` is 0 for the same bits, else 1. ``notes`` say what makes it uncertain.
 
+    ``records`` are all that the findings were made from; ``examined`` are those of this replay alone. ``unexamined``
+    are the names of experiments that did not run.
+
     ``blind`` says why the step cannot be run again. ``inexact``: an input of the step is unknown, so that other bits
     are no finding.
     """
@@ -46,6 +49,8 @@ class Rerun:
     inexact: bool = False
     records: list[Record] = field(default_factory=list)
     findings: list[Found] = field(default_factory=list)
+    examined: list[Record] = field(default_factory=list)
+    unexamined: list[str] = field(default_factory=list)
 
     @property
     def same_bits(self) -> bool:

@@ -40,6 +40,7 @@ from trainwright.training.run import process_settings
 from trainwright.verbs.replay.closely import look_closely
 from trainwright.verbs.replay.result import Compared, Rerun, Say
 from trainwright.verbs.replay.watched import UNBOUNDED, compared
+from trainwright.watching.budget import ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner, names_of
 
 HISTORY = 8  # steps before the one in question that are written down too: remedies are tried on several in a row
@@ -205,7 +206,7 @@ class _Live:
         self.bench = EngineBench(state, lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes))
         self.objects = self.bench.objects
         self.ring = InputRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
-        self.runner = ExperimentRunner(self.objects, self.ring)
+        self.runner = ExperimentRunner(self.objects, self.ring, ExaminationBudget(job.device, "all"))
         self._inputs = InputRecorder()
         self.results: dict[int, StepResult] = {}
         self.error: str | None = None

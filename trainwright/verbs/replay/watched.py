@@ -25,6 +25,7 @@ from trainwright.runlog.records import Record
 from trainwright.state.snapshot import LiveObjects
 from trainwright.verbs.replay.closely import look_closely
 from trainwright.verbs.replay.result import Compared, Rerun, Say
+from trainwright.watching.budget import ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner, names_of
 
 UNBOUNDED = 2**62
@@ -65,7 +66,7 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
     done.error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
     done.compared = list(compared(recorded, result, subject))
     known: list[Record] = [as_record(each) for each in recorded_steps if each.step <= step]
-    look_closely(done, ExperimentRunner(subject, ring), known)
+    look_closely(done, ExperimentRunner(subject, ring, ExaminationBudget(bundle.device, "all")), known)
     return done
 
 

@@ -8,18 +8,10 @@ from trainwright.doctor.data.measure import labels as _labels  # noqa: F401  reg
 from trainwright.doctor.data.measure import loaders as _loaders  # noqa: F401  registers what it measures
 from trainwright.doctor.data.measure.draws import Draws
 from trainwright.doctor.data.measure.evaluations import EvaluationsProbe
-from trainwright.doctor.data.measure.loop_figures import LoopFigures
 from trainwright.doctor.data.measure.rows import InputRows
-from trainwright.doctor.data.measure.training_averages import TrainingAveragesProbe
 from trainwright.recorder.probes import Probe, WatchedObjects
 
 
 def probes(watched: WatchedObjects) -> list[Probe]:
     """All need a live loop."""
-    return [
-        InputRows(),
-        Draws(watched),
-        LoopFigures(watched),
-        EvaluationsProbe(watched),
-        TrainingAveragesProbe(watched),
-    ]
+    return [InputRows(watched), Draws(watched), EvaluationsProbe(watched)]

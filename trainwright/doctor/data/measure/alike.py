@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,13 @@ class InputsMoments:
 
 
 class Likenesses:
-    """Reads the first passes of training, the first after each evaluation that is read, and these evaluations."""
+    """Reads the first passes of training, the first after each evaluation that is read, and the passes of each site
+    without gradients.
+    """
 
     def __init__(self) -> None:
-        self._early, self._after, self._evaluated = InputsMoments(), InputsMoments(), InputsMoments()
+        self._early, self._after = InputsMoments(), InputsMoments()
+        self._evaluated: dict[Hashable, InputsMoments] = {}
         self._passes = 0
         self._kind: type[nn.Module] | None = None
         self.wants_training = True
@@ -80,32 +83,29 @@ class Likenesses:
             return
         if self._passes < EARLY:
             self._early.add(tensors)
-        elif self._evaluated.of:
+        elif self._evaluated:
             self._after.add(tensors)
         self._passes += 1
         self.wants_training = self._passes < EARLY
 
-    def evaluate(self, root: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A pass of an evaluation."""
+    def evaluate(self, root: nn.Module, tensors: Sequence[Tensor], site: Hashable) -> None:
+        """A pass without gradients."""
         if type(root) is not self._kind:
             return
-        if not self._evaluated.of:
+        if not self._evaluated:
             self._after = InputsMoments()
-        self._evaluated.add(tensors)
+        self._evaluated.setdefault(site, InputsMoments()).add(tensors)
         self.wants_training = True
 
-    def forget(self) -> None:
-        """An evaluation begins."""
-        self._evaluated = InputsMoments()
-
-    def close(self) -> list[Likeness]:
-        """The evaluation is over: each input is compared with each part of training, of which the most alike counts."""
-        evaluated, self._evaluated = self._evaluated, InputsMoments()
+    def close(self, sites: Container[Hashable]) -> list[Likeness]:
+        """Compares the inputs of the last of these sites with training. The most alike part of training counts."""
+        evaluated = [each for site, each in self._evaluated.items() if site in sites]
+        self._evaluated.clear()
         self.wants_training = self._passes < EARLY
         parts = (self._early, self._after)
         known = [
             list(_compared(each, [part.of[place] for part in parts if place in part.of]))
-            for place, each in sorted(evaluated.of.items())
+            for place, each in (sorted(evaluated[-1].of.items()) if evaluated else ())
         ]
         return [min(of, key=lambda each: each.distance) for of in known if of]
 

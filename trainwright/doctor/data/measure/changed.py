@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,17 +20,24 @@ class ChangedRows:
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
+        self._passes: dict[Hashable, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """The inputs of the first pass of an evaluation."""
+    def add(self, site: Hashable, tensors: Sequence[Tensor]) -> None:
+        """The inputs of a pass without gradients, the first of its site since the last step."""
         x = next(
             (each for each in plain(tensors) if each.is_floating_point() and each.dim() > 1 and each.numel()), None
         )
         if x is not None:
             flat = x.detach()[:ROWS].flatten(1)
             part = flat[:, :: max(1, flat.shape[1] // COLUMNS)][:, :COLUMNS]
-            self._held = [*self._held[-1:], part.to("cpu", torch.float64, copy=True)]
+            self._passes[site] = part.to("cpu", torch.float64, copy=True)
+
+    def close(self, site: Hashable) -> None:
+        """``site`` is that of an evaluation; None where there was none."""
+        if site in self._passes:
+            self._held = [*self._held[-1:], self._passes[site]]
+        self._passes = {}
 
     def are_of_same_samples(self) -> bool:
         """By their values at each place, or by all their values in order: a flip moves them to other places."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import (
 )
 
 from trainwright.doctor.data.facts import DrawsFacts, LoaderEpochs
+from trainwright.recorder.comparisons import Site
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.plain_tensors import rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -33,9 +35,10 @@ LEAST, USED = 3, 0.75
 
 @dataclass
 class _Epoch:
-    """What one iterator drew. ``trained``: batches that came in a mode with gradients."""
+    """What one iterator drew. ``trained``: batches that came in a mode with gradients while a model trains."""
 
     drawn: int = 0
+    batches: int = 0
     trained: int = 0
     ids: set[int] = field(default_factory=set)
 
@@ -52,15 +55,18 @@ class _Passes:
     read: int = 0
     over: int = 0
     with_fewer: int = 0
+    sites: set[Site] = field(default_factory=set)
     last: tuple[int, int] = (0, 0)
 
-    def end(self) -> None:
-        if self.calls and self.batches >= LEAST:
+    def end(self, known: Container[Site]) -> None:
+        """The pass is over. It is counted where one of its calls is at a ``known`` site of evaluations."""
+        if self.batches >= LEAST and any(each in known for each in self.sites):
             self.over += 1
             if self.calls < USED * self.batches and not self.read >= USED * self.rows > 0:
                 self.with_fewer += 1
                 self.last = self.batches, self.calls
         self.batches = self.rows = self.calls = self.read = 0
+        self.sites.clear()
 
 
 @dataclass
@@ -71,6 +77,11 @@ class _Source:
     over: list[_Epoch] = field(default_factory=list)
     running: _Epoch = field(default_factory=_Epoch)
 
+    @property
+    def is_trained_on(self) -> bool:
+        """Whether both of the last epochs were. An evaluation may read a part of its data."""
+        return len(self.over) == 2 and all(2 * each.trained > each.batches for each in self.over)
+
 
 class Draws(Probe):
     """A set of integers for each epoch."""
@@ -78,6 +89,7 @@ class Draws(Probe):
     name = DrawsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
+        self._sites = watched.sites
         self._given = {id(each) for each in watched.loaders if isinstance(each, DataLoader)}
         self._read: set[int] = set()
         self._of: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -91,10 +103,11 @@ class Draws(Probe):
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._passes.batches:
             self._passes.calls += 1
+            self._passes.sites.add(self._sites.current)
             self._passes.read += max(map(rows_of, tensors_of((args, kwargs), 3)), default=1)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
-        self._passes.end()
+        self._passes.end(self._sites)
         self._read.add(id(loader))
         self._of[iterator] = id(loader)
         size = length_of(getattr(loader, "dataset", None)) or 0
@@ -116,12 +129,13 @@ class Draws(Probe):
         source = self._iterators.get(iterator)
         if source is not None and isinstance(ids, list) and ids and type(ids[0]) is int:
             source.running.drawn += len(ids)
+            source.running.batches += 1
             source.running.trained += torch.is_grad_enabled()
             source.running.ids.update(ids)
 
     def values(self) -> Facts | None:
-        self._passes.end()
-        rows = [_facts(loader, each) for loader, each in self._sources.items() if len(each.over) == 2]
+        self._passes.end(self._sites)
+        rows = [_facts(loader, each) for loader, each in self._sources.items() if each.is_trained_on]
         if not rows and not self._given and not self._passes.over:
             return None
         facts = DrawsFacts(

@@ -20,7 +20,7 @@ STEPS = 32
 """That are run again with standardised inputs."""
 
 
-@experiment(FeaturesFacts.experiment, when="checkup")
+@experiment(FeaturesFacts.experiment, when="checkup", steps=0.0)
 def features(session: ReplaySession) -> Facts:
     """Of the first floating-point input: columns of tables, channels of images, features of sequences."""
     parts: list[Tensor] = []
@@ -68,7 +68,7 @@ def _feature(mean: Tensor, std: Tensor, number: int) -> Feature:
     return Feature(number=number, mean=float(mean[number]), std=float(std[number]))
 
 
-@experiment(StandardisedFacts.experiment, when="requested")
+@experiment(StandardisedFacts.experiment, when="requested", steps=70.0)
 def standardised_steps(session: ReplaySession) -> Facts:
     """Runs the steps that are held again with inputs that are standardised in each batch."""
     was, now = session.train(STEPS), session.train(STEPS, Intervention(inputs=standardised))

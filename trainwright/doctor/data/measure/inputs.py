@@ -33,7 +33,7 @@ MIN_PADDING = 2
 """Equal ids at the end of a row from which on they count as padding."""
 
 
-@experiment("batch", when="checkup")
+@experiment("batch", when="checkup", steps=0.7)
 def batch(session: ReplaySession) -> Facts:
     """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
     inputs = inputs_of(session.recorded_step)
@@ -213,7 +213,7 @@ def padding_in_loss(session: ReplaySession) -> Facts:
     return {**pad, "at_padding": float(norms[deep].mean()), "elsewhere": float(norms[~is_pad].mean())}
 
 
-@experiment("standardised", when="requested")
+@experiment("standardised", when="requested", steps=32.0)
 def standardised_inputs(session: ReplaySession) -> Facts:
     """The losses of 12 updates on this batch: as it was, and with inputs of mean 0 and standard deviation 1."""
     changed = Intervention(inputs=standardised)
@@ -223,7 +223,7 @@ def standardised_inputs(session: ReplaySession) -> Facts:
     }
 
 
-@experiment("label_signal", when="requested")
+@experiment("label_signal", when="requested", steps=65.0)
 def label_signal(session: ReplaySession) -> Facts:
     """Whether the inputs tell anything about the labels: simple learners, cross-validated on the recorded samples.
 

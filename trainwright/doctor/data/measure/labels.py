@@ -211,7 +211,7 @@ class _Predictions(NamedTuple):
 NOT_ONE_LABEL_EACH = "the ids of the samples are not known, or not each has one label"
 
 
-@experiment("sample_labels", when="requested")
+@experiment("sample_labels", when="requested", steps=40.0)
 def sample_labels(session: ReplaySession) -> Facts:
     """The prediction for each sample of the recorded steps when it was last trained on, before that update.
 

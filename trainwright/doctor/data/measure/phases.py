@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from trainwright.recorder.callers import FrameLine, lines_of_stack
 
@@ -14,26 +14,32 @@ class Phases:
 
     def __init__(self) -> None:
         self._before: Stack = ()
-        self._evaluated: Stack = ()
-        self._is_open = True
+        self._passes: dict[Hashable, Stack] = {}
+        self._after: Stack = ()
         self.is_between = False
 
-    def evaluate(self) -> None:
-        """The first pass of an evaluation is called."""
-        self._evaluated, self._is_open, self.is_between = lines_of_stack(), True, False
+    def add(self, site: Hashable) -> None:
+        """A pass without gradients is called, the first of its site since the last step."""
+        self._passes[site], self._after = lines_of_stack(), ()
 
     def train(self) -> None:
         """A pass of training is called."""
-        if not self._is_open:
-            return
-        now, self._is_open = lines_of_stack(), False
-        if self._evaluated:
-            self.is_between = _goes_straight_on(self._before, self._evaluated, now)
-        self._before = now
+        if not self._after:
+            self._after = lines_of_stack()
+
+    def close(self, site: Hashable) -> None:
+        """The step after these passes is over. ``site`` is that of an evaluation; None where there was none."""
+        if site in self._passes:
+            self.is_between = _goes_straight_on(self._before, self._passes[site], self._after)
+        if self._passes or not self._before:
+            self._before = self._after
+        self._passes = {}
 
 
 def _goes_straight_on(*stacks: Stack) -> bool:
     """Whether each stands further down than the one before, in the innermost function that called them all."""
+    if not all(stacks):
+        return False
     common = 0
     while all(len(each) > common for each in stacks) and len({each[common][:2] for each in stacks}) == 1:
         common += 1

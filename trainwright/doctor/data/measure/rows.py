@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Hashable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.data.facts import SAME, EvaluatedRows, RowsFacts
+from trainwright.doctor.data.facts import SAME, EvaluatedPart, EvaluatedRows, RowsFacts
 from trainwright.doctor.data.measure.changed import ChangedRows
 from trainwright.doctor.data.measure.digests import is_continuous, row_digests
 from trainwright.doctor.data.measure.phases import Phases
 from trainwright.doctor.data.measure.repeats import Repeats, place_of_call
+from trainwright.recorder.comparisons import Site
 from trainwright.recorder.datasets import length_of
-from trainwright.recorder.probes import Probe
+from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Backward, Call, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
@@ -24,12 +26,31 @@ EVERY_STEP, PERIOD, WINDOW = 128, 128, 9
 """Until this step every step is read, then the first WINDOW of every PERIOD: neighbours are compared."""
 OFTEN = 32
 """Of the first steps on a CPU so many are compared at once; later those of a window."""
+TRIED = 4
+"""Times that the rows of a site are read which nothing has compared with targets."""
+MOST_PASSES = 4096
+"""Calls between two steps that are counted."""
 MOST_ROWS = 1 << 16
 """Rows that are remembered."""
 CALLS, EVALUATIONS = 64, 8
-"""Of an evaluation so many calls are read; so many evaluations are kept."""
+"""Calls of an evaluation whose rows are read; evaluations that are kept."""
 READ = 512
 """Rows of a batch that are read; of a larger one those whose digest is a multiple of some number, always the same."""
+
+
+class _Pass(NamedTuple):
+    """A call of a model without gradients: where it was made, where its rows come from, and their digests."""
+
+    site: Site
+    source: Hashable
+    digests: Tensor | None
+
+
+class _Iterator(NamedTuple):
+    """An iterator of a loader, by its number, and the length of its data set."""
+
+    number: int
+    length: int
 
 
 class InputRows(Probe):
@@ -42,7 +63,8 @@ class InputRows(Probe):
     closes_late = True
     rests = frozenset({"on_forward"})
 
-    def __init__(self) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._sites = watched.sites
         self._steps = 0
         self._seen: set[int] = set()
         self._rows = 0
@@ -58,20 +80,25 @@ class InputRows(Probe):
         self._is_continuous: bool | None = None
         self._waiting: list[tuple[int, Hashable, list[list[Tensor]], bool]] = []  # are all passes of the same models?
         self._one_of = 0
-        self._loaders: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[object, _Iterator] = weakref.WeakKeyDictionary()
         self._source = 0
-        self._gap: list[Tensor] = []
-        self._gap_calls = 0
+        self._passes: list[_Pass] = []  # since the last step
+        self._times: Counter[Site] = Counter()  # before how many steps
+        self._calls: Counter[Site] = Counter()
+        self._num_iterators = 0
+        self._fetched_from: _Iterator | None = None  # the iterator of a batch that no model was called with
         self._evaluations: list[EvaluatedRows] = []
         self._num_evaluations = self._evaluated_at = 0
         self._evaluated: set[int] = set()
         self._phases, self._changed = Phases(), ChangedRows()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
-        self._loaders[iterator] = length_of(getattr(loader, "dataset", None)) or 0
+        self._num_iterators += 1
+        self._iterators[iterator] = _Iterator(self._num_iterators, length_of(getattr(loader, "dataset", None)) or 0)
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._source = self._loaders.get(iterator, 0)
+        known = self._iterators.get(iterator)
+        self._source, self._fetched_from = (0, None) if known is None else (known.length, known)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.is_grad_enabled():
@@ -79,18 +106,25 @@ class InputRows(Probe):
             self._phases.train()
             if self._place is None and _is_read(self._steps + 1):
                 self._place = place_of_call()
-        else:
-            if not self._gap_calls and self._num_evaluations < 2 * EVALUATIONS:
-                self._phases.evaluate()
-                self._changed.add(tensors_of((args, kwargs), 3))
-            self._gap_calls += 1
-            if len(self._gap) < CALLS and self._num_evaluations < 2 * EVALUATIONS:
-                digests = row_digests(tensors_of((args, kwargs), 3))
-                self._gap += [] if digests is None else [digests]
+        elif len(self._passes) < MOST_PASSES:
+            self._add_pass(tensors_of((args, kwargs), 3), self._sites.current)
+
+    def _add_pass(self, tensors: list[Tensor], site: Site) -> None:
+        is_first, digests = not self._calls[site], None
+        self._calls[site] += 1
+        self._times[site] += is_first
+        if self._calls[site] <= CALLS and self._times[site] <= (2 * EVALUATIONS if site in self._sites else TRIED):
+            digests = row_digests(tensors)
+            if is_first:
+                self._phases.add(site)
+                self._changed.add(site, tensors)
+        source = _base_of(tensors) if self._fetched_from is None else self._fetched_from
+        self._passes.append(_Pass(site, source, digests))
+        self._fetched_from = None
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        self._end_gap()
+        self._end_passes()
         place, self._place = self._place, None
         if not _is_read(step.step) or not step.calls:
             return
@@ -156,43 +190,61 @@ class InputRows(Probe):
             self._micro = max(self._micro, len(groups))
             self._micro_steps += 1
 
-    def _end_gap(self) -> None:
-        """Calls without gradients between two steps, where not every step has them, are an evaluation."""
-        gap, calls = self._gap, self._gap_calls
-        self._gap, self._gap_calls = [], 0
-        if not calls:
+    def _end_passes(self) -> None:
+        """The passes since the last step are over: an evaluation, where their outputs were compared with targets."""
+        passes = [each for each in self._passes if each.site in self._sites]
+        self._phases.close(passes[-1].site if passes else None)
+        self._changed.close(passes[0].site if passes else None)
+        self._passes, self._fetched_from = [], None
+        self._calls.clear()
+        if not passes:
             return
         self._num_evaluations += 1
         self._evaluated_at = self._steps
-        if not gap:
-            return
         self._take_waiting()
-        by_call = [rows for each in gap if (rows := self._read(each))]
-        rows = [row for call in by_call for row in call]
-        shares = [sum(row in self._seen for row in call) / len(call) for call in by_call]
+        read = [(each, rows) for each in passes if each.digests is not None and (rows := self._read(each.digests))]
+        if not read:
+            return
+        parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
+        for each, rows in read:
+            parts[each.site, each.source].append(rows)
+        every = [row for _, rows in read for row in rows]
         now = EvaluatedRows(
             step=self._steps,
-            calls=calls,
-            rows=len(rows),
-            shared=sum(row in self._seen for row in rows),
-            mixed=sum(0.1 < share < 0.9 for share in shares),
-            digest=sum(rows) % 2**53,
-            again=sum(row in self._evaluated for row in rows),
-            distinct=len(set(rows)),
+            calls=len(passes),
+            rows=len(every),
+            digest=sum(every) % 2**53,
+            again=sum(row in self._evaluated for row in every),
+            distinct=len(set(every)),
             trained=len(self._seen),
+            parts=tuple(self._part(rows, has_source=key[1] is not None) for key, rows in parts.items()),
         )
         if len(self._evaluated) < MOST_ROWS:
-            self._evaluated.update(rows)
+            self._evaluated.update(every)
         self._evaluations = [*self._evaluations[-EVALUATIONS + 1 :], now]
-        if self._last and self._last[-1] < set(rows):
-            self._whole = max(self._whole, len(set(rows)))
+        if self._last and self._last[-1] < set(every):
+            self._whole = max(self._whole, len(set(every)))
+
+    def _part(self, calls: Sequence[list[int]], *, has_source: bool) -> EvaluatedPart:
+        rows = [row for call in calls for row in call]
+        shares = [sum(row in self._seen for row in call) / len(call) for call in calls]
+        return EvaluatedPart(
+            calls=len(calls),
+            rows=len(rows),
+            distinct=len(set(rows)),
+            shared=len(self._seen.intersection(rows)),
+            mixed=sum(0.1 < share < 0.9 for share in shares),
+            has_source=has_source,
+        )
+
+    def end(self, error: BaseException | None) -> None:
+        self._end_passes()
 
     def values(self) -> Facts | None:
         self.urgent = False
         self._take_waiting()
         if not self._rows:
             return None
-        every = [*self._evaluations] if 2 * self._num_evaluations <= max(4, self._steps) else []
         facts = RowsFacts(
             steps=self._steps,
             rows=self._rows,
@@ -211,13 +263,19 @@ class InputRows(Probe):
             shared_far=sum(self._far) / max(1, len(self._far)),
             partly=self._partly,
             is_continuous=bool(self._is_continuous),
-            evaluations=tuple(every),
-            num_evaluations=self._num_evaluations if 2 * self._num_evaluations <= max(4, self._steps) else 0,
+            evaluations=tuple(self._evaluations),
+            num_evaluations=self._num_evaluations,
             evaluated_at=self._evaluated_at,
             is_between=self._phases.is_between,
             are_changed=self._changed.are_of_same_samples(),
         )
         return dict(strict(vars(facts)))
+
+
+def _base_of(tensors: Sequence[Tensor]) -> int | None:
+    """The tensor that the rows of the first input are a part of; None where they were gathered, or are all there is."""
+    first = next((each for each in tensors if each.dim()), None)
+    return None if first is None or first._base is None else id(first._base)
 
 
 def _is_read(step: int) -> bool:

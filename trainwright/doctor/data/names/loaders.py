@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import SharedSamplesFacts
 from trainwright.doctor.finding import Check, Finding, RemedyTrial, finding
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
 
+SHARED = 0.01
+"""Share of a validation set: less is a few samples that are in the data twice."""
 FEW = 16
 """The order of so many samples repeats by chance once in 16! times."""
 
@@ -93,10 +96,13 @@ def train_val_overlap(case: Case) -> Iterator[Finding]:
     """Samples that were trained on are also used for evaluation, by their indices in the same dataset.
 
     To evaluate the training loss on purpose, a loop has another evaluation that shares nothing, or uses the training
-    loader itself: that is an info.
+    loader itself: that is an info. Of a run of the engine both data sets are known, and compared.
     """
+    if (sets := case.newest(SharedSamplesFacts)) is not None:
+        yield from _shared_by_sets(case, sets)
+        return
     overlaps = [o for o in case.facts("loaders").get("overlaps", ()) if o["samples"]]
-    shared = [o for o in overlaps if o["shared"] > 0.01 * o["samples"]]
+    shared = [o for o in overlaps if o["shared"] > SHARED * o["samples"]]
     if not shared:
         return
     worst = max(shared, key=lambda o: o["shared"] / o["samples"])
@@ -119,6 +125,30 @@ def train_val_overlap(case: Case) -> Iterator[Finding]:
             ("evaluated samples", worst["samples"]),
         ],
         trial=None if meant else RemedyTrial("apart_from_evaluation", {"ids": worst["ids"]}),
+    )
+
+
+def _shared_by_sets(case: Case, facts: SharedSamplesFacts) -> Iterator[Finding]:
+    if facts.share <= SHARED or facts.shared <= facts.by_chance:
+        return
+    is_same = facts.shared == facts.compared and facts.samples == facts.trained
+    about = "" if facts.trained_compared == facts.trained else "about "
+    yield finding(
+        "data.train_val_overlap",
+        "info" if is_same else "warning",
+        max(1, case.last_step),
+        symptom=f"{about}{facts.share:.0%} of the validation set is in the training set too, by {facts.by}",
+        cause="the training set itself is evaluated"
+        if is_same
+        else "the data were not split, or samples were copied before the split",
+        remedy="split the data once, before anything else, and train on one part only",
+        sure=0.95 if facts.by == "position" else 0.9,
+        stage="input",
+        evidence=[
+            ("validation samples that are trained on", facts.shared, 0),
+            ("validation samples that were compared", facts.compared, facts.samples),
+            ("training samples that were compared", facts.trained_compared, facts.trained),
+        ],
     )
 
 

@@ -115,7 +115,7 @@ class _Causal(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@trial("causal_mask")
+@trial("causal_mask", steps=3.0)
 def causal_mask(session: ReplaySession) -> str:
     """A causal mask in every self-attention, measured by whether later tokens still change the scores."""
 

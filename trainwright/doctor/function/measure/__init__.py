@@ -11,13 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.doctor.function.facts import Deviation, FunctionFacts, GapFacts, InputsFacts
 from trainwright.doctor.function.measure import chains as _chains  # noqa: F401  registers what it measures
-from trainwright.doctor.function.measure import cut as _cut  # noqa: F401  registers what it measures
-from trainwright.doctor.function.measure import factors as _factors  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import inputs, samples, sequences
 from trainwright.doctor.function.measure import layers as _layers  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import loaded as _loaded  # noqa: F401  registers what it measures
-from trainwright.doctor.function.measure import outliers as _outliers  # noqa: F401  registers what it measures
-from trainwright.doctor.function.measure import poles as _poles  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure import structure as _structure  # noqa: F401  registers what it measures
 from trainwright.doctor.function.measure.passes import EvalPasses, numbers_of
 from trainwright.doctor.function.measure.ties import TiesProbe
@@ -36,7 +32,7 @@ def probes(watched: WatchedObjects) -> list[Probe]:
     return [TiesProbe(watched)]
 
 
-@experiment(FunctionFacts.experiment, when="first")
+@experiment(FunctionFacts.experiment, when="first", value=2.0)
 def function(session: ReplaySession) -> Facts:
     """The forward pass in eval mode with other random numbers, other neighbours, less padding, another future."""
     passes = EvalPasses(session)

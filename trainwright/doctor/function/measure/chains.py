@@ -42,7 +42,7 @@ def on_one_batch(session: ReplaySession, change: Intervention, most: int = STEPS
     return was, now
 
 
-@experiment("activation_between", when="requested")
+@experiment("activation_between", when="requested", steps=240.0)
 def activation_between(session: ReplaySession) -> Facts:
     """Updates on one batch with an activation after each linear layer whose output only another one takes."""
     weights = {chain["first"] for chain in wired(session).unbroken_chains()}

@@ -292,7 +292,7 @@ def _is_table(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
-@experiment("depth_in_fp32", when="requested", memory=2.5)
+@experiment("depth_in_fp32", when="requested", memory=2.5, steps=4.0)
 def depth_in_fp32(session: ReplaySession) -> Facts:
     """The gradients over depth once more, with everything in float32."""
     inspector = _Layers(session)
@@ -318,7 +318,7 @@ class _Outputs(StepInspector):
             self.classes.append(classes)
 
 
-@experiment("twins", when="first")
+@experiment("twins", when="first", steps=1.0)
 def twins(session: ReplaySession) -> Facts:
     """Units with equal weights that also get equal gradients, whatever the loss is: they can never become different.
 
@@ -354,7 +354,7 @@ def _alike(weight: Tensor, grad: Tensor) -> float:
     return float(share)
 
 
-@experiment("initial", when="first")
+@experiment("initial", when="first", steps=0.5, latest=4)
 def initial(session: ReplaySession) -> Facts:
     """The first loss, and the loss with weights of the usual size."""
     inspector = _Outputs(session)

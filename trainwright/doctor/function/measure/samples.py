@@ -10,10 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.doctor.function.facts import Deviation
 from trainwright.doctor.function.measure.passes import EvalPasses, apart, at_rows
-from trainwright.recorder.program import Operation, constants_of
+from trainwright.recorder.program import Operation, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.functions import InputHandler
+from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoder, nn.Conv1d)
 """Layers that relate the rows of an input on purpose, where it is one sequence."""
@@ -30,10 +32,12 @@ def why_related(passes: EvalPasses) -> str:
         return "a matrix relates each sample to each"
     if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
         return "a list of edges relates samples"
-    if any(ids is not None and len(ids) == size for ids in session.ids):
-        return ""  # the loader says what a sample is
+    if any(ids is not None and len(ids) == size for ids in session.ids):  # the loader says what a sample is
+        return "the model takes all samples as one set" if are_one_set(session) else ""
     if inputs[0].dim() == 2 and inputs[0].is_floating_point() and any(isinstance(m, SEQUENTIAL) for m in modules):
         return "the input may be one sequence"
+    if are_one_set(session):
+        return "the model takes all samples as one set"
     operations = [each for each in session.recorded_step.program if isinstance(each, Operation)]
     targets = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
     first = inputs[0]
@@ -42,6 +46,19 @@ def why_related(passes: EvalPasses) -> str:
     if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
         return "no target says what a sample is"
     return ""
+
+
+def are_one_set(session: ReplaySession) -> bool:
+    """Whether a module gets all samples as one set, (1, samples, ...): attention between samples, on purpose."""
+    modules, size, found = ModuleStack(session.modules), session.size, False
+
+    def enter(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        nonlocal found
+        found |= any(each.dim() > 2 and each.shape[:2] == (1, size) for each in tensors_of((args, kwargs), 2))
+
+    change = Intervention(mode="eval", model=lambda: modules.following(enter, lambda *_: None))
+    session.run(change, upto="forward")
+    return found
 
 
 def other_in_place(size: int, changed: int, dim: int = 0) -> InputHandler:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainwright.doctor.function.measure.consumers import Consumers
 from trainwright.doctor.function.measure.layers import MAPS
+from trainwright.doctor.function.measure.samples import are_one_set
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.experiments import experiment
@@ -174,7 +175,7 @@ def wired(session: ReplaySession) -> _Wiring:
     return wiring
 
 
-@experiment("structure", when="first")
+@experiment("structure", when="first", steps=1.3, value=2.0)
 def structure(session: ReplaySession) -> Facts:
     """What is trained, what the graph reaches, and which linear layers follow each other with nothing in between."""
     wiring, held = _Wiring(session), _held_by_modules(session)
@@ -256,7 +257,7 @@ def _held(value: object, depth: int = 4) -> Iterator[Tensor]:
         yield from _held(list(value.values()), depth - 1)
 
 
-@experiment("isolation", when="first")
+@experiment("isolation", when="first", steps=1.0, value=2.0)
 def isolation(session: ReplaySession) -> Facts:
     """Whether the outputs for a sample change when another sample does, in eval mode."""
     size = session.size
@@ -270,7 +271,8 @@ def isolation(session: ReplaySession) -> Facts:
         other = session.run(Intervention(mode="eval", inputs=copied_from_next(size, changed)), upto="forward")
         moved, compared = _moved(one.outputs, other.outputs, size, changed)
         if compared and moved["own"] > 0:
-            return {"asked": True, "size": size, "is_batch": size in counts, "changed": changed, **moved}
+            facts = {"asked": True, "size": size, "is_batch": size in counts, "changed": changed}
+            return facts | moved | {"one_set": moved["others"] > 0 and are_one_set(session)}
     return {"asked": False}
 
 

@@ -154,7 +154,7 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
 
     That is certain where a view swapped dimensions. Otherwise it counts only where the loader tells what a sample is:
     the nodes of one graph, or time steps, may well depend on each other. What one sample hardly changes is an info: a
-    statistic of the batch may be a feature on purpose.
+    statistic of the batch may be a feature on purpose. So is a module that gets all samples as one set.
     """
     exam = case.newest("isolation")
     if exam is None or exam.values.get("others", 0.0) <= 1e-3:
@@ -164,10 +164,11 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
     if not shuffles and not facts["is_batch"]:
         return
     shuffle = shuffles[0] if shuffles else None
+    is_meant = facts["others"] < FELT or facts.get("one_set", False)
     how = f"a view of {shuffle['from']} as {shuffle['to']} in {in_words(shuffle['module'])}" if shuffle else None
     yield finding(
         "model.mixes_samples",
-        "critical" if shuffle else "warning" if facts["others"] >= FELT else "info",
+        "critical" if shuffle else "info" if is_meant else "warning",
         exam.step,
         symptom=f"with sample {facts['changed']} of a batch replaced, the outputs for {facts['samples']} others change",
         cause=f"{how or 'an operation'} puts values of one sample into others",

@@ -88,7 +88,7 @@ def group_norm(session: ReplaySession) -> str:
     return compared(session, Intervention(ops=change))
 
 
-@trial("momentum_root")
+@trial("momentum_root", steps=3.0)
 def momentum_root(session: ReplaySession, *, modules: Sequence[str]) -> str:
     """A momentum of these BatchNorms with which two updates move the running statistics as far as one did."""
     norms = [m for path in modules if isinstance(m := session.modules[path], _BatchNorm)]
@@ -108,7 +108,7 @@ def _mean(norm: _BatchNorm) -> Tensor:
     return norm.running_mean
 
 
-@trial("less_dropout")
+@trial("less_dropout", steps=43.0)
 def less_dropout(session: ReplaySession) -> str:
     """Dropout of 0.2 in place of every dropout above 0.5. Every update draws new masks."""
 

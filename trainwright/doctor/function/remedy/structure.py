@@ -56,7 +56,7 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
     return around
 
 
-@trial("activation_between")
+@trial("activation_between", steps=260.0)
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """A ReLU after each of these linear layers."""
     return compared(session, activated(session, weights), MOST)
@@ -175,7 +175,7 @@ def _largest_move(one: Tensor, other: Tensor) -> float:
     return float((one - other)[1:].abs().max() / (one.std() + 1e-12))
 
 
-@trial("positions_in_fp32")
+@trial("positions_in_fp32", steps=3.0)
 def positions_in_fp32(session: ReplaySession) -> str:
     """Integers above 256 are not rounded to 16 bits."""
     num = 0

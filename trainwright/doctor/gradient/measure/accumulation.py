@@ -32,10 +32,14 @@ MAX_MICRO_BATCHES = 16
 
 @dataclass
 class _Mean:
-    """A 0-d tensor that is a mean over ``count`` elements (None: not known). Its gradient is its weight."""
+    """A mean over ``count`` elements (None: not known). ``weight`` is its gradient."""
 
-    value: Tensor
     count: float | None
+    weight: float | None = None
+
+    def take(self, gradient: Tensor) -> None:
+        """Hooked on the value that a function returned: what is done to it in place does not change its gradient."""
+        self.weight = float(gradient) + (self.weight or 0.0)
 
 
 @dataclass
@@ -62,13 +66,14 @@ class _Means:
         else:
             is_mean, count = self._count(name, args, kwargs)
             if is_mean:
-                result.retain_grad()
-                self.by_call[-1].append(_Mean(result, count))
+                mean = _Mean(count)
+                result.register_hook(mean.take)  # type: ignore[no-untyped-call]
+                self.by_call[-1].append(mean)
         return result
 
     def _count(self, name: str, args: Args, kwargs: Kwargs) -> tuple[bool, float | None]:
         """Whether this function returned a mean, and over how many elements."""
-        if name in ("div", "true_divide", "__truediv__") and len(args) > 1:
+        if name.strip("_") in ("div", "true_divide", "truediv", "itruediv") and len(args) > 1:
             divisor, summed = args[1], self._sums.get(id(args[0]))
             if summed is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
                 return False, None
@@ -85,7 +90,7 @@ class _Means:
         return True, float(target.numel()) if isinstance(target, Tensor) else None
 
 
-@experiment("accumulation", when="checkup")
+@experiment("accumulation", when="checkup", steps=0.0)
 def accumulation(session: ReplaySession) -> Facts:
     """For a step of several backward passes: whether each has its own batch, the weight and the count of each."""
     backwards = [each for each in session.recorded_step.program if isinstance(each, Backward)]
@@ -100,7 +105,7 @@ def accumulation(session: ReplaySession) -> Facts:
     facts["distinct"] = _distinct(session)
     facts["weights"], facts["counts"] = [], []
     for found, backward in zip(means.by_call, backwards):
-        weighed = [(float(m.value.grad) / backward.scale, m.count) for m in found if m.value.grad is not None]
+        weighed = [(m.weight / backward.scale, m.count) for m in found if m.weight is not None]
         weight, count = max(weighed, key=lambda each: abs(each[0]), default=(None, None))
         facts["weights"].append(weight)
         facts["counts"].append(count)
@@ -173,7 +178,7 @@ def _is_finite(gradients: Iterable[Tensor | None]) -> bool:
     return all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
-@experiment("token_weights", when="requested")
+@experiment("token_weights", when="requested", steps=6.0)
 def token_weights(session: ReplaySession) -> Facts:
     """Compares the gradient of the step with that of its micro-batches weighted by their counts."""
     counts = accumulation(session).get("counts") or []

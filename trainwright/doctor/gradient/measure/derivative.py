@@ -44,7 +44,7 @@ STAIRS = 1e3
 MOST_NAMES = 16
 
 
-@experiment(DerivativeFacts.experiment, when="requested", memory=6.0, by_samples=True)
+@experiment(DerivativeFacts.experiment, when="requested", memory=6.0, by_samples=True, steps=16.0)
 def derivative(session: ReplaySession) -> Facts:
     """Raises NotReplayable where the model is too large, or has no loss that is a number."""
     if sum(p.numel() for p in session.parameters.values()) > MOST_ELEMENTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from statistics import fmean, stdev
@@ -265,7 +265,8 @@ def _bounded(call: ComparedLoss) -> tuple[float, float]:
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
     moved: list[str] = []
-    no_targets = _not_to_become_small(session) | _no_distances(session)
+    gradients = _gradients_of_comparisons(session)
+    no_targets = gradients.not_to_become_small | _no_distances(session)
 
     def losses_after(step: float) -> ReplayResult:
         modules, number = ModuleStack(session.modules), count()
@@ -287,7 +288,16 @@ def towards_targets(session: ReplaySession) -> Facts:
     before, after = losses_after(0.0), losses_after(NUDGE)
     rivals = len(session.roots) > 1 or len(session.optimizers) > 1
     own = _own_passes(session, before.losses, after.losses) if rivals else ()
-    return dict(strict(vars(TowardsFacts(before.loss, after.loss, tuple(dict.fromkeys(moved)), rivals, own))))
+    facts = TowardsFacts(
+        before.loss,
+        after.loss,
+        tuple(dict.fromkeys(moved)),
+        rivals,
+        own,
+        reached=bool(gradients.reached - no_targets),
+        maximises=all(bool(group.get("maximize")) for each in session.optimizers for group in each.param_groups),
+    )
+    return dict(strict(vars(facts)))
 
 
 def _own_passes(session: ReplaySession, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[TowardsPass, ...]:
@@ -306,16 +316,26 @@ def _differentiable(function: TorchFunction, args: Args, kwargs: Kwargs, modules
     return None if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS else call
 
 
-def _not_to_become_small(session: ReplaySession) -> set[int]:
-    """The numbers of the comparisons of which some samples are to become small and others large, as the log-probability
-    of what was drawn does, which is weighed by how good it was; and of those that have a part in the loss by their
+@dataclass(frozen=True)
+class _Gradients:
+    """What backward gives to the results of comparisons, by their numbers. ``reached`` have a gradient other than 0.
+
+    ``not_to_become_small`` are those of which some samples are to become small and others large, as the log-probability
+    of what was drawn does, which is weighed by how good it was; and those that have a part in the loss by their
     derivative alone, as what is matched to a gradient, or the loss of an inner loop.
     """
-    both_ways, direct, derived = set[int](), set[int](), set[int]()
+
+    reached: set[int]
+    not_to_become_small: set[int]
+
+
+def _gradients_of_comparisons(session: ReplaySession) -> _Gradients:
+    both_ways, direct, derived, reached = set[int](), set[int](), set[int](), set[int]()
     modules, number, inside = ModuleStack(session.modules), count(), list[bool]()
 
     def hear(which: int, weighs: bool, gradient: Tensor) -> None:
         (derived if inside else direct).add(which)
+        reached.update({which} if bool(gradient.any()) else ())
         if weighs and bool((gradient > 0).any()) and bool((gradient < 0).any()):
             both_ways.add(which)
 
@@ -334,7 +354,7 @@ def _not_to_become_small(session: ReplaySession) -> set[int]:
         return result
 
     session.run(Intervention(ops=collect, model=modules.following), upto="backward")
-    return both_ways | (derived - direct)
+    return _Gradients(reached, both_ways | (derived - direct))
 
 
 def _no_distances(session: ReplaySession) -> set[int]:

@@ -30,7 +30,7 @@ LEAST = 1e-4
 """Share of a class that targets are taken to give it at least: its logarithm is a number."""
 
 
-@experiment(AtTargetsFacts.experiment, when="first")
+@experiment(AtTargetsFacts.experiment, when="first", steps=1.0)
 def at_targets(session: ReplaySession) -> Facts:
     """The terms that compare the same prediction with the same targets, together: their least value where it is right,
     and their least value elsewhere.

@@ -35,7 +35,7 @@ class Expected:
     target: Tensor
 
 
-@experiment(BaselineFacts.experiment, when="first")
+@experiment(BaselineFacts.experiment, when="first", steps=4.0)
 def baselines(session: ReplaySession) -> Facts:
     """How the weight of what was drawn changes with targets and predictions that are changed at random."""
     recorded = session.recorded_step

@@ -22,7 +22,7 @@ PARTS = frozenset({"chunk", "split", "__getitem__", "unbind"})
 MOST_TERMS = 8
 
 
-@experiment(LargerOutputsFacts.experiment, when="first")
+@experiment(LargerOutputsFacts.experiment, when="first", steps=4.0)
 def larger_outputs(session: ReplaySession) -> Facts:
     """The loss with outputs that are larger, of either sign. The models run once, for the outputs."""
     recorded = session.recorded_step

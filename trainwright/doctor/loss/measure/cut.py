@@ -147,13 +147,29 @@ def _is_count(tensor: Tensor, counts: list[float]) -> bool:
 
 
 def _divides(recorded: RecordedStep, size: int, counts: list[float]) -> bool:
-    """Whether the loss is divided by something that may be the number of samples, or of targets that count."""
+    """Whether the loss is divided by something that may be the number of samples, or of targets that count.
+
+    So may be any number that the whole loss is divided by, but for the number of micro-batches: the sum of the weights
+    of its samples.
+    """
+    backward = [each for each in recorded.program if isinstance(each, Backward)]
+    if any(by > 1 and by != len(backward) for each in backward for by in _divisors(recorded, each)):
+        return True
     return any(
         _may_count(each, size, counts)
         for op in recorded.program
         if isinstance(op, Operation) and op.name.strip("_") in (*QUOTIENTS, "mul", "rmul")
         for each in op.args
     ) or any(_is_by_counted(each, counts) for each in recorded.program if isinstance(each, Operation))
+
+
+def _divisors(recorded: RecordedStep, backward: Backward) -> Iterator[float]:
+    """The number that this loss itself is the quotient by, if it is one."""
+    for each in recorded.program:
+        if isinstance(each, Operation) and backward.slot in each.outputs and each.name.strip("_") in QUOTIENTS:
+            by = each.args[-1].tensor if isinstance(each.args[-1], Constant) else each.args[-1]
+            if isinstance(by, int | float) or (isinstance(by, Tensor) and by.numel() == 1):
+                yield float(by)
 
 
 def _is_by_counted(operation: Operation, counts: list[float]) -> bool:

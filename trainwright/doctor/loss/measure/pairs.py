@@ -32,7 +32,7 @@ Place: TypeAlias = tuple[int, int]
 Change: TypeAlias = Callable[[Tensor, Place], Tensor]
 
 
-@experiment(PairsFacts.experiment, when="requested")
+@experiment(PairsFacts.experiment, when="requested", steps=21.0)
 def pairs(session: ReplaySession) -> Facts:
     """The losses of the last recorded steps in eval mode, with the newest weights, and with each input permuted."""
     chosen = [each for each in session.recorded_steps if each.blind is None][-MAX_STEPS:]

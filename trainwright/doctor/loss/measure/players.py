@@ -173,7 +173,7 @@ class _Heard:
         self.pushes[number] = -float(gradient.detach().sum()) / size if size else 0.0
 
 
-@experiment(PlayersFacts.experiment, when="first")
+@experiment(PlayersFacts.experiment, when="first", steps=4.0)
 def players(session: ReplaySession) -> Facts:
     """For each model that judges what another makes: where it is pushed by both, and what reaches it."""
     game = GameProgram(session)

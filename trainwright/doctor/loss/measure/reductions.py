@@ -18,6 +18,8 @@ FEW = 4
 """Rows over which a sum is hardly another thing than a mean."""
 IGNORED = -100
 """By torch's losses, where nothing else is said."""
+WEIGHED = 0.5
+"""Relative: sums of weights of samples differ from their number by less."""
 MANY = 8
 """Samples: a smaller number may be a weight."""
 QUOTIENTS = frozenset({"div", "divide", "truediv"})
@@ -28,14 +30,16 @@ def summed_among_means(recorded: RecordedStep) -> SummedTerm | None:
     """A term with ``reduction="sum"`` that no factor makes up for, beside one with ``reduction="mean"``.
 
     Its weight would have to be smaller by the number of rows that count, or of targets; what is nearer to that than to
-    1 is on purpose: boxes are summed over their corners and averaged over the objects.
+    1 is on purpose: boxes are summed over their corners and averaged over the objects. So is a sum that the whole loss
+    is divided by the rows of: a mean beside it is then weighed by their number.
     """
     makers = _makers(recorded)
     terms = [(term, makers[term.slot]) for term in terms_of(recorded) if term.slot in makers]
     means = [abs(term.own) for term, op in terms if _reduction(op) == "mean" and term.own]
     sums = [(term, op, _rows(op)) for term, op in terms if _reduction(op) == "sum"]
     for term, op, rows in sums:
-        if means and rows >= FEW and abs(term.own) * math.sqrt(rows) > max(means):
+        is_mean = math.isclose(abs(term.weight) * rows, 1.0, rel_tol=WEIGHED)
+        if means and not is_mean and rows >= FEW and abs(term.own) * math.sqrt(rows) > max(means):
             return SummedTerm(term.name, _targets(op))
     return None
 

@@ -26,7 +26,7 @@ BEGIN, LEAST, BATCHES = 4, 12, 8
 these have not seen."""
 
 
-@experiment(RoomFacts.experiment, when="requested")
+@experiment(RoomFacts.experiment, when="requested", steps=73.0)
 def room(session: ReplaySession) -> Facts:
     """The first steps again, with all terms and with the comparison alone, and its loss on the batches after."""
     term, other = _outweighed(session.recorded_step)

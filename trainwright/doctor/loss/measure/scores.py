@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
@@ -63,11 +65,14 @@ def class_dim(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> int:
     return dim if isinstance(dim, int) else -1
 
 
-class _Losses(StepInspector):
-    """Collects the arguments of loss functions, and the gradient of the loss at what they return."""
+class LossCalls:
+    """Collects the arguments of loss functions, and the gradient of the loss at what they return.
 
-    def __init__(self, session: ReplaySession) -> None:
-        super().__init__(session)
+    ``stack`` holds the paths of the modules that run, outermost first.
+    """
+
+    def __init__(self, stack: Sequence[str] = ()) -> None:
+        self.stack = stack
         self.calls: list[Facts] = []
         self.outer: list[Facts] = []
         self.drawn = False
@@ -80,7 +85,8 @@ class _Losses(StepInspector):
         self._kept.append(tensor)
         return id(tensor)
 
-    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
+    def returned(self, path: str, module: nn.Module, output: object) -> None:
+        """A module has returned ``output``."""
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
             self._probabilities[self._keep(output)] = path
 
@@ -176,6 +182,20 @@ class _Losses(StepInspector):
             result.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+class _Losses(StepInspector):
+    """The same in a replay."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.found = LossCalls(self.stack)
+
+    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
+        self.found.returned(path, module, output)
+
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        self.found.on_function(name, args, kwargs, result)
+
+
 def _accuracy(loss: Classified) -> dict[str, float]:
     """How often the class with the highest score is right, and the mean of its probability."""
     at = loss.sample()
@@ -250,20 +270,28 @@ def is_of_probabilities(x: Tensor) -> bool:
     return False
 
 
-@experiment("loss", when="checkup")
+@experiment("loss", when="checkup", steps=1.4, value=4.0)
 def loss(session: ReplaySession) -> Facts:
     """The losses and softmaxes of the step with their arguments, shapes that broadcast, and the number of terms."""
     inspector = _Losses(session)
     with session.live():
         result = inspector.run()
+    reached = sum(gradient is not None for gradient in result.grads.values())
+    are_rivals = len(session.roots) > 1 or len(session.optimizers) > 1
+    return facts_of(inspector.found, session.recorded_step, reached, are_rivals)
+
+
+def facts_of(found: LossCalls, step: RecordedStep, reached: int, are_rivals: bool) -> Facts:
+    """``reached`` parameters have a gradient; ``are_rivals``: there are several models or optimizers."""
+    inputs = [each.tensor for call in step.calls for each in constants_of((call.args, call.kwargs))]
     return {
-        "reached": sum(gradient is not None for gradient in result.grads.values()),
-        "given": inspector.calls[:32],
-        "outer": inspector.outer[:4],
-        "drawn": inspector.drawn,
-        "terms": len(terms_of(session.recorded_step)),
-        "rivals": len(session.roots) > 1 or len(session.optimizers) > 1,
-        "tokens": any(_is_tokens(x) for x in session.inputs),
+        "reached": reached,
+        "given": found.calls[:32],
+        "outer": found.outer[:4],
+        "drawn": found.drawn,
+        "terms": len(terms_of(step)),
+        "rivals": are_rivals,
+        "tokens": any(_is_tokens(x) for x in inputs),
     }
 
 
@@ -299,7 +327,7 @@ def loss_course(session: ReplaySession, steps: int, *, lr: float = 1.0, sign: fl
     return inspector.values
 
 
-@experiment("sign", when="requested")
+@experiment("sign", when="requested", steps=16.0)
 def sign(session: ReplaySession) -> Facts:
     """The standard loss itself over four updates on this batch: as it was, with a tenth of the learning rate, and with
     the sign of the gradient inverted as well.

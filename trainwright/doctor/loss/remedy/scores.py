@@ -73,7 +73,7 @@ def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
     return x.log_softmax(class_dim(name, x, args, kwargs)) if name == "nll_loss" and bool((x > 0).any()) else None
 
 
-@trial("second_softmax")
+@trial("second_softmax", steps=3.0)
 def second_softmax(session: ReplaySession) -> str:
     """The norm of the gradient at the scores, through the second softmax, with and without the first softmax."""
     norms: dict[bool, list[float]] = {False: [], True: []}

@@ -28,7 +28,7 @@ DRAWS = frozenset({"rand", "rand_like", "uniform_", "randn", "randn_like", "norm
 MOST = 64
 
 
-@experiment(CastsFacts.experiment, when="first")
+@experiment(CastsFacts.experiment, when="first", steps=0.5)
 def casts(session: ReplaySession) -> Facts:
     """Follows every float that is cast to whole numbers, in a forward pass."""
     modules = ModuleStack(session.modules)

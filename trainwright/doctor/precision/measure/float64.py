@@ -34,7 +34,7 @@ RngStates: TypeAlias = tuple[Tensor, Tensor | None]
 Grads = Mapping[str, Tensor | None]
 
 
-@experiment(Float64Facts.experiment, when="requested", memory=7.0, by_samples=True)
+@experiment(Float64Facts.experiment, when="requested", memory=7.0, by_samples=True, steps=10.0)
 def in_float64(session: ReplaySession) -> Facts:
     """Raises NotReplayable where random numbers are drawn in eval mode too, or a part of the model refuses float64."""
     if sum(p.numel() for p in session.parameters.values()) > MOST_ELEMENTS:

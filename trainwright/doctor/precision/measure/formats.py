@@ -44,7 +44,7 @@ NO_MASTER_WEIGHTS = frozenset(
 """Keys of optimizer state that is neither a float32 copy of the weights nor their rounding error."""
 
 
-@experiment("formats", when="first")
+@experiment("formats", when="first", steps=0.5)
 def formats(session: ReplaySession) -> Facts:
     """The 16-bit dtypes of the parameters, and of the results of the functions in models and loss."""
     dtypes: set[torch.dtype] = set()
@@ -101,7 +101,7 @@ def _widen(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
-@experiment("fp32_shadow", when="requested", memory=3.0)
+@experiment("fp32_shadow", when="requested", memory=3.0, steps=7.0)
 def fp32_shadow(session: ReplaySession) -> Facts:
     """Compares the gradients of the step with those in float32, and with those with only the loss in float32."""
     operations, micro = _Operations(session), _first_micro_batches(session, COMPARED)

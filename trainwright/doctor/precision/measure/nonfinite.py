@@ -34,7 +34,7 @@ COMPOSITE = {"multi_head_attention_forward", "scaled_dot_product_attention"}
 """Functions of several ops that a user would name one by one."""
 
 
-@experiment("trace", when="incident")
+@experiment("trace", when="incident", steps=4.0)
 def trace(session: ReplaySession) -> Facts:
     """The first op that made the step non-finite, or the outcome of the replay if that is finite."""
     scale = loss_scale(session.recorded_step)

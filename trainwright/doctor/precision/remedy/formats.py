@@ -14,7 +14,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 
-@trial("loss_scale")
+@trial("loss_scale", steps=5.0)
 def loss_scale(session: ReplaySession) -> str:
     """A loss scale that is a power of two."""
     facts = fp32_shadow(session)
@@ -27,14 +27,14 @@ def loss_scale(session: ReplaySession) -> str:
     )
 
 
-@trial("everything_in_fp32")
+@trial("everything_in_fp32", steps=7.0)
 def everything_in_fp32(session: ReplaySession) -> str:
     """The step with everything in float32."""
     facts = fp32_shadow(session)
     return f"in float32: loss {facts['loss_fp32']:.6g}; as it was: {facts['loss']:.6g}"
 
 
-@trial("loss_in_fp32")
+@trial("loss_in_fp32", steps=5.0)
 def loss_in_fp32(session: ReplaySession) -> str:
     """Only the loss in float32: everything after the models."""
     facts = fp32_shadow(session)
@@ -46,7 +46,7 @@ def loss_in_fp32(session: ReplaySession) -> str:
     )
 
 
-@trial("fp32_weights")
+@trial("fp32_weights", steps=3.0)
 def fp32_weights(session: ReplaySession) -> str:
     """The update with parameters and optimizer state in float32."""
 
@@ -66,7 +66,7 @@ def fp32_weights(session: ReplaySession) -> str:
     return f"with weights in float32 the update leaves {still:.1%} of them as they were; as it was: {was:.1%}"
 
 
-@trial("sum_in_fp32")
+@trial("sum_in_fp32", steps=3.0)
 def sum_in_fp32(session: ReplaySession) -> str:
     """The gradients of the micro-batches summed in float32 and rounded once."""
     facts = summed_in_16_bit(session)

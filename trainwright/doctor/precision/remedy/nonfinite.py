@@ -23,7 +23,7 @@ MASK_VALUE = -1e4
 """Below all logits, and every dtype holds it with room to add to it."""
 
 
-@trial("without_these_samples")
+@trial("without_these_samples", steps=3.0)
 def without_samples(session: ReplaySession, rows: Sequence[int], micro: int | None = None) -> str:
     """The micro-batch without these samples."""
     intervention = _without(session, rows, micro)
@@ -31,7 +31,7 @@ def without_samples(session: ReplaySession, rows: Sequence[int], micro: int | No
     return f"without {samples}: " + _compared(session, intervention, micro)
 
 
-@trial("statistics_without_samples")
+@trial("statistics_without_samples", steps=3.0)
 def statistics_without_samples(session: ReplaySession, rows: Sequence[int]) -> str:
     """The running statistics without these samples."""
     found = {}
@@ -44,13 +44,13 @@ def statistics_without_samples(session: ReplaySession, rows: Sequence[int]) -> s
     )
 
 
-@trial("in_fp32")
+@trial("in_fp32", steps=3.0)
 def in_fp32(session: ReplaySession) -> str:
     """The whole step in float32, without autocast."""
     return "in fp32: " + _compared(session, Intervention(dtype="fp32"))
 
 
-@trial("guarded")
+@trial("guarded", steps=3.0)
 def guarded(session: ReplaySession, op: str) -> str:
     """The input of every call of ``op`` is clamped to where it has a finite value and derivative."""
     if op not in _GUARDS:
@@ -71,7 +71,7 @@ def guarded(session: ReplaySession, op: str) -> str:
     return outcome
 
 
-@trial("finite_mask")
+@trial("finite_mask", steps=3.0)
 def finite_mask(session: ReplaySession) -> str:
     """Infinities and overflowing constants of masks become a finite large negative number."""
 
@@ -86,7 +86,7 @@ def finite_mask(session: ReplaySession) -> str:
     return "with a finite mask value: " + _compared(session, Intervention(ops=around))
 
 
-@trial("valid_targets")
+@trial("valid_targets", steps=3.0)
 def valid_targets(session: ReplaySession) -> str:
     """The sum of the losses divided by max(1, number of valid targets)."""
 
@@ -101,7 +101,7 @@ def valid_targets(session: ReplaySession) -> str:
     return "divided by max(1, valid targets): " + _compared(session, Intervention(ops=around))
 
 
-@trial("zero_infinity")
+@trial("zero_infinity", steps=3.0)
 def zero_infinity(session: ReplaySession) -> str:
     """``ctc_loss(zero_infinity=True)``."""
 
@@ -113,7 +113,7 @@ def zero_infinity(session: ReplaySession) -> str:
     return "with zero_infinity=True: " + _compared(session, Intervention(ops=around))
 
 
-@trial("larger_eps")
+@trial("larger_eps", steps=3.0)
 def larger_eps(session: ReplaySession, eps: float = 1e-4) -> str:
     """The update with an ``eps`` that 16-bit dtypes can hold."""
     quiet = without_veto(session.recorded_step)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from trainwright.doctor.program.measure import modes as _modes  # noqa: F401  registers what it measures
 from trainwright.doctor.program.measure import modes_heard as _modes_heard  # noqa: F401  registers what it measures
 from trainwright.doctor.program.measure import schedules as _schedules  # noqa: F401  registers what it measures
-from trainwright.doctor.program.measure.bests import BestsProbe
 from trainwright.doctor.program.measure.constants import ConstantsProbe
 from trainwright.doctor.program.measure.names import NamesProbe
 from trainwright.doctor.program.measure.objects import ObjectsProbe
 from trainwright.doctor.program.measure.rates import RatesProbe
 from trainwright.doctor.program.measure.states import KeptProbe, WarningsProbe
-from trainwright.doctor.program.measure.written import WrittenProbe
 from trainwright.recorder.probes import Probe, WatchedObjects
 
 
@@ -24,6 +22,4 @@ def probes(watched: WatchedObjects) -> list[Probe]:
         ConstantsProbe(watched),
         WarningsProbe(),
         RatesProbe(),
-        WrittenProbe(watched),
-        BestsProbe(watched),
     ]

@@ -41,7 +41,7 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
     return 0.5 if is_mask else 0.0  # a code is drawn with probabilities that were calculated
 
 
-@experiment("in_eval_mode", when="first")
+@experiment("in_eval_mode", when="first", steps=0.8)
 def in_eval_mode(session: ReplaySession) -> Facts:
     """Functions within the models that drop values at random although every module is in eval mode."""
     modules = ModuleStack(session.modules)

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainwright.recorder.callers import caller
+from trainwright.recorder.comparisons import Site
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -30,7 +31,7 @@ class Modes(Probe):
     rests = frozenset({"on_forward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._roots, self._modules = watched.subject.roots, watched.subject.modules
+        self._roots, self._modules, self._sites = watched.subject.roots, watched.subject.modules, watched.sites
         self._names = _names(self._roots)
         self._depends = [n for n, module in enumerate(self._modules) if depends_on_mode(module)]
         self._same: tuple[bool, ...] | None = (
@@ -44,9 +45,9 @@ class Modes(Probe):
         self._fetched: int | None = None  # the one that gave a batch since the last step, and when
         self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}  # where each module was last put into eval mode
-        self._gap: set[bool] = set()
-        self._gaps: dict[bool, list[int]] = {True: [], False: []}
-        self._num_gaps = 0
+        self._passes: set[tuple[Site, bool]] = set()  # without gradients since the last step, and whether in train mode
+        self._evaluated: dict[bool, list[int]] = {True: [], False: []}
+        self._num_in_train = 0
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched, self._fetched_s = id(iterator), time.time()
@@ -64,14 +65,15 @@ class Modes(Probe):
         if torch.is_grad_enabled():
             self._feeding = self._fetched
         elif self._depends and (self._fetched is None or self._fetched != self._feeding):
-            self._gap.add(root.training and all(self._modules[n].training for n in self._depends))
+            in_train = root.training and all(self._modules[n].training for n in self._depends)
+            self._passes.add((self._sites.current, in_train))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
         self._num_closed += 1
         if self._fetched_s <= step.ended_s:  # later ones belong to the next step
             self._fetched = None
-        if self._gap:
+        if self._passes:
             self._note_evaluation()
         calls = step.calls
         if not calls or (len(calls) == 1 and calls[0].training is self._same):
@@ -85,14 +87,15 @@ class Modes(Probe):
         self._was_training |= training
 
     def _note_evaluation(self) -> None:
-        """Notes the calls without gradients since the last step, on other batches than those that are trained on."""
-        for in_train in self._gap:
-            steps = self._gaps[in_train]
+        """Notes the evaluations since the last step, on other batches than those that are trained on."""
+        modes = {in_train for site, in_train in self._passes if site in self._sites}
+        self._passes = set()
+        for in_train in modes:
+            steps = self._evaluated[in_train]
             steps.append(self._steps)
             del steps[16:]
             self.urgent |= in_train and len(steps) == 1 and self._steps > EARLY
-        self._num_gaps += True in self._gap
-        self._gap = set()
+        self._num_in_train += True in modes
 
     def values(self) -> Facts:
         self.urgent = False
@@ -102,9 +105,9 @@ class Modes(Probe):
             "norms": sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
             "roots_in_eval": [root in self._eval_modules() for root in self._roots],
             "eval": [self._facts_of(n) for n in sorted(self._eval)][:256],
-            "evaluated_in_train": list(self._gaps[True]),
-            "evaluated_in_eval": list(self._gaps[False]),
-            "num_evaluated_in_train": self._num_gaps,
+            "evaluated_in_train": list(self._evaluated[True]),
+            "evaluated_in_eval": list(self._evaluated[False]),
+            "num_evaluated_in_train": self._num_in_train,
         }
 
     def _eval_modules(self) -> list[nn.Module]:

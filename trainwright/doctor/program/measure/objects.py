@@ -13,13 +13,17 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.program.facts import EvaluatedCopy, ObjectsFacts, StrayScheduler
 from trainwright.recorder.calls import Hook
+from trainwright.recorder.comparisons import Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.optimizers import same_optimizer
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts, strict
 
+MOST_CALLS = 1024
+"""Calls without gradients that are remembered."""
 PATIENCE = 20
 """Steps after which a scheduler's optimizer that never stepped is not one that steps seldom."""
 
@@ -36,16 +40,14 @@ class _Schedule:
 
 @dataclass
 class _Copy:
-    """A module of the shapes of a root that the loop evaluates. ``versions`` of its weights at each evaluation."""
+    """A module of the shapes of a root, and its calls without gradients: step, site, version of its weights."""
 
     module: nn.Module
-    versions: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    calls: dict[tuple[int, Site], int] = field(default_factory=dict)
 
-    def called(self, step: int) -> None:
-        if not torch.is_grad_enabled() and step not in self.steps[-1:]:
-            self.steps.append(step)
-            self.versions.append(sum(p._version for p in self.module.parameters()))
+    def called(self, step: int, site: Site) -> None:
+        if (step, site) not in self.calls and len(self.calls) < MOST_CALLS:
+            self.calls[step, site] = sum(p._version for p in self.module.parameters())
 
 
 class ObjectsProbe(Probe):
@@ -56,7 +58,7 @@ class ObjectsProbe(Probe):
     rests = frozenset({"on_step"})
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._roots = watched.subject.roots
+        self._roots, self._sites = watched.subject.roots, watched.sites
         self._steps = 0
         self._stepped: set[int] = set()
         self._schedules: dict[int, _Schedule] = {}
@@ -67,7 +69,7 @@ class ObjectsProbe(Probe):
         self._scaled_since = 0
         self._copies: dict[int, _Copy] = {}
         self._handles: list[RemovableHandle] = []
-        self._evaluated: set[int] = set()
+        self._called: set[tuple[int, Site]] = set()  # without gradients
 
     # the scaler
 
@@ -96,7 +98,7 @@ class ObjectsProbe(Probe):
     # the scheduler
 
     def on_schedule(self, scheduler: object) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
         if isinstance(optimizer, Optimizer):
             known = _Schedule(type(scheduler).__name__, optimizer, self._steps + 1)
             self._schedules.setdefault(id(scheduler), known).calls += 1
@@ -107,11 +109,16 @@ class ObjectsProbe(Probe):
         if training or id(module) in self._copies or not is_a_copy(module, self._roots):
             return
         copy = self._copies[id(module)] = _Copy(module)
-        hook = Hook(module, lambda *called: copy.called(self._steps))
+        hook = Hook(module, lambda *called: self._on_copy(copy))
         self._handles.append(module.register_forward_pre_hook(hook))
 
+    def _on_copy(self, copy: _Copy) -> None:
+        if not torch.is_grad_enabled():
+            copy.called(self._steps, self._sites.here())
+
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._evaluated.add(self._steps)
+        if len(self._called) < MOST_CALLS:
+            self._called.add((self._steps, self._sites.current))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
@@ -140,8 +147,8 @@ class ObjectsProbe(Probe):
             scaler_steps=self._counts["steps"],
             scaler_updates=self._counts["updates"],
             other_scaler=self._counts["other"],
-            copies=tuple(self._copy(each) for each in self._copies.values() if each.steps),
-            evaluations=len(self._evaluated),
+            copies=tuple(known for each in self._copies.values() if (known := self._copy(each)) is not None),
+            evaluations=len({step for step, site in self._called if site in self._sites}),
         )
         return dict(strict(vars(facts)))
 
@@ -155,13 +162,15 @@ class ObjectsProbe(Probe):
             return None
         return StrayScheduler(schedule.kind, schedule.calls, schedule.since, shares)
 
-    def _copy(self, copy: _Copy) -> EvaluatedCopy:
-        """One that is called in most steps, as long as it is used, is a teacher, whose weights may stand."""
-        is_rare = len(copy.steps) <= (copy.steps[-1] - copy.steps[0] + 1) // 2
+    def _copy(self, copy: _Copy) -> EvaluatedCopy | None:
+        """The evaluations of a copy; None where it is only used otherwise, as a teacher is."""
+        evaluations = {step: version for (step, site), version in copy.calls.items() if site in self._sites}
+        if not evaluations:
+            return None
         return EvaluatedCopy(
             kind=type(copy.module).__name__,
-            evaluations=len(copy.steps) if is_rare else 0,
-            first=copy.steps[0],
-            last=copy.steps[-1],
-            moved=len(set(copy.versions)) > 1,
+            evaluations=len(evaluations),
+            first=min(evaluations),
+            last=max(evaluations),
+            moved=len(set(evaluations.values())) > 1,
         )

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainwright.doctor.program.facts import RateFacts, RatesFacts
+from trainwright.recorder.optimizers import same_optimizer
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.user_types import Args
 from trainwright.runlog.json_values import Facts, strict
@@ -71,7 +72,7 @@ class RatesProbe(Probe):
         self._updates = 0
 
     def on_schedule(self, scheduler: object) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
         if optimizer is None:
             return
         schedule = self._schedules.get(id(scheduler))

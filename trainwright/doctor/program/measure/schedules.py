@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from trainwright.recorder.datasets import length_of
+from trainwright.recorder.optimizers import share_groups
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
@@ -156,7 +157,7 @@ class ScheduleProbe(Probe):
 def _is_ours(scheduler: object, optimizers: list[Optimizer]) -> bool:
     if not isinstance(scheduler, lr_scheduler.LRScheduler | lr_scheduler.ReduceLROnPlateau):
         return False
-    return any(scheduler.optimizer is each for each in optimizers)
+    return any(share_groups(scheduler.optimizer, each) for each in optimizers)
 
 
 def _parts(scheduler: object) -> list[object]:

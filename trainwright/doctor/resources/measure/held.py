@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from trainwright.recorder.plain_tensors import num_bytes
-from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite, probe
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runlog.json_values import Facts
@@ -26,6 +26,7 @@ YOUNG = 3  # steps for which a loop may well keep its last losses
 MOST_NODES = 20_000
 SCAN_EVERY = 8
 SCAN_SHARE = 0.01
+FREE_SCANS_UNTIL = 64  # where everything is examined
 
 
 class _Mark:
@@ -56,6 +57,10 @@ class Memory(Probe):
         self._iterator: Callable[[], object] = lambda: None
         self._private: list[list[float]] = []
         self._held: list[int] | None = None
+        self._free_until = 0
+
+    def begin(self, site: WatchSite) -> None:
+        self._free_until = FREE_SCANS_UNTIL if site.examines_all else 0
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         """The workers do not exist yet; ``values`` reads them from the iterator."""
@@ -112,8 +117,8 @@ class Memory(Probe):
     def _scan(self) -> None:
         """Counts tensors with a graph, and other modules of the roots' classes and shapes.
 
-        Takes at most SCAN_SHARE of the time after the start. An object refers to its class, so the referrers of the
-        classes hold all modules and tensors: in half the time that a list of all objects takes.
+        All but the first scan take at most SCAN_SHARE of the time. An object refers to its class, so the referrers of
+        the classes hold all modules and tensors: in half the time that a list of all objects takes.
         """
         begin_s = time.perf_counter()
         if self._steps < self._next_scan or begin_s < self._next_scan_s:
@@ -129,7 +134,7 @@ class Memory(Probe):
         self._copies.append([self._steps, copies, sum(p.nbytes for p in self._roots[0].parameters())])
         del self._copies[:-32], self._with_graph[:-32]
         now_s, self._next_scan = time.perf_counter(), self._steps + SCAN_EVERY
-        self._next_scan_s = now_s + (now_s - begin_s) / SCAN_SHARE if self._steps > 64 else 0.0
+        self._next_scan_s = now_s + (now_s - begin_s) / SCAN_SHARE if self._steps > self._free_until else 0.0
 
     def _weigh_workers(self) -> None:
         workers = getattr(self._iterator(), "_workers", None) or ()

@@ -19,7 +19,7 @@ MAX_STEPS = 32
 """The most recorded steps that are run again with other hyperparameters."""
 
 
-@experiment("update", when="checkup")
+@experiment("update", when="checkup", value=3.0)
 def update(session: ReplaySession) -> Facts:
     """How far the update moves the weights, and the loss of the step's batch before and after it."""
     with session.live():
@@ -62,7 +62,7 @@ def _rms(inputs: list[Tensor]) -> float | None:
     return max((float(x.double().square().mean().sqrt()) for x in floats), default=None)
 
 
-@experiment("smaller_steps", when="requested")
+@experiment("smaller_steps", when="requested", steps=40.0)
 def smaller_steps(session: ReplaySession) -> Facts:
     """The losses of eight updates on this batch alone, and the first smaller learning rate at which they fall."""
     as_it_was = session.train(8, repeat=True)
@@ -73,7 +73,7 @@ def smaller_steps(session: ReplaySession) -> Facts:
     return {"as_it_was": as_it_was, "falls": None}
 
 
-@experiment("larger_lr", when="requested")
+@experiment("larger_lr", when="requested", steps=22.0)
 def larger_lr(session: ReplaySession) -> Facts:
     """The losses of four updates on this batch alone: as it was, and with larger learning rates."""
     return {
@@ -82,7 +82,7 @@ def larger_lr(session: ReplaySession) -> Facts:
     }
 
 
-@experiment("along_the_way", when="requested")
+@experiment("along_the_way", when="requested", steps=160.0)
 def along_the_way(session: ReplaySession) -> Facts:
     """Runs the recorded steps up to this one again: as they were, with a tenth of the learning rate, with a warm-up.
 
@@ -113,13 +113,13 @@ def ramp(length: int, rounds: int) -> Intervention:
     return Intervention(group=warm_up)
 
 
-@experiment("without_clip", when="requested")
+@experiment("without_clip", when="requested", steps=22.0)
 def without_clip(session: ReplaySession) -> Facts:
     """The losses of eight updates on this batch alone: clipped as it was, and at a norm of 1."""
     return {"as_it_was": session.train(8, repeat=True), "at_one": session.train(8, Intervention(clip=1.0), repeat=True)}
 
 
-@experiment("decay", when="requested")
+@experiment("decay", when="requested", steps=60.0)
 def decay(session: ReplaySession) -> Facts:
     """Compares the update and the recorded steps with those without weight decay."""
     none = Intervention(group=lambda step, group: {"weight_decay": 0.0} if "weight_decay" in group else {})

@@ -22,7 +22,7 @@ def compared(what: str, was: list[float], now: list[float]) -> str:
     return f"{better}{what}: loss {course(now)} in {len(now)} steps; as it was: {course(was)} in {len(was)} steps"
 
 
-@trial("other_lr")
+@trial("other_lr", steps=75.0)
 def other_lr(session: ReplaySession, factor: float, recorded: bool = False) -> str:
     """Updates on this batch alone, or the recorded steps, with the learning rate times ``factor``."""
     steps = MAX_STEPS if recorded else STEPS
@@ -31,7 +31,7 @@ def other_lr(session: ReplaySession, factor: float, recorded: bool = False) -> s
     return compared(f"with the learning rate x {factor:g}", was, now)
 
 
-@trial("warm_up")
+@trial("warm_up", steps=81.0)
 def warm_up(session: ReplaySession) -> str:
     """The recorded steps with a linear warm-up in the first half of them."""
     length = len(session.train(MAX_STEPS))
@@ -40,7 +40,7 @@ def warm_up(session: ReplaySession) -> str:
     return compared(f"with a warm-up of {length * rounds // 2} steps", was, now)
 
 
-@trial("weight_decay")
+@trial("weight_decay", steps=43.0)
 def weight_decay(session: ReplaySession, to: float) -> str:
     """The recorded steps with another weight decay."""
     intervention = Intervention(group=lambda step, group: {"weight_decay": to} if "weight_decay" in group else {})
@@ -71,7 +71,7 @@ def clipped(session: ReplaySession, at: float) -> Iterator[None]:
         session.recorded_step.program = program
 
 
-@trial("divided_loss")
+@trial("divided_loss", steps=3.0)
 def divided_loss(session: ReplaySession, by: int) -> str:
     """The gradient of the step with every loss divided."""
     divided, whole = session.run(Intervention(loss_scale=1 / by)), session.run()
@@ -106,7 +106,7 @@ def with_optimizer(session: ReplaySession, names: list[str]) -> str:
     return compared(f"with {len(names)} more parameters in the optimizer", was, now)
 
 
-@trial("one_owner")
+@trial("one_owner", steps=3.0)
 def one_owner(session: ReplaySession) -> str:
     """How far the weights move with the first optimizer only."""
     whole = session.recorded_step.program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.vitals.measure import frozen as frozen
 from trainwright.doctor.vitals.measure import higher_rates as higher_rates
 from trainwright.doctor.vitals.measure import reach as reach
 from trainwright.doctor.vitals.measure import replays as replays

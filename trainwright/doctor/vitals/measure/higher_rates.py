@@ -27,7 +27,7 @@ LEAST = 16
 """Steps that are run again."""
 
 
-@experiment(HigherRatesFacts.experiment, when="requested")
+@experiment(HigherRatesFacts.experiment, when="requested", steps=130.0)
 def higher_rates(session: ReplaySession) -> Facts:
     """The recorded steps but for the last few, at three learning rates; the loss of these last few after each."""
     begin, steps = _way(session)

@@ -31,7 +31,7 @@ SAME = 1e-4
 """Of the larger of two losses, apart by rounding."""
 
 
-@experiment(ReachFacts.experiment, when="requested")
+@experiment(ReachFacts.experiment, when="requested", steps=9.0)
 def reach(session: ReplaySession) -> Facts:
     """The losses of the last batches on the straight line through the weights of earlier and of now."""
     earlier = [each for each in session.earlier if session.step - each.step >= LEAST]

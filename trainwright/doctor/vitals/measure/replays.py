@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from trainwright.doctor.vitals.facts import OtherRatesFacts, StillnessFacts, Sti
 from trainwright.recorder.program import OptimizerStep
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention
+from trainwright.replay.scaled import scaled_outputs
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -39,7 +41,8 @@ def stillness(session: ReplaySession) -> Facts:
     if not still:
         return dict(strict(vars(StillnessFacts())))
     with session.live():
-        loss = session.replayer.run(session.recorded_step, upto="forward").loss
+        loss = _loss(session)
+        ignores_shifts = math.isclose(_loss(session, shift=1.0), loss, rel_tol=ROUNDING)
     if _effect(session, still, loss) == 0.0:
         effects = dict.fromkeys(still, 0.0)
     else:
@@ -48,6 +51,8 @@ def stillness(session: ReplaySession) -> Facts:
     cancels = {
         name for name in still if name.endswith("bias") and _has_any(grads.get(name.removesuffix("bias") + "weight"))
     }
+    if ignores_shifts:  # it is made of differences or slopes of outputs: what is added to all has no gradient
+        cancels |= {name for name in reached if session.parameters[name].dim() < 2}
     rows = [
         StillTensor(name=name, effect=effects[name], reached=name in reached, cancels=name in cancels)
         for name in effects
@@ -59,6 +64,15 @@ def _has_any(grad: Tensor | None) -> bool:
     return grad is not None and bool((grad.to_dense() if grad.is_sparse else grad).abs().sum() > 0)
 
 
+def _loss(session: ReplaySession, shift: float = 0.0) -> float:
+    """The loss with outputs that are so much larger. In float64: there a difference that cancels is 0 beside any loss.
+
+    Must be called within ``session.live()``.
+    """
+    change = Intervention(dtype="fp64", model=partial(scaled_outputs, session, 1.0, shift))
+    return session.replayer.run(session.recorded_step, change, upto="forward").loss
+
+
 def _effect(session: ReplaySession, names: list[str], loss: float) -> float:
     """The change of the loss where these weights are changed, relative to it; 0 within its rounding."""
     generator = torch.Generator().manual_seed(0)
@@ -68,12 +82,12 @@ def _effect(session: ReplaySession, names: list[str], loss: float) -> float:
                 p = session.parameters[name]
                 size = float(p.detach().float().square().mean().sqrt()) or 1.0 / math.sqrt(max(1, p.shape[-1:].numel()))
                 p.add_((SHARE * size * torch.randn(p.shape, generator=generator, device="cpu")).to(p))
-        now = session.replayer.run(session.recorded_step, upto="forward").loss
+        now = _loss(session)
     change = abs(now - loss) / max(abs(loss), 1e-12)
     return change if not math.isfinite(change) or change > ROUNDING else 0.0
 
 
-@experiment(OtherRatesFacts.experiment, when="requested")
+@experiment(OtherRatesFacts.experiment, when="requested", steps=54.0)
 def other_rates(session: ReplaySession) -> Facts:
     """The losses of a few updates on this batch alone, by a factor of the learning rate."""
     losses: list[tuple[float, ...]] = []

@@ -1,0 +1,250 @@
+"""What examinations may take, in seconds of a clock that the tests turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from trainwright.replay.experiments import EXPERIMENTS
+from trainwright.runlog.records import Examined, Unexamined
+from trainwright.watching import budget as budgets
+from trainwright.watching.budget import END_S, EVIDENCE_S, FREE_S, ExaminationBudget
+from trainwright.watching.experiments import ExperimentRunner
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def not_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAINWRIGHT_EXAMINE")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def trained(budget: ExaminationBudget, clock: Clock, *step_s: float) -> ExaminationBudget:
+    for each in step_s:
+        clock.now_s += each
+        budget.train()
+        assert budget.trained_s >= 0.0  # the clock is read
+    return budget
+
+
+def spend(budget: ExaminationBudget, clock: Clock, seconds: float) -> None:
+    with budget.spending():
+        clock.now_s += seconds
+
+
+def test_examinations_get_three_hundredths_of_the_training_so_far(clock: Clock) -> None:
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 100)
+    assert budget.left_s == pytest.approx(3.0)
+    spend(budget, clock, 2.0)
+    assert budget.left_s == pytest.approx(1.0) and budget.trained_s == pytest.approx(100.0), "that was no training"
+    trained(budget, clock, 100.0)
+    assert budget.left_s == pytest.approx(4.0)
+
+
+def test_however_short_a_run_is_it_may_spend_a_little_and_each_examination_half_of_it(clock: Clock) -> None:
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, 1e-3)
+    assert budget.left_s == pytest.approx(FREE_S / 2)
+    spend(budget, clock, FREE_S / 2)
+    assert budget.left_s == pytest.approx(FREE_S / 4) and budget.left_at_end_s == pytest.approx(FREE_S / 2, rel=0.1)
+
+
+def test_at_the_end_all_of_it_is_four_hundredths_and_three_seconds_at_most(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets.time, "perf_counter", clock)  # the thread has the processor for itself
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 50)
+    spend(budget, clock, 1.5)
+    assert budget.left_at_end_s == pytest.approx(0.5)
+    trained(budget, clock, 1000.0)
+    assert budget.left_at_end_s == END_S
+
+
+def test_the_seconds_at_the_end_are_of_the_wall(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has a quarter of a processor gets a quarter of them."""
+    monkeypatch.setattr(budgets.time, "perf_counter", lambda: 4 * clock())
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 1000)
+    assert budget.left_at_end_s == pytest.approx(END_S / 4)
+
+
+def test_what_follows_evidence_has_seconds_of_its_own(clock: Clock) -> None:
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, 1e-3)
+    spend(budget, clock, 0.5)
+    budget.spent_on_evidence_s += 0.5
+    assert budget.left_for_evidence_s == EVIDENCE_S - 0.5 and budget.left_s == pytest.approx(FREE_S / 2)
+
+
+def test_the_first_step_that_is_not_finite_may_take_longer(clock: Clock) -> None:
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, 1.0, 1.0)
+    assert budget.left_for_incident_s == pytest.approx(8 * budget.step_s)
+    budget.has_replayed_incident = True
+    assert budget.left_for_incident_s == budget.left_s
+
+
+def test_a_step_takes_as_long_as_the_fastest_of_the_last_ones(clock: Clock) -> None:
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, 2.0, *[0.5, 9.0, 0.4] * 3)
+    assert budget.step_s == pytest.approx(0.4)
+
+
+def test_on_a_gpu_the_clock_is_that_of_the_wall() -> None:
+    assert (
+        ExaminationBudget(torch.device("cuda")).clock is time.perf_counter
+        and ExaminationBudget(CPU).clock is time.thread_time
+    )
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_the_limit_can_be_lifted(how: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "environment":
+        monkeypatch.setenv("TRAINWRIGHT_EXAMINE", "all")
+    budget = ExaminationBudget(CPU, "all" if how == "argument" else "budget", clock)
+    spend(budget, clock, 1e6)
+    assert budget.left_s == budget.left_at_end_s == float("inf")
+
+
+class Slow(nn.Module):
+    """Its forward pass takes 0.4 s of the clock, its backward pass 0.6 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.clock, self.calls = clock, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.clock.now_s += 0.4
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self._backward)  # type: ignore[no-untyped-call]
+        out: Tensor = self.last(hidden)
+        return out
+
+    def _backward(self, gradient: Tensor) -> None:
+        self.clock.now_s += 0.6
+
+
+@pytest.fixture
+def slow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    monkeypatch.setattr(budgets.time, "thread_time", clock)
+    monkeypatch.setattr(budgets.time, "perf_counter", clock)
+    torch.manual_seed(0)
+    yield Slow(clock)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    for _ in range(count):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.clone()), y).backward()
+        optimizer.step()
+
+
+def replayed(watch: tw.Watch) -> list[str]:
+    """The experiments that replay a step; the loss of the first step is seen without one."""
+    slow = {name for name, each in EXPERIMENTS.items() if each.steps >= 0.3} - {"loss"}
+    facts = [each for each in watch.records if isinstance(each, Examined) and each.experiment in slow]
+    return [each.experiment for each in facts if "blind" not in each.values]
+
+
+@pytest.mark.parametrize("count", [20, 80, 300])
+def test_steps_of_a_second_never_wait_longer_than_they_have_earned(slow: Slow, count: int) -> None:
+    """An experiment is not begun where it is predicted to take longer, and stopped where it does."""
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    watch = tw.watch(slow, optimizer, out=None, quiet=True)
+    spent = []
+    with watch:
+        for _ in range(count):
+            steps(slow, optimizer, 1)
+            spent.append((watch.session.budget.spent_s, watch.session.budget.trained_s))
+    over = [(a, b) for a, b in spent if a > 0.03 * b + 1.0]  # a replay that is under way is not cut
+    assert over == []
+    budget = watch.session.budget
+    assert budget.spent_s <= 0.04 * budget.trained_s + 1.0
+    assert bool(replayed(watch)) == (count > 20), "a run that has earned a replay has made one"
+
+
+def test_the_loss_of_the_first_step_is_examined_without_a_replay(slow: Slow) -> None:
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        F.cross_entropy(slow(x).softmax(1), y).backward()
+        optimizer.step()
+        assert [each.code for each in watch.findings()] == ["loss.softmax_before_ce"] and slow.calls == 1
+
+
+def test_what_found_no_time_is_recorded(slow: Slow) -> None:
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        steps(slow, optimizer, 3)
+    (left,) = [each for each in watch.records if isinstance(each, Unexamined)]
+    assert {"update", "again", "structure"} <= set(left.experiments) and left.step == 3 and left.bundle is None
+    assert left.trained_s == pytest.approx(3.0) and left.examined_s == watch.session.budget.spent_s
+
+
+def test_where_everything_found_time_nothing_is_left() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="all") as watch:
+        steps(model, optimizer, 4)
+    assert [each for each in watch.records if isinstance(each, Unexamined)] == [] and "again" in replayed(watch)
+
+
+@pytest.mark.parametrize("examine", ["budget", "all"])
+def test_an_examination_of_more_than_a_second_is_announced(slow: Slow, examine: Any) -> None:
+    optimizer, said = torch.optim.SGD(slow.parameters(), 0.1), []
+    with tw.watch(slow, optimizer, out=None, quiet=True, examine=examine) as watch:
+        watch.session.runner._say = said.append
+        steps(slow, optimizer, 1 if examine == "all" else 100)
+    assert any(line.startswith("examining a step: it is replayed for more than 1 s") for line in said)
+    assert any("at most" in line for line in said) == (examine == "budget")
+
+
+def test_a_model_of_which_steps_are_short_is_examined_early() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        steps(model, optimizer, 4)
+    assert len(set(replayed(watch))) > 4
+
+
+def test_a_trial_that_finds_no_time_is_made_later(slow: Slow) -> None:
+    """A finding is written at once, and again with what its remedy came to."""
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.cross_entropy(slow(x).softmax(1), y).backward()
+            optimizer.step()
+        runner: ExperimentRunner = watch.session.runner
+        (found,) = watch.findings()
+        assert found.tried == () and runner._trials
+        slow.clock.now_s += 5000.0
+        for _ in range(64):
+            optimizer.zero_grad()
+            F.cross_entropy(slow(x).softmax(1), y).backward()
+            optimizer.step()
+    assert [each.tried for each in watch.findings() if each.code == found.code] != [()] and not runner._trials

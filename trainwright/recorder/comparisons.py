@@ -1,0 +1,247 @@
+"""Finds which passes without gradients are evaluations: those whose outputs are compared with targets.
+
+A rollout, a sampled sequence, a teacher or a target network also runs without gradients, and nothing compares its
+outputs with targets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import CodeType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.recorder.callers import Line, calling_frame, line_within
+from trainwright.recorder.listener import Listener
+from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+
+Site: TypeAlias = tuple[Line, CodeType | None, Line]
+"""Where a loop calls a model: its line in the function of the loop, and the innermost line of the user's source."""
+
+LEAVES = frozenset({"item", "__float__", "__int__", "__format__", "tolist", "numpy", "__array__"})
+"""Functions with which the value of a tensor leaves torch."""
+EQUALITY = frozenset({"eq", "ne", "isclose"})
+JOINS = frozenset(
+    {"sub", "rsub", "mul", "rmul", "gather", "take_along_dim", "getitem", "dist", "cdist"}
+    | {"pairwise_distance", "cosine_similarity", "logical_and", "bitwise_and", "and"}
+)
+"""Functions that a metric written by hand uses to compare outputs with targets."""
+ROW_BY_ROW = frozenset({"argmax", "softmax", "log_softmax", "sigmoid", "exp", "detach", "cpu", "float", "squeeze"})
+"""Functions with one row in the result for each row of an output."""
+CHOOSING = frozenset({"getitem", "index_select"})
+MAX_LOSSES = 512
+"""Losses of one evaluation that are kept."""
+
+
+@cache
+def loss_functions() -> frozenset[str]:
+    """The names of torch's loss functions: those with a reduction."""
+    functions = inspect.getmembers(nn.functional, inspect.isfunction)
+    return frozenset(name for name, each in functions if "reduction" in inspect.signature(each).parameters)
+
+
+def plain_name(function: TorchFunction) -> str:
+    """The name of a torch function, the same for ``a - b``, ``a.sub(b)`` and ``a.sub_(b)``."""
+    return str(getattr(function, "__name__", "?")).strip("_")
+
+
+class EvaluationSites(Listener):
+    """The sites of a loop that are known to evaluate. ``loop_code`` returns the function that holds the loop.
+
+    Must be told of a call before those that ask for its site.
+    """
+
+    def __init__(self, loop_code: Callable[[], CodeType | None] = lambda: None) -> None:
+        self._loop_code = loop_code
+        self.current: Site = (None, None, None)
+        """The site of the newest call without gradients of a watched model."""
+        self.follow: Callable[[Sequence[nn.Module]], None] = lambda modules: None
+        """Also follows the outputs of these copies of a model."""
+        self._compared: set[Site] = set()
+        self._trained_on: set[Site] = set()
+
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self.current = self.here()
+
+    def here(self) -> Site:
+        """The site of the call that is being made. Takes about 5 us."""
+        frame = calling_frame()
+        inner = (None, None) if frame is None else (frame.f_code, frame.f_lineno)
+        return line_within(self._loop_code()), *inner
+
+    def add(self, sites: Iterable[Site]) -> None:
+        """Outputs of calls at these sites were compared with targets."""
+        self._compared.update(sites)
+
+    def exclude(self, sites: Iterable[Site]) -> None:
+        """Training uses what these sites make, so they do not evaluate."""
+        self._trained_on.update(sites)
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._compared and site not in self._trained_on
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How a tensor was made of outputs of a model.
+
+    ``sites`` called the model. ``is_joined``: a function of JOINS has combined it with other data. ``size`` is the
+    number of rows of the output where the tensor has a row for each of them, or for the ``rows`` that were chosen.
+    """
+
+    sites: frozenset[Site]
+    is_joined: bool = False
+    size: int = 0
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRows:
+    """``targets`` that were compared with the chosen ``rows`` of an output of ``size`` rows."""
+
+    size: int
+    rows: Tensor
+    targets: Tensor
+
+
+class ComparedOutputs(PausableMode):
+    """Follows what is made of the outputs of a model while it runs. Holds no tensor but 0-d losses and chosen rows.
+
+    ``losses`` are the means over a batch that torch's loss functions, or the model, returned.
+    """
+
+    def __init__(self, sites: EvaluationSites) -> None:
+        super().__init__()
+        self._sites = sites
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._own: dict[int, weakref.ref[Tensor]] = {}  # made of no data: noise, zeros, constants of the loop
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins a new pass."""
+        self._outputs.clear()
+        self._own.clear()
+        self._generating: set[Site] = set()  # whose outputs are inputs again, as of a sampler
+        self.losses: list[Tensor] = []
+        self.comparisons: list[ComparedRows] = []
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anything that was made of outputs is still there."""
+        return bool(self._outputs)
+
+    def trained_on(self, tensors: Iterable[Tensor]) -> None:
+        """A model is trained with these inputs. What made them is a part of the training: a rollout, a teacher."""
+        if self._outputs:
+            self._sites.exclude(site for each in tensors if (made := self._made(each)) for site in made.sites)
+
+    def returned(self, output: object, inputs: object, site: Site) -> None:
+        """A model has returned ``output``. With several inputs a 0-d output is a loss: targets are among the inputs."""
+        tensors, given = tensors_of(output), tensors_of(inputs, 3)
+        if any(self._made(each) for each in given):
+            self._generating.add(site)
+        for each in tensors:
+            self._remember(each, Made(frozenset({site}), size=len(each) if each.dim() else 0))
+        is_loss = [each for each in tensors if not each.dim() and each.is_floating_point()]
+        if is_loss and len(given) > 1:
+            self._sites.add({site})
+            self._keep_loss(is_loss[0])
+
+    def __torch_function__(
+        self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        result = function(*args, **(kwargs or {}))
+        if self.running and not torch.compiler.is_compiling():
+            self._note(function, args, kwargs or {}, result)
+        return result
+
+    def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        name, inputs = plain_name(function), _leaves((args, kwargs))
+        made = [known for each in inputs if (known := self._made(each)) is not None]
+        if not made:
+            if all(self._is_own(each) for each in inputs):
+                for each in tensors_of(result, 2):
+                    self._own[id(each)] = weakref.ref(each)
+            return
+        sites = frozenset().union(*(each.sites for each in made))
+        is_joined = any(each.is_joined for each in made)
+        if any(each.requires_grad for each in tensors_of(result, 2)):
+            self._sites.exclude(sites)  # what these sites make has a part in a loss that is trained on
+        if getattr(function, "__name__", "") in LEAVES:
+            if is_joined and inputs[0].numel() == 1 and self._generating.isdisjoint(sites):
+                self._sites.add(sites)
+            return
+        targets = [each for each in inputs if self._may_be_target(each)]
+        is_loss = name in loss_functions()
+        is_equality = name in EQUALITY and any(each.numel() > 1 or inputs[0].numel() == 1 for each in targets)
+        if targets and (is_loss or is_equality):
+            self._sites.add(sites)
+            self._keep_comparison(made[0], targets[0])
+            if is_loss:
+                targets_per_loss = targets[0].numel() if kwargs.get("reduction") == "sum" else 1
+                self._keep_loss(result, targets_per_loss)
+        is_joined |= name in JOINS and any(each.dim() for each in targets)
+        of_rows = _rows_after(name, made[0], targets) if len(made) == 1 else Made(sites)
+        for each in [inputs[0]] if name == "setitem" else tensors_of(result, 2):
+            self._remember(each, replace(of_rows, sites=sites, is_joined=is_joined))
+
+    def _keep_loss(self, loss: object, num_targets: int = 1) -> None:
+        if isinstance(loss, Tensor) and not loss.dim() and len(self.losses) < MAX_LOSSES:
+            self.losses.append(loss.detach() / num_targets)
+
+    def _keep_comparison(self, made: Made, targets: Tensor) -> None:
+        if made.rows is not None and targets.shape == made.rows.shape:
+            self.comparisons.append(ComparedRows(made.size, made.rows, targets.cpu()))
+
+    def _remember(self, tensor: Tensor, made: Made) -> None:
+        key = id(tensor)
+        self._outputs[key] = (weakref.ref(tensor, lambda _: self._outputs.pop(key, None)), made)
+
+    def _made(self, tensor: Tensor) -> Made | None:
+        reference, made = self._outputs.get(id(tensor), (None, None))
+        return made if reference is not None and reference() is tensor else None
+
+    def _may_be_target(self, tensor: Tensor) -> bool:
+        is_data = not isinstance(tensor, nn.Parameter) and not self._is_own(tensor)
+        return is_data and self._made(tensor) is None and tensor.numel() > 0
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        reference = self._own.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+
+def _rows_after(name: str, made: Made, others: list[Tensor]) -> Made:
+    """Which rows of the output the result has, where it still has a row for each."""
+    if name in ROW_BY_ROW:
+        return made
+    if name in CHOOSING and made.size and made.rows is None and others:
+        rows = chosen_rows(others[-1])
+        return replace(made, rows=rows) if rows is not None else Made(made.sites)
+    return Made(made.sites)
+
+
+def chosen_rows(index: object) -> Tensor | None:
+    """The numbers of the rows that an index of one dimension chooses."""
+    if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
+        return None
+    rows = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+    return rows.cpu() if len(rows) and bool((rows >= 0).all()) else None
+
+
+def _leaves(value: object, depth: int = 3) -> list[Tensor]:
+    """The tensors in the arguments of a function."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if depth and isinstance(value, tuple | list):
+        return [each for item in value for each in _leaves(item, depth - 1)]
+    return []

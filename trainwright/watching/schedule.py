@@ -1,0 +1,195 @@
+"""Which steps are examined, and before which a state is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from trainwright.watching.budget import REPEATED_FRACTION, ExaminationBudget
+
+CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
+"""Steps since the watch began, or since the program changed, that may be examined. Later every 16th step may be."""
+AT_ONCE = 16
+"""Steady steps that are evaluated together: one alone costs several times as much, since its code is cold then."""
+SHORT_S = 0.1
+"""Longer steps are evaluated one by one: the cost of that is nothing to them, and 16 of them are a long time."""
+NOT_COMPARED = 4
+"""First losses that are not compared with those before them."""
+MIN_STEPS_BETWEEN_JUMPS = 16
+"""A loss that jumps so few steps after an examination is not examined again."""
+CHEAP_S = 0.05
+"""An examination without experiments that takes no longer is always made at the candidates: it shows the order of
+calls, modes, and what is shared, from records alone. Of a model of a million weights it takes 3 to 5 ms.
+"""
+FIRST = 4
+"""Where steps are longer than SHORT_S, only the first of these candidates are."""
+LEAST_WORTH = 4
+"""An examination runs experiments that take so many times what it costs without any."""
+
+
+class Costs(Protocol):
+    """What experiments take."""
+
+    def wanted_s(self) -> float:
+        """Seconds of the next experiment that waits for its time; infinite where none does."""
+        ...
+
+    def repeated_s(self) -> float:
+        """Seconds of the experiments that are repeated."""
+        ...
+
+
+class ExaminationSchedule:
+    """Decides which steps are examined, for a watched loop and for the engine.
+
+    The candidates are examined where that is cheap without experiments, and so is a step that is not finite. Any other
+    is examined where the budget has what the next experiment costs (``plan_next``).
+    """
+
+    def __init__(self, first_step: int, budget: ExaminationBudget) -> None:
+        self._first_step, self._budget = first_step, budget
+        self._overhead_s = self._wanted_s = 0.0
+        self._repeat_at_s = 0.0
+        self._examined_at = -MIN_STEPS_BETWEEN_JUMPS
+        self._due: set[int] = set()
+        self._bad_in_a_row, self._has_changed = 0, False
+        self._mean = self._deviation = 0.0  # of the loss, moving
+
+    def is_next_due(self, step: int) -> bool:
+        """Return whether the step after ``step`` will be examined."""
+        due = self._is_candidate(step) and (step == self._first_step or self._is_worth(step))
+        if due:
+            self._due.add(step + 1)
+        return due
+
+    def _is_candidate(self, step: int) -> bool:
+        taken = step - self._first_step
+        if taken < CANDIDATES[-1]:
+            return taken + 1 in CANDIDATES
+        return step % AT_ONCE == 0 or self._budget.step_s > SHORT_S
+
+    def _is_worth(self, step: int) -> bool:
+        budget, taken = self._budget, step - self._first_step
+        is_cheap = self._overhead_s <= CHEAP_S and (taken < FIRST or budget.step_s <= SHORT_S)
+        if taken < CANDIDATES[-1] and (budget.is_lifted or is_cheap):
+            return True
+        if budget.is_lifted:
+            return budget.trained_s >= self._repeat_at_s
+        if budget.trained_s >= self._repeat_at_s:
+            return budget.left_s >= self._overhead_s
+        return budget.left_s >= self._overhead_s + self._wanted_s
+
+    def next_at(self, step: int) -> int:
+        """The next step after ``step`` for which ``is_next_due`` must be called, where ``step + 1`` is not due."""
+        return step + 1 if step - self._first_step <= CANDIDATES[-1] else (step // AT_ONCE + 1) * AT_ONCE
+
+    def may_wait(self, step: int, step_s: float) -> bool:
+        """Return whether a step without reason to be examined may be evaluated together with the next ones."""
+        return step_s <= SHORT_S and step - self._first_step > CANDIDATES[-1] and step not in self._due
+
+    def wants(
+        self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False, changed: bool = False
+    ) -> bool:
+        """Return whether ``step``, which is over, is examined.
+
+        It is due, or ``bad`` (not finite), or a probe is ``urgent``. Where the budget allows it, also where its loss
+        jumped, its gradient norm ``spiked`` or its program has ``changed``: then the candidates begin again from it.
+        """
+        if changed:
+            self._has_changed, self._first_step = True, step - 1
+        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each time the step is replayed
+        is_odd = (self._jumped(step, loss) or spiked) and step > self._examined_at + MIN_STEPS_BETWEEN_JUMPS
+        has_time = self._budget.left_s >= self._overhead_s
+        wanted = is_news or urgent or step in self._due or (has_time and (is_odd or self._has_changed))
+        if wanted:
+            self._has_changed = False
+            self._due.discard(step)
+            self._examined_at = step
+        return wanted
+
+    def pass_over(self, first: int, losses: Sequence[float]) -> bool:
+        """Take steps from ``first`` on at once that are neither bad nor spiked nor changed, nor wanted.
+
+        False, where one of them may be wanted: then nothing is taken.
+        """
+        is_due = self._has_changed or not self._due.isdisjoint(range(first, first + len(losses)))
+        if is_due or first - self._first_step < NOT_COMPARED:
+            return False
+        mean, deviation = self._mean, self._deviation
+        for loss in losses:
+            if _is_far_above(mean, deviation, loss):
+                return False
+            mean, deviation = _moved(mean, deviation, loss)
+        self._mean, self._deviation, self._bad_in_a_row = mean, deviation, 0
+        return True
+
+    @property
+    def is_repeat_due(self) -> bool:
+        """Whether the experiments are due that run again and again."""
+        return self._budget.is_lifted or self._budget.trained_s >= self._repeat_at_s
+
+    def plan_next(self, overhead_s: float, runner: Costs) -> None:
+        """Set when the next examination is due, after one that took ``overhead_s`` beside its experiments."""
+        if self.is_repeat_due:
+            repeated_s = overhead_s + runner.repeated_s()
+            self._repeat_at_s = self._budget.trained_s + repeated_s / REPEATED_FRACTION
+        self._overhead_s = (
+            min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s
+        )  # once it may be slow
+        self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
+
+    def _jumped(self, step: int, loss: float) -> bool:
+        """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""
+        mean, deviation = self._mean, self._deviation
+        if not math.isfinite(loss):
+            return False
+        if step - self._first_step < NOT_COMPARED:
+            self._mean, self._deviation = loss, max(deviation, abs(loss - mean) if mean else 0.0)
+            return False
+        self._mean, self._deviation = _moved(mean, deviation, loss)
+        return _is_far_above(mean, deviation, loss)
+
+
+def _moved(mean: float, deviation: float, loss: float) -> tuple[float, float]:
+    """Moving average and deviation after the next loss."""
+    return mean + 0.1 * (loss - mean), deviation + 0.1 * (abs(loss - mean) - deviation)
+
+
+def _is_far_above(mean: float, deviation: float, loss: float) -> bool:
+    return loss > mean + max(6 * deviation, 0.05 * abs(mean))
+
+
+MAX_REPLAYED_S = 0.1
+"""Seconds that the steps between two snapshots may take, where that is more than ``keep`` steps: to replay them."""
+SNAPSHOT_FRACTION = 0.004
+"""Of the training time: what snapshots may take."""
+
+
+class SnapshotSchedule:
+    """Every so many steps, by what a snapshot costs: at least every ``keep`` steps, or every 0.1 s where that is more.
+
+    At least every ``4 * keep`` steps, for the inputs of all of them are held. After 64 steps, only with the last of 16
+    that are closed together.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._every = keep, 4
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state after ``step`` is kept."""
+        return step % self._every == 0
+
+    def next_at(self, step: int) -> int:
+        """The next step after ``step`` whose state is kept."""
+        return (step // self._every + 1) * self._every
+
+    def paid(self, step: int, cost_s: float, step_s: float) -> None:
+        """A snapshot took ``cost_s``, where a step takes ``step_s``."""
+        step_s = max(step_s, 1e-6)
+        most = max(self._keep, min(4 * self._keep, int(MAX_REPLAYED_S / step_s)))
+        every = max(4, min(most, math.ceil(cost_s / (SNAPSHOT_FRACTION * step_s))))
+        if step + every > 64:  # from then on it is asked once in 16 steps
+            every = AT_ONCE * math.ceil(max(every, 2 * AT_ONCE) / AT_ONCE)
+        self._every = every
