@@ -406,7 +406,7 @@ def test_results_print_themselves_in_a_few_lines() -> None:
         net(),
         data(),
         nn.CrossEntropyLoss(),
-        val=data(40),
+        val=data(40, seed=1),
         steps=2,
         observers=[lambda r, s: seen.append(str(r))],
         **PLAIN,

@@ -38,7 +38,7 @@ class Rebuild(NamedTuple):
 PASSED = Rebuild(None, "model, data and loss were passed as objects, and no file says how they are made")
 
 
-class Made(NamedTuple):
+class FitArguments(NamedTuple):
     """The arguments of ``tw.fit`` that a function returned, and those of the call."""
 
     model: nn.Module
@@ -59,7 +59,7 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def made_by(function: object, given: Mapping[str, Any]) -> Made:
+def made_by(function: object, given: Mapping[str, Any]) -> FitArguments:
     """Calls ``function``, or the one of that name. ``given``, the arguments of the call, replace what it returns.
 
     Raises UsageError for anything that is no such function.
@@ -70,7 +70,7 @@ def made_by(function: object, given: Mapping[str, Any]) -> Made:
     if "data" not in arguments:
         raise UsageError("fit: there is no data", remedy="let the function return (model, data, loss)")
     model, data, loss = (arguments.pop(name, None) for name in ("model", "data", "loss"))
-    return Made(model, data, loss, cast("FitOptions", arguments), _rebuild(function, given))
+    return FitArguments(model, data, loss, cast("FitOptions", arguments), _rebuild(function, given))
 
 
 def returned_by(function: object) -> dict[str, Any]:
