@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from textwrap import dedent
+from typing import Any
 
 from trainwright import recipe
 from trainwright.build.optim.choose import accepted_args
 from trainwright.build.resolve import imported
+from trainwright.errors import install_remedy
 from trainwright.plan.devices import Device, known_devices
 
 HEAD = """# What ships in the box
@@ -20,7 +24,7 @@ optimizer, schedule or observer of these a recipe may name one of its own as `pa
 To add one: a row, its factory, a test, and this page printed again. The schema of recipes (`trainwright schema`), "did
 you mean", the memory arithmetic of a plan, optimizer offload and the rules of a resume follow from the row.
 """
-METRICS = "See [metrics.md](metrics.md)."
+METRICS = "[metrics.md](metrics.md) explains the arguments; `options` are further ones of the class in torchmetrics."
 STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
 STATE += "adamw in a forecast; before a run the dry run measures it."
 
@@ -31,7 +35,64 @@ def table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def named(rows: Mapping[str, recipe.Row]) -> str:
-    return table(("name", "what it is"), ([f"`{row.name}`", row.doc] for row in rows.values()))
+    """A table of all rows, then what the docstring of each says, with a table of its arguments."""
+    listed = table(("name", "what it is"), ([f"`{row.name}`", row.doc] for row in rows.values()))
+    return "\n\n".join([listed, *(described(row) for row in rows.values())])
+
+
+def described(row: recipe.Row) -> str:
+    factory = imported(row.factory)
+    text, meanings = read(inspect.getdoc(factory) or "")
+    rows = [[f"`{name}`", kind, default, meanings.get(name, "")] for name, kind, default in arguments(factory)]
+    parts = [f"### `{row.name}`", text]
+    parts += [table(("argument", "type", "default", "what it is"), rows)] if rows else ["No arguments."]
+    return "\n\n".join(parts)
+
+
+def arguments(factory: Callable[..., Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, type and default of each argument that a recipe may give; not what the engine passes to a loss."""
+    for name, each in inspect.signature(factory).parameters.items():
+        if name in (
+            "model",
+            "batch",
+            "chunked",
+            "max_logits_bytes",
+        ):  # loss.chunked is a key of its own; the plan knows
+            continue
+        stars = "**" if each.kind is each.VAR_KEYWORD else ""
+        default = "" if stars else "required" if each.default is each.empty else f"`{shown(each.default)}`"
+        yield stars + name, kind(str(each.annotation), sys.modules[factory.__module__]), default
+
+
+def kind(annotation: str, module: object) -> str:
+    """The type of an argument, as a recipe may give it."""
+    written = getattr(module, annotation, None)  # an alias: Split
+    text = str(written).replace("typing.", "") if written is not None else annotation
+    if "Path" in text:
+        return "path"
+    text = re.sub(r"Literal\[(.*)\]", r"\1", text).replace(" | None", " or null").replace("'", "")
+    return "any" if text == "object" else re.sub(r"Sequence\[(.*)\]", r"list of \1", text)
+
+
+def shown(value: object) -> str:
+    """A value as a recipe writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read(docstring: str) -> tuple[str, dict[str, str]]:
+    """The text of a docstring before its arguments, and the meaning of each argument."""
+    text, _, rest = docstring.partition("\nArgs:\n")
+    block = re.match(r"((?: {4}.*\n?|\n(?= {4}))*)", rest)
+    entries = re.split(r"\n(?=\S)", dedent(block[0] if block else "").strip())
+    pairs = [entry.partition(": ") for entry in entries if entry]
+    words = {name: " ".join(meaning.split()) for name, _, meaning in pairs}
+    plain = re.sub(r"\s*Raises .*", "", text, flags=re.DOTALL)
+    return code(plain.strip()), {name: code(meaning) for name, meaning in words.items()}
+
+
+def code(text: str) -> str:
+    """Markdown has one backtick where a docstring has two."""
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 def optimizer(row: recipe.OptimizerRow) -> list[str]:
@@ -50,6 +111,10 @@ def schedule(row: recipe.Row) -> list[str]:
     return [f"`{row.name}`", row.doc, args]
 
 
+def metric(row: recipe.Row) -> list[str]:
+    return [f"`{row.name}`", row.doc, ", ".join(name for name, *_ in arguments(imported(row.factory)))]
+
+
 def device(each: Device) -> list[str]:
     best = each.training_precision
     memory, flops = f"{each.memory_bytes / 2**30:.1f} GiB", f"{each.flops[best] / 1e12:g} TFLOP/s in {best}"
@@ -59,7 +124,7 @@ def device(each: Device) -> list[str]:
 def page() -> str:
     optimizers = ("name", "what it is", "weight decay", "state per weight", "fused", "offload", "args")
     sinks = (
-        [f"`{row.name}`", row.doc, f"`trainwright[{row.extra}]`" if row.extra else "trainwright"]
+        [f"`{row.name}`", row.doc, f"`{install_remedy(row.package)}`" if row.package else "trainwright"]
         for row in recipe.SINKS.values()
     )
     return "\n\n".join(
@@ -74,7 +139,8 @@ def page() -> str:
             "## Sinks",
             table(("name", "what it is", "installed by"), sinks),
             *("## Models", named(recipe.MODELS), "## Datasets", named(recipe.DATASETS)),
-            *("## Losses", named(recipe.LOSSES), "## Metrics", METRICS, named(recipe.METRICS)),
+            *("## Losses", named(recipe.LOSSES), "## Metrics", METRICS),
+            table(("name", "what it is", "args"), map(metric, recipe.METRICS.values())),
             "## Devices that a plan may be made for",
             table(
                 ("name", "memory", "bandwidth", "training arithmetic", "source"), map(device, known_devices().values())

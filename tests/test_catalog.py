@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import runpy
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.resolve import imported
 from trainwright.doctor.precision.measure.formats import NO_MASTER_WEIGHTS
-from trainwright.errors import RecipeError, UsageError
+from trainwright.errors import RecipeError, UsageError, install_remedy
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import find_device, known_devices, load_devices
 from trainwright.plan.memory import memory_bytes
@@ -29,6 +30,7 @@ from trainwright.plan.resume_changes import compare_recipes
 from trainwright.recipe import (
     DATASETS,
     LOSSES,
+    METRICS,
     MODELS,
     OBSERVERS,
     OPTIMIZERS,
@@ -202,7 +204,7 @@ def test_every_optimizer_can_be_planned_for_a_device_that_is_not_there() -> None
 
 
 def test_every_row_names_a_factory_and_says_what_it_is() -> None:
-    for rows in (MODELS, DATASETS, LOSSES, OPTIMIZERS, SCHEDULES, OBSERVERS, SINKS):
+    for rows in (MODELS, DATASETS, LOSSES, METRICS, OPTIMIZERS, SCHEDULES, OBSERVERS, SINKS):
         for name, row in rows.items():
             assert row.name == name
             assert callable(imported(row.factory)), name
@@ -221,16 +223,29 @@ def test_a_page_is_as_its_script_prints_it(name: str) -> None:
 
 def test_the_page_of_the_catalog_has_every_row() -> None:
     page = (ROOT / "docs" / "catalog.md").read_text()
-    for name in (*MODELS, *DATASETS, *LOSSES, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
+    for name in (*MODELS, *DATASETS, *LOSSES, *METRICS, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
         assert f"| `{name}` |" in page, name
+
+
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "catalog.py"))
+
+
+@pytest.mark.parametrize("row", [*MODELS.values(), *DATASETS.values(), *LOSSES.values(), *OBSERVERS.values()], ids=str)
+def test_every_argument_of_what_is_in_the_box_is_documented(row: Row) -> None:
+    """The signature has the names and the docstring what they are, and neither has more than the other."""
+    factory = imported(row.factory)
+    text, meanings = SCRIPT["read"](inspect.getdoc(factory) or "")
+    names = [name for name, *_ in SCRIPT["arguments"](factory)]
+    assert text and list(meanings) == names
+    assert all(len(meaning.split()) > 1 and meaning.endswith(".") for meaning in meanings.values())
 
 
 def test_every_sink_has_its_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for row in SINKS.values():
-        if row.extra:
-            [package] = project["optional-dependencies"][row.extra]
-            assert package.startswith(row.module or row.extra), row.name
+        if row.package:
+            [requirement] = project["optional-dependencies"][row.name]
+            assert install_remedy(row.package) == f'pip install "{requirement}"'
 
 
 def stepped(name: str, args: Mapping[str, object], decay: float = 0.0) -> tuple[nn.Module, Optimizer]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house import files, nodes
+from trainwright.errors import OPTIONAL, install_remedy
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -95,3 +96,43 @@ def test_constraints_pin_what_is_declared() -> None:
     pinned = distributions((ROOT / "constraints.txt").read_text().splitlines())
     needed = distributions([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
     assert needed <= pinned
+
+
+def test_optional_packages_are_those_of_the_extras() -> None:
+    """The remedy of a missing package names it with the version that its extra asks for."""
+    extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    assert {each for name in extras if name != "dev" for each in extras[name]} == set(OPTIONAL)
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("sklearn", 'pip install "scikit-learn>='),
+        ("sklearn.datasets", 'pip install "scikit-learn>='),
+        ("PIL", 'pip install "pillow>='),
+        ("transformers", 'pip install "transformers>='),
+        ("liger_kernel.transformers", 'pip install "liger-kernel>='),
+        ("cv2", "pip install opencv-python"),
+        ("torchmetrics.classification", 'pip install "torchmetrics>='),
+        ("timm.models", "pip install timm"),
+    ],
+)
+def test_the_remedy_for_a_missing_module_can_work(module: str, remedy: str) -> None:
+    assert install_remedy(module).startswith(remedy)
+
+
+def test_no_page_and_no_message_installs_an_extra_by_name() -> None:
+    """``pip install trainwright[x]`` works only where an index has Trainwright."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "trainwright").rglob("*.py")]
+    assert [file.name for file in files if "trainwright[" in file.read_text()] == []
+
+
+def test_extras_that_are_gone_are_gone() -> None:
+    said = re.findall(r"The extras (.*?) are gone", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL)
+    gone = {name for part in said for name in re.findall(r"`(\w+)`", part)}
+    assert gone and not gone & set(PROJECT["optional-dependencies"])
+
+
+def test_the_readme_lists_the_extras() -> None:
+    [said] = re.findall(r"The extras\s+are (.*?), as in", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", said)) == set(PROJECT["optional-dependencies"]) - {"dev"}

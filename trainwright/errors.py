@@ -17,9 +17,41 @@ A user's mistake ends in one of these, without a traceback; an ``AssertionError`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+
+OPTIONAL = (
+    "scikit-learn>=1.5",
+    "tensorboard>=2.18",
+    "wandb>=0.19",
+    "mlflow>=3.0",
+    "trackio>=0.30",
+    "prometheus_client>=0.20",
+    "transformers>=5.0",
+    "pyarrow>=15.0",
+    "pillow>=10.0",
+    "peft>=0.18",
+    "liger-kernel>=0.5",
+    "torchmetrics>=1.4",
+    "ipython>=8.20",
+    "lightning>=2.5",
+    "accelerate>=1.2",
+)
+"""The packages of the extras in pyproject.toml, with the versions that they need."""
+_DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "PIL": "pillow",
+    "yaml": "PyYAML",
+    "cv2": "opencv-python",
+    "skimage": "scikit-image",
+    "bs4": "beautifulsoup4",
+    "liger_kernel": "liger-kernel",
+    "google.protobuf": "protobuf",
+}
+"""Modules whose package has another name."""
 
 
 class TrainwrightError(Exception):
@@ -73,13 +105,34 @@ class RecipeError(UsageError):
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
 
+class Problems:
+    """Collects the problems that several checks of a recipe find, so that all are reported at once."""
+
+    def __init__(self, found: Iterable[Problem] = ()) -> None:
+        self.found = list(found)
+
+    @contextmanager
+    def at(self, path: str) -> Iterator[None]:
+        """Collects what is raised inside; ``path`` is the key at fault where the error does not name one."""
+        try:
+            yield
+        except RecipeError as error:
+            self.found += error.problems
+        except UsageError as error:
+            self.found.append(Problem(path, error.message, remedy=error.remedy))
+
+    def raise_if_any(self) -> None:
+        """Raises a RecipeError with each problem once."""
+        if self.found:
+            raise RecipeError(list({(each.path, each.rule): each for each in self.found}.values()))
+
+
 class MissingExtra(UsageError):
     """An optional package is needed and not installed."""
 
-    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+    def __init__(self, package: str, *, needed_for: str) -> None:
         super().__init__(
-            f"{needed_for} needs the package {package!r}, which is not installed",
-            remedy=f'pip install "trainwright[{extra}]"',
+            f"{needed_for} needs the package {package!r}, which is not installed", remedy=install_remedy(package)
         )
 
 
@@ -167,12 +220,53 @@ def text_of(error: BaseException, *, lines: int | None = None) -> str:
     return ": ".join([type(error).__name__, *filter(None, ["\n".join(shown)])])
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known ones, or all of them when none is near."""
-    names = list(known)
-    near = get_close_matches(name, names, n=3, cutoff=0.5)
+def suggest_file(path: Path, what: str) -> str:
+    """A remedy for a file or folder that is not there: the one with the nearest name, or where relative paths start."""
+    try:
+        beside = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        beside = []
+    near = get_close_matches(path.name[:100], beside, n=1)
     if near:
-        return f"did you mean {' or '.join(repr(each) for each in near)}?"
+        return f"did you mean {path.with_name(near[0])}?"
+    return f"give the path of {what}; relative ones start at {Path.cwd()}"
+
+
+def install_remedy(module: str) -> str:
+    """The command that installs the package of a module, with the version that is needed where one is known.
+
+    It names the package itself: an extra of Trainwright could be installed only from where Trainwright came from.
+    """
+    name = _DISTRIBUTIONS.get(module) or _DISTRIBUTIONS.get(module.partition(".")[0]) or module.partition(".")[0]
+    for requirement in OPTIONAL:
+        package = requirement.partition(">=")[0]
+        if _plain(package) == _plain(name):
+            return f'pip install "{requirement}"'
+    return f"pip install {name}"
+
+
+def _plain(package: str) -> str:
+    return package.lower().replace("_", "-")
+
+
+def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[str]) -> list[Problem]:
+    """The problems of arguments that ``what`` does not accept, each with the nearest name; ``path`` is that of args."""
+    accepts = f"it accepts: {', '.join(accepted)}" if accepted else "it accepts no arguments"
+    found = []
+    for arg in args:
+        if arg not in accepted:
+            near = get_close_matches(arg[:100], accepted, n=1)
+            remedy = f"did you mean {near[0]!r}? {accepts}" if near else accepts
+            found.append(Problem(f"{path}.{arg}", f"{what} has no argument {arg!r}", remedy=remedy))
+    return found
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A remedy for an unknown name: the nearest known one, or all of them when none is near."""
+    names = list(known)
+    near = get_close_matches(name[:100], names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
     return f"known are: {', '.join(names)}"
 
 

@@ -80,5 +80,5 @@ def test_wrong_arguments_and_a_missing_package_are_refused(monkeypatch: pytest.M
         digits(val_share=1.0)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
-    with pytest.raises(MissingExtra, match=r"trainwright\[digits\]"):
+    with pytest.raises(MissingExtra, match='pip install "scikit-learn>='):
         digits()

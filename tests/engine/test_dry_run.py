@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.plain import cut
-from trainwright.engine.dry_run import Mode, dry_run
+from trainwright.engine.dry_run import ENOUGH, Mode, dry_run, time_evaluation
 from trainwright.engine.precision import FP32
 from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.isolation import NotIsolated
 from trainwright.state.train_state import TrainState
+
+REMEMBERED: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+"""What is behind weak references is not restored."""
 
 
 class Remembering(nn.Module):
@@ -25,12 +30,12 @@ class Remembering(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 3)
         self.name = name
-        self.results: list[weakref.ref[Tensor]] = []
+        REMEMBERED[self] = []
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
         result: Tensor = torch.softmax(hidden, -1) if self.name == "softmax" else getattr(torch, self.name)(hidden)
-        self.results.append(weakref.ref(result))
+        REMEMBERED[self].append(weakref.ref(result))
         return result
 
 
@@ -41,8 +46,9 @@ def test_gives_back_the_activations_of_operators_that_save_their_result(name: st
     batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
     seen = dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=0)
     gc.collect()
-    assert seen.activation_bytes > 0 and len(model.results) >= 4
-    assert [result() for result in model.results] == [None] * len(model.results)
+    results = REMEMBERED[model]
+    assert seen.activation_bytes > 0 and len(results) >= 4
+    assert [result() for result in results] == [None] * len(results)
 
 
 def test_the_update_is_timed_and_leaves_no_trace() -> None:
@@ -99,3 +105,86 @@ def test_waiting_is_no_work_of_the_thread() -> None:
     seen = dry_run(state, batch, lambda model, x: model(x).mean(), modes=[Mode(FP32, 1)], budget_s=0.0)
     assert seen.seconds["fp32", 1] >= 0.05
     assert 0 < seen.thread_s["fp32", 1] < 0.025
+
+
+class Changing(nn.Module):
+    """Keeps state in all kinds of places, and prints."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
+        self.calls, self.log = 0, {"a": ([0], np.zeros(2))}
+        self.generator, self.means = torch.Generator().manual_seed(1), [torch.zeros(3)]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        Changing.total += 1
+        self.log["a"][0].append(self.calls)
+        self.log["a"][1][:] += 1
+        hidden: Tensor = self.inner(x) + torch.rand(3, generator=self.generator) + np.random.rand()
+        self.means[0].data.add_(hidden.detach().mean(0))
+        self.count = self.count + 1
+        print("forward", self.calls)
+        return hidden
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+    def everything(self) -> str:
+        own = (self.calls, self.total, self.log, self.generator.get_state().tolist(), self.means)
+        return repr((own, self.state_dict(), np.random.get_state(), torch.get_rng_state().tolist(), vars(self).keys()))
+
+
+def test_a_model_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Changing()
+    torch.manual_seed(0)
+    batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    hooked: list[int] = []
+    state.optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    before = model.everything()
+    dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)])
+    time_evaluation(state, batch.micro, nn.functional.cross_entropy, Mode(FP32, 1))
+    assert model.everything() == before
+    assert hooked == [] and not state.optimizer.state and capsys.readouterr().out == ""
+
+
+class Writing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with Path("written.txt").open("w"):
+            return super().forward(x)
+
+
+class Iterating(nn.Linear):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.numbers = iter(range(10))
+
+
+@pytest.mark.parametrize(("make", "why"), [(Writing, "opens a file to write"), (Iterating, "numbers is an iterator")])
+def test_a_model_that_would_keep_a_trace_is_not_tried(make: type[nn.Linear], why: str) -> None:
+    model = make(8, 3)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
+    with pytest.raises(NotIsolated, match=why):
+        dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)])
+    with pytest.raises(NotIsolated, match=why):
+        time_evaluation(state, batch.micro, nn.functional.cross_entropy, Mode(FP32, 1))
+    assert not Path("written.txt").exists()
+
+
+def test_few_calls_are_enough() -> None:
+    calls: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+    model = nn.Linear(8, 3)
+    calls[model] = []
+    model.register_forward_hook(lambda module, args, out: calls[module].append(1))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
+    dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=10.0)
+    assert len(calls[model]) == 1 + ENOUGH

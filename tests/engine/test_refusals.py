@@ -47,6 +47,8 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor, nn.Module, Tensor, str, s
     "labels of 32 bits": (head, X, CE, LABELS.int(), "target int32 (6,)", "y.long()"),
     "labels in a column": (head, X, CE, LABELS[:, None], "target int64 (6, 1)", "y.squeeze(1)"),
     "labels from 1": (head, X, CE, LABELS + 1, "Target 2", "the model has outputs 0 to 1"),
+    "classes come last": (head, torch.randn(6, 5, 4), CE, LABELS[:, None].expand(6, 5), "(6, 5, 2)", "movedim(-1, 1)"),
+    "fewer labels": (head, X, CE, LABELS[:4], "target int64 (4,)", "6 rows of scores and 4 labels"),
     "binary labels": (lambda: head(1), X, BINARY, LABELS[:, None], "target int64 (6, 1)", "y.float()"),
     "binary shape": (lambda: head(1), X, BINARY, LABELS.float(), "target float32 (6,)", "y.view_as(output)"),
     "no sigmoid": (lambda: head(1), 9 * X, nn.BCELoss(), LABELS[:, None].float(), "0 and 1", "BCEWithLogitsLoss"),

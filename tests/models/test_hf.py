@@ -49,7 +49,7 @@ def test_unknown_names_and_values_are_refused_with_a_remedy() -> None:
         hf_model(architecture="GPT2LMHeadModel", **{**TINY, "n_head": 3})
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtra, match=r"trainwright\[hf\]"):
+    with pytest.raises(MissingExtra, match='pip install "transformers>='):
         hf_model()

@@ -142,5 +142,5 @@ def test_wrong_targets_and_sizes_are_refused_with_a_remedy() -> None:
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(MissingExtra, match=r"trainwright\[lora\]"):
+    with pytest.raises(MissingExtra, match='pip install "peft>='):
         add_lora(our_gpt())

@@ -20,9 +20,10 @@ from tests.pages.runs import ended, found, make_run, started, step
 from trainwright.errors import RecipeError, UsageError
 from trainwright.observe.alerts.channels import Command, NotDeliveredError, Webhook, desktop
 from trainwright.observe.alerts.rules import Alert, AlertRules, Batcher, RuleState
-from trainwright.observe.alerts.watch import AlertWatch
+from trainwright.observe.alerts.watch import AlertWatch, NewRecords
 from trainwright.recipe import from_mapping
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import to_json
 from trainwright.runlog.writer import LogWriter
 
 ALERT = Alert("loss", "the loss is <b>12 & more", 7)
@@ -213,6 +214,21 @@ def test_the_end_does_not_wait_for_tries_that_come_too_late(tmp_path: Path, hook
         log.write(ended(2))
     assert (hook.asked, said[1:]) == (asked + 1, ["alerts: the webhook took none of 2 tries: the server answered 500"])
     log.close()
+
+
+def test_new_records_are_read_once_and_never_from_a_pipe(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(to_json(step(1)) + "\n")
+    new, second = NewRecords(log), to_json(step(2)) + "\n"
+    with log.open("a") as file:
+        for part in (second[:9], second[9:]):
+            assert [*new.read()] == []
+            file.write(part)
+            file.flush()
+    assert [*new.read()] == [step(2)] and [*new.read()] == []
+    log.unlink()
+    os.mkfifo(log)
+    assert [*new.read()] == []
 
 
 @pytest.mark.process

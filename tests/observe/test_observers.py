@@ -109,6 +109,14 @@ def test_a_full_disk_costs_log_lines_and_no_training(tmp_path: Path) -> None:
     assert len(said) == 2 and "training goes on" in said[0] and "5 lines" in said[1]
 
 
+def test_a_log_that_cannot_be_closed_ends_no_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = LogWriter(tmp_path / "log.jsonl")
+    os.close(writer._fd)
+    Journal(writer, said.append).close()
+    assert len(said) == 1 and "its last lines may be lost" in said[0]
+
+
 class Told:
     """Hears of what was saved."""
 

@@ -63,10 +63,10 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.begun, write = threading.Event(), threading.Event(), checkpoint.commit
 
-        def waiting(snapshot: checkpoint.CheckpointData, folder: Path, best: Best | None) -> tuple[Path, int]:
+        def waiting(snapshot: checkpoint.CheckpointData, folder: Path, best: Best | None, run: str) -> tuple[Path, int]:
             self.begun.set()
             assert self.go.wait(60)
-            return write(snapshot, folder, best)
+            return write(snapshot, folder, best, run)
 
         monkeypatch.setattr("trainwright.observe.saving.commit", waiting)
 
@@ -391,8 +391,10 @@ def test_whatever_a_write_raises_leaves_the_run_going(tmp_path: Path, asynchrono
 def test_a_run_folder_that_goes_between_commit_and_tidying_up_leaves_the_run_going(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def commit_and_lose(snapshot: checkpoint.CheckpointData, folder: Path, best: Best | None) -> tuple[Path, int]:
-        written = checkpoint.commit(snapshot, folder, best)
+    def commit_and_lose(
+        snapshot: checkpoint.CheckpointData, folder: Path, best: Best | None, run: str
+    ) -> tuple[Path, int]:
+        written = checkpoint.commit(snapshot, folder, best, run)
         shutil.rmtree(folder)
         return written
 

@@ -23,10 +23,11 @@ from trainwright.pages.profile import ProfilePanel
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import from_mapping
+from trainwright.runlog.files import UnreadableFile
 from trainwright.training.job import prepare
 from trainwright.training.subject import Built, named
 from trainwright.verbs.profile import ProfiledRun, profile
-from trainwright.verbs.profile_trials import Trials
+from trainwright.verbs.profile_trials import Trials, num_rounds
 
 pytestmark = pytest.mark.slow
 HERE = "tests.profiling.planted"
@@ -79,7 +80,25 @@ def trial(tmp_path: Path, advice: Sequence[Advice], *own: str, budget_s: float =
     def load(more: Sequence[str]) -> Built:
         return Built(from_mapping(recipe(tmp_path), overrides=[*own, *more]), None)
 
-    return list(Trials(load, prepare(load(()).loaded), budget_s, lambda line: None, block_s=0.004).of(advice))
+    return Trials(load, prepare(load(()).loaded), budget_s, lambda line: None, block_s=0.004).of(advice)
+
+
+@pytest.mark.parametrize(
+    ("round_s", "left_s", "later", "rounds"),
+    [
+        (0.39, 15.0, 0, 9),
+        (0.39, -4.0, 0, 6),
+        (0.39, 2.0, 0, 6),
+        (1.0, 14.0, 1, 7),
+        (1.0, 14.0, 5, 6),
+        (2.0, 3.0, 0, 0),
+    ],
+    ids=["ample", "prepared for longer than the budget", "short", "two share it", "many share it", "too slow"],
+)
+def test_a_trial_that_is_short_beside_the_budget_is_made(
+    round_s: float, left_s: float, later: int, rounds: int
+) -> None:
+    assert num_rounds(round_s, left_s, 20.0, later) == rounds
 
 
 @pytest.mark.parametrize(
@@ -179,12 +198,12 @@ def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0s", "--json"])
     assert said.exit_code == 0, said.output
     seen = json.loads(said.stdout.splitlines()[-1])
-    panel = ProfilePanel.read(Path(seen["run"]))
-    assert panel is not None
+    panel = ProfilePanel.read(Path(seen["run"]) / "profile.json")
     assert panel.headline == seen["verdict"]["headline"]
     assert panel.headline in (Path(seen["run"]) / "report.html").read_text()
     (Path(seen["run"]) / "profile.json").write_text('{"facts": 3}')
-    assert ProfilePanel.read(Path(seen["run"])) is None
+    with pytest.raises(UnreadableFile):
+        ProfilePanel.read(Path(seen["run"]) / "profile.json")
 
 
 def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[float]]:

@@ -60,7 +60,8 @@ def test_a_gpu_that_is_idle_waits_for_launches() -> None:
 def test_the_workers_are_named() -> None:
     slow = facts({**COMPUTING, "data": 0.3}, workers=1)
     assert "1 worker reads" in judge(slow, CPU).headline
-    assert advised(slow)[:2] == ["2 workers", "4 workers"]
+    assert advised(slow)[:3] == ["2 workers", "4 workers", "0 workers"]
+    assert "0 workers" not in advised(replace(slow, workers=0))
     assert "the training process reads itself" in judge(replace(slow, workers=0), CPU).headline
     assert "num_workers" in advised(replace(slow, workers=None))[0]
 

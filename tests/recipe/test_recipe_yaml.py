@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,14 @@ def test_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
 def test_not_a_mapping_in_python() -> None:
     with pytest.raises(RecipeError, match="must be a mapping"):
         from_mapping([1])  # type: ignore[arg-type]
+
+
+def test_a_pipe_is_read_only_where_a_shell_has_made_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(RecipeError, match="it is a pipe, not a file"):
+        load(tmp_path / "recipe.yaml", environ={})
+    reading, writing = os.pipe()
+    os.write(writing, b"model: mlp\ndata: {train: digits}\n")
+    os.close(writing)
+    assert load(f"/dev/fd/{reading}", environ={}).recipe.model.use == "mlp"  # as `trainwright train <(make-recipe)`
+    os.close(reading)

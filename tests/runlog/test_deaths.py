@@ -270,6 +270,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_processes_that_die_until_one_is_refused(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x")
     folder.write_text("recipe.yaml", "name: x\n")
+    folder.write_text("plan.json", "{}")
 
     def start(in_step: int, *accept: str) -> int:
         return subprocess.run([sys.executable, "-c", DIE, str(folder.path), str(in_step), *accept]).returncode

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from trainwright.errors import StorageError, UsageError
-from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.folder import RunFolder, runs_in
 from trainwright.runlog.records import Evidence
 
 
 def make_run(root: Path, name: str) -> RunFolder:
     run = RunFolder.create(root, name)
     run.write_text("recipe.yaml", "name: x\n")
+    run.write_text("plan.json", "{}")
     return run
 
 
@@ -73,6 +74,31 @@ def test_create_under_a_file_and_with_a_name_too_long(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "file" / "deeper", "run")
     with pytest.raises(StorageError, match="name is too long"):
         RunFolder.create(tmp_path, "n" * 300)
+
+
+def test_a_recipe_in_the_project_makes_it_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.yaml").write_text("until: 1steps")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        RunFolder.open("nope")
+    assert caught.value.remedy == "give a run folder: runs/<name>"
+    with pytest.raises(UsageError, match="holds no run"):
+        RunFolder.open(".")
+    assert runs_in(tmp_path.parent) == []
+
+
+def test_a_run_that_has_only_just_begun_is_one(tmp_path: Path) -> None:
+    for name in ("recipe.yaml", "lock"):
+        (tmp_path / name).touch()
+    assert RunFolder.open(tmp_path).path == tmp_path
+
+
+def test_the_current_folder_is_suggested_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, "gpt-tiny")
+    monkeypatch.chdir(run.path)
+    with pytest.raises(UsageError) as caught:
+        RunFolder.open("nope")
+    assert caught.value.remedy == f"did you mean {run.path.resolve()}?"
 
 
 def test_open_suggests_what_may_be_meant(tmp_path: Path) -> None:

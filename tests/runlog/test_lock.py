@@ -319,7 +319,6 @@ FORGED: list[dict[str, object]] = [
     {"pid": 0},
     {"pid": "1; rm -r /"},
     {"host": None},
-    {"host": "\ud800"},
     {"host": "\x1b[2J"},
     {"since": 0},
     {"excused": "yes"},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.errors import StorageError
+from trainwright.pages.report import write_report
 from trainwright.runlog.deaths import write_bundle
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
@@ -77,7 +78,7 @@ def test_what_is_replaced_as_a_whole_replaces_the_link(run: RunFolder, outside: 
 def test_a_link_at_the_place_of_a_draft(run: RunFolder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = run.path / ".plan.json.1-0.draft"
     draft.symlink_to(outside)
-    monkeypatch.setattr("trainwright.runlog.folder.draft_of", lambda path: draft)
+    monkeypatch.setattr("trainwright.runlog.storage.draft_of", lambda path: draft)
     run.write_json("plan.json", {"steps": 3})
     assert outside.read_text() == CONTENT and run.plan.read_text() == '{\n  "steps": 3\n}\n'
 
@@ -97,3 +98,23 @@ def test_a_run_folder_may_lie_behind_a_link(run: RunFolder, tmp_path: Path) -> N
     for open_one in OPENED.values():
         open_one(RunFolder(tmp_path / "y"))
     assert run.log.is_file()
+
+
+@pytest.mark.parametrize("name", ["samples", "bundles", "export"])
+def test_a_folder_of_the_run_that_is_a_link_is_not_written_into(name: str, run: RunFolder, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run.path / name).symlink_to(elsewhere)
+    with pytest.raises(StorageError, match=f"{name}: it is a symbolic link") as caught:
+        run.write_text(f"{name}/x.txt", "x")
+    assert caught.value.remedy and list(elsewhere.iterdir()) == []
+
+
+def test_a_report_is_written_through_no_link(run: RunFolder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LogWriter(run.log).close()
+    draft = run.path / ".report.html.1-0.draft"
+    draft.symlink_to(outside)
+    (run.path / "report.html").symlink_to(outside)
+    monkeypatch.setattr("trainwright.runlog.storage.draft_of", lambda path: draft)
+    assert write_report([run.path]).path.read_text().startswith("<!doctype html>")
+    assert outside.read_text() == CONTENT and not (run.path / "report.html").is_symlink()

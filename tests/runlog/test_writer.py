@@ -198,3 +198,13 @@ def test_a_folder_without_permission() -> None:
         log = str(Path(folder) / "log.jsonl")
         said = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True)
     assert "permission denied" in said.stdout, said.stderr
+
+
+def test_a_close_that_fails_says_so_once(tmp_path: Path) -> None:
+    """As on a network mount that writes only now, or with a quota that is used up."""
+    writer = LogWriter(tmp_path / "log.jsonl")
+    os.close(writer._fd)
+    with pytest.raises(StorageError, match=r"cannot close .*log\.jsonl") as caught:
+        writer.close()
+    assert caught.value.remedy
+    writer.close()

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW
 from tests import forked
 from tests.rows import each_row
 from trainwright.errors import CheckpointError, StorageError
-from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
+from trainwright.state.checkpoint import capture, commit, load_checkpoint, save_checkpoint
 from trainwright.state.cursor import Cursor
 from trainwright.state.ledger import SkippedStep
 from trainwright.state.manifest import verify, write_manifest
@@ -208,12 +208,41 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
-    left = tmp_path / ".step-00000009.123.tmp"
+    left = tmp_path / ".step-00000009.tmp"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     assert newest_valid(tmp_path) == (None, [])
     save_checkpoint(state_at(1), tmp_path)
     assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("name", ["step-00000001", "step-00000001.old"])
+@pytest.mark.parametrize("what", ["folder", "another run's", "damaged", "link"])
+def test_what_is_not_of_this_run_is_not_replaced(tmp_path: Path, name: str, what: str) -> None:
+    there = tmp_path / name
+    if what == "link":
+        (tmp_path / "theirs").mkdir()
+        there.symlink_to("theirs")
+    elif what == "folder":
+        there.mkdir()
+    else:
+        commit(capture(state_at(1)), tmp_path, run="b" * 16 if what == "another run's" else "a" * 16)
+        (tmp_path / "step-00000001").rename(there)
+    if what == "damaged":
+        (there / "manifest.json").write_text("torn")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with pytest.raises(StorageError, match=f"{name} is in the way: it is no checkpoint of this run") as caught:
+        commit(capture(state_at(1)), tmp_path, run="a" * 16)
+    assert "move it away" in caught.value.remedy and sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_of_this_run_is_replaced(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        state = state_at(1)
+        torch.nn.init.constant_(state.model.weight, value)  # type: ignore[arg-type]
+        path, _ = commit(capture(state), tmp_path, run="a" * 16)
+    assert names(tmp_path) == ["step-00000001"]
+    assert load_file(path / "model.safetensors")["weight"].unique().tolist() == [2.0]
 
 
 KILLED = """

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from trainwright.engine.step import set_lr
+from trainwright.state.codec import encode
 from trainwright.state.moments import load_moments, moments, parameter_names
 
 
@@ -121,3 +123,19 @@ def test_counters_go_on_and_options_are_as_built() -> None:
         load_moments(model, resumed, moments(model, optimizer))
         group = resumed.param_groups[0]
         assert (group["k"], group["power"], group["lr"]) == (7, power, 0.5)
+
+
+def test_the_rate_of_a_schedule_is_no_part_of_the_state() -> None:
+    """It follows from the step: a save in mid-step, or right after a resume, holds what one after the step holds."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    set_lr(optimizer, 0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = moments(model, optimizer)
+    assert [group["lr"] for group in saved["param_groups"]] == [0.1]
+    set_lr(optimizer, 0.25)  # of the next step
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load_moments(model, fresh, saved)
+    for after in (optimizer, fresh):
+        assert encode(moments(model, after))[1] == encode(saved)[1]

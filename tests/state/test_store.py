@@ -272,8 +272,90 @@ def test_the_pointer_is_mended(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     write_best(tmp_path, Best(1, "loss", 3.0))
     checkpoint(tmp_path, 2, best=Best(2, "loss", 2.5))
-    (tmp_path / ".best.json.77").write_text("half")
+    (tmp_path / ".best.json.tmp").write_text("half")
     assert mend_best(tmp_path) == Best(2, "loss", 2.5)
     assert json.loads((tmp_path / BEST).read_text())["step"] == 2
     sweep(tmp_path)
     assert not list(tmp_path.glob(".best.json*"))
+
+
+THIS, OTHER = "a" * 16, "b" * 16
+
+
+def of_run(folder: Path, step: int, run: str, best: Best | None = None) -> Path:
+    path = checkpoint(folder, step)
+    (path / NAME).unlink()
+    write_manifest(path, step, asdict(best) if best else None, run)
+    return path
+
+
+def foreign_things(folder: Path) -> set[Path]:
+    """What another run and other programs have put into the folder that checkpoints are linked to."""
+    theirs = {of_run(folder, step, OTHER) for step in (1, 2, 3, 30)}
+    for name in ("step-00000004", "step-100", ".step-00000005", f".step-00000006.{OTHER}.tmp", ".step-00000007.tmp"):
+        (folder / name).mkdir()
+        (folder / name / "data").write_text("theirs")
+        theirs.add(folder / name)
+    (folder / f".best.json.{OTHER}.tmp").write_text("theirs")
+    return {*theirs, folder / f".best.json.{OTHER}.tmp"}
+
+
+def test_only_what_is_of_this_run_is_deleted(tmp_path: Path) -> None:
+    disk, linked = tmp_path / "disk", tmp_path / "checkpoints"
+    disk.mkdir()
+    linked.symlink_to(disk)
+    theirs = foreign_things(disk)
+    for name in (f".step-00000008.{THIS}.tmp", f".step-00000008.{THIS}.deleted"):
+        (disk / name).mkdir()
+    (disk / f".best.json.{THIS}.tmp").touch()
+    sweep(linked, THIS)
+    for step in (10, 20, 25, 27):
+        prune(linked, of_run(linked, step, THIS), Retention(newest=2), THIS)
+    kept = {disk / name_of(step) for step in (25, 27)}
+    assert {*disk.iterdir()} == theirs | kept
+    assert checkpoints(linked, THIS)[0] == linked / name_of(27)
+    assert not {name_of(1), name_of(30)} & {path.name for path in checkpoints(linked, THIS)}
+
+
+def test_checkpoints_without_an_identity_are_read_and_kept(tmp_path: Path) -> None:
+    """As a run of an earlier version, or one whose run-id was lost, has them."""
+    older = [checkpoint(tmp_path, step) for step in (1, 2)]
+    for path in older:
+        manifest = json.loads((path / NAME).read_text())
+        own = {key: value for key, value in manifest.items() if key not in ("run", "sha256")}
+        own["sha256"] = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+        (path / NAME).write_text(json.dumps(own))
+    assert newest_valid(tmp_path, run=THIS) == (older[1], [])
+    prune(tmp_path, of_run(tmp_path, 3, THIS), Retention(newest=1), THIS)
+    assert steps(tmp_path) == [3, 2, 1]
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    of_run(folder, 9, OTHER, Best(9, "loss", 0.1))
+    found, broken = newest_valid(folder, run=THIS)
+    assert found is None and f"belongs to the run {OTHER}" in broken[0]
+    assert f"write {OTHER} into {tmp_path / 'run' / 'run-id'}" in broken[0]
+    assert newest_valid(folder, run=OTHER)[0] == newest_valid(folder)[0] == folder / name_of(9)
+    own = of_run(folder, 5, THIS)
+    assert newest_valid(folder, run=THIS) == (own, [])
+    assert set_aside_newer(folder, own, THIS) == [] and (folder / name_of(9)).is_dir()
+
+
+def test_the_best_of_another_run_is_none_of_this(tmp_path: Path) -> None:
+    of_run(tmp_path, 9, OTHER, Best(9, "loss", 0.1))
+    write_best(tmp_path, Best(9, "loss", 0.1), OTHER)
+    of_run(tmp_path, 5, THIS, Best(5, "loss", 0.4))
+    assert read_best(tmp_path, OTHER) == Best(9, "loss", 0.1)
+    assert read_best(tmp_path, THIS) is None
+    write_best(tmp_path, Best(5, "loss", 0.4), THIS)
+    assert read_best(tmp_path, THIS) == Best(5, "loss", 0.4)
+
+
+def test_a_folder_without_a_manifest_is_not_set_aside(tmp_path: Path) -> None:
+    resumed = checkpoint(tmp_path, 10)
+    (tmp_path / name_of(20)).mkdir()
+    (tmp_path / name_of(30)).mkdir()
+    (tmp_path / name_of(30) / NAME).write_text("torn")
+    assert set_aside_newer(tmp_path, resumed) == [tmp_path / "damaged-step-00000030"]
+    assert (tmp_path / name_of(20)).is_dir()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
@@ -420,15 +421,6 @@ def test_a_loss_by_its_name() -> None:
         tw.fit(net(), data(), "crossentropy", steps=3, quiet=True)
 
 
-def test_a_list_of_ready_batches_is_told_where_it_fails() -> None:
-    x, y = data()
-    batches = [*zip(x.split(32), y.split(32), strict=True)]
-    with pytest.raises(RuntimeError) as failed:
-        tw.fit(net(), batches, nn.CrossEntropyLoss(), steps=1, quiet=True)
-    assert any("32 rows each" in note and "lambda: batches" in note for note in failed.value.__notes__)
-    assert tw.fit(net(), lambda: batches, nn.CrossEntropyLoss(), steps=1, quiet=True).step == 1
-
-
 @pytest.mark.parametrize("weight", [torch.ones(3), -1.0, torch.tensor(-2.0), None, "4"])
 def test_a_weight_that_is_none(weight: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> tw.Loss:
@@ -469,6 +461,7 @@ def test_sparse_gradients_are_named() -> None:
     ids = torch.zeros(16, 2, dtype=torch.int64)
     with pytest.raises(UsageError, match="sparse=True"):
         tw.fit(model, (ids, ids[:, 0]), nn.CrossEntropyLoss(), optimizer="sgd", until="1steps", quiet=True)
+    assert _get_current_function_mode_stack() == []  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.slow
@@ -548,3 +541,49 @@ def test_the_end_of_a_run_follows_its_findings(
     (verdict,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("verdict")]
     assert verdict.startswith(f"verdict: {said}, but ")
     assert "1 critical: loss.broadcast_target" in verdict
+
+
+class Counting(nn.Module):
+    """Counts its forward passes; the count is a part of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = net(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.inner(x)
+        return out
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+@pytest.mark.slow
+def test_a_module_that_counts_counts_the_steps_alone() -> None:
+    """Neither the dry run nor a replay of the doctor is one of them, also after a resume."""
+    model, resumed = Counting(), Counting()
+    first = tw.fit(model, data(), nn.CrossEntropyLoss(), until="7steps", batch=32, quiet=True)
+    assert model.calls == 7
+    tw.fit(resumed, data(), nn.CrossEntropyLoss(), until="12steps", batch=32, quiet=True, resume=first.run)
+    assert resumed.calls == 12
+
+
+class Logging(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        with Path("calls.txt").open("a") as file:
+            file.write("x")
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_a_model_that_writes_files_is_neither_tried_nor_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    result = tw.fit(Logging(), data(), nn.CrossEntropyLoss(), until="7steps", batch=32)
+    assert Path("calls.txt").read_text() == "x" * 7
+    notes = {each["topic"]: each["why"] for each in json.loads((result.run / "plan.json").read_text())["notes"]}
+    assert "it opens a file to write" in notes["dry run"]
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("no step of this run is replayed: it opens a file to write") == 1

@@ -219,6 +219,18 @@ def _interrupted_twice_in_a_write(folder: Path, name: str) -> bool:
     return bool(list(aside.glob(".step-*")))
 
 
+def test_a_storm_of_signals_leaves_a_run_to_go_on_with(folder: Path) -> None:
+    running = start("train", "slow.yaml", "--set", "until=5000steps", "--set", "checkpoint.every=3steps", cwd=folder)
+    wait_for_step(folder / "runs/slow/log.jsonl", 10)
+    for number in range(200):
+        if running.poll() is None:
+            running.send_signal((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[number % 3])
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode in (75, 130) and "Traceback" not in said, said
+    newest, broken = newest_valid(folder / "runs/slow/checkpoints")
+    assert newest is not None and not broken
+
+
 def test_an_error_in_a_callback_costs_no_step(folder: Path) -> None:
     class Callback:
         def observe(self, result: tw.StepResult, state: tw.TrainState) -> None:

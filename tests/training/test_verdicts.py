@@ -26,6 +26,7 @@ CROSS_ENTROPY = nn.CrossEntropyLoss()
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET: dict[str, object] = {"log.doctor": False, "log.every": "1steps"}
 NO_CLIP: dict[str, object] = {"optimizer.clip.by": "none"}
+EXAMINED: dict[str, object] = {"log.doctor": True, "log.examine": "all"}
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_a_prediction_without_inputs_is_nothing_learned() -> None:
     model = mlp(20, 2)
     with torch.no_grad():
         model[0].bias.add_(torch.tensor([0.5, -0.5]))
-    verdict = fit(model, (x, y), steps=200, lr=0.03, preset="recommended", settings={"log.doctor": True})
+    verdict = fit(model, (x, y), steps=200, lr=0.03, preset="recommended", settings=EXAMINED)
     assert verdict.word == "learned nothing" and "law.loss.knows_more_than_nothing" in verdict.sentence
 
 

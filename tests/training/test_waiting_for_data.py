@@ -23,7 +23,7 @@ class Stalling(torch.utils.data.Dataset):  # not before the run: its looks at th
         return 96
 
     def __getitem__(self, index):
-        while index == 60 and os.path.exists("stall") and os.path.exists("runs/stalled/log.jsonl"):
+        while index == 84 and os.path.exists("stall") and os.path.exists("runs/stalled/log.jsonl"):
             open("reading", "w").close()
             time.sleep(0.01)
         return torch.linspace(0, index, 12) / 96 + 0.1 * torch.randn(12), index % 3
@@ -38,7 +38,7 @@ batch: {size: 8, micro: 4}
 checkpoint: {every: 100steps}
 log: {every: 1steps, doctor: false}
 """
-LAST = 7  # sample 60 belongs to step 8
+LAST = 10  # sample 84 belongs to step 11: beyond what is read ahead to time the workers
 
 
 @pytest.fixture
@@ -81,13 +81,13 @@ def test_a_worker_that_hangs_ends_the_run_when_its_time_is_over(folder: Path) ->
     training = start("train", "run.yaml", "--set", "data.workers=2", "--set", "data.timeout=4s", cwd=folder)
     said = " ".join(training.communicate(timeout=120)[0].split())
     assert training.returncode == 1, said
-    assert "no data came for 4 s: a worker is still reading sample 60" in said and "data.quarantine" in said
+    assert "no data came for 4 s: a worker is still reading sample 84" in said and "data.quarantine" in said
     assert (folder / f"runs/stalled/checkpoints/step-{LAST:08d}").is_dir()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_before_the_first_step_ends_the_run_at_once(folder: Path, number: signal.Signals, code: int) -> None:
-    source = STALLING.replace('index == 60 and os.path.exists("stall") and', "index == 0 or")
+    source = STALLING.replace('index == 84 and os.path.exists("stall") and', "index == 0 or")
     (folder / "stalling.py").write_text(source)
     training = start("train", "run.yaml", cwd=folder)
     wait_for_file(folder / "reading")

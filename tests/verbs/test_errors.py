@@ -26,7 +26,8 @@ from trainwright.data.digits import digits
 from trainwright.data.text import CharText
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
-from trainwright.report.bad_cases import NAME, bad_cases_in
+from trainwright.report.bad_cases import NAME, read_bad_cases
+from trainwright.runlog.files import UnreadableFile
 from trainwright.state.cursor import MicroBatch
 from trainwright.verbs.bad_cases import errors_in_folds
 from trainwright.verbs.bad_cases.labels import label_order
@@ -278,12 +279,13 @@ def test_streams_and_ready_batches(kind: str) -> None:
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
-def test_losses_that_are_not_finite_come_first() -> None:
+def test_losses_that_are_not_finite_come_first(tmp_path: Path) -> None:
     x = drawn(20, 6)
     x[7] = math.nan
     found = tw.bad_cases(Small(3), (x, torch.arange(20) % 3), nn.CrossEntropyLoss())
     assert found.worst[0].id == 7 and math.isnan(found.worst[0].loss)
-    assert bad_cases_in(json.dumps(found.to_json(), allow_nan=False)) is not None
+    (tmp_path / NAME).write_text(json.dumps(found.to_json(), allow_nan=False))
+    assert math.isnan(read_bad_cases(tmp_path / NAME).worst[0].loss)
     assert "sample 7: loss nan" in str(found)
 
 
@@ -319,8 +321,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_verb_keeps_what_it_found_and_the_report_shows_it(run: Path) -> None:
     done = CliRunner().invoke(app, ["errors", str(run), "--by", "mine_erring:sign", "--count", "5", "--json"])
     assert done.exit_code == 0, done.output
-    kept = bad_cases_in((run / NAME).read_text())
-    assert kept is not None and kept == bad_cases_in(done.stdout.splitlines()[-1])
+    kept = read_bad_cases(run / NAME)
+    assert json.loads((run / NAME).read_text()) == json.loads(done.stdout.splitlines()[-1])
     assert (kept.count, len(kept.worst), len(kept.labels), kept.step) == (60, 5, 10, 20)
     assert kept.loss == pytest.approx(tw.evaluate(run, "val").loss, rel=1e-6)
     page = (run / "report.html").read_text()
@@ -359,9 +361,10 @@ def test_folds_predict_what_they_have_not_seen(run: Path) -> None:
     ],
 )
 def test_a_file_that_somebody_else_wrote_shows_nothing(tmp_path: Path, text: str) -> None:
-    assert bad_cases_in(text) is None
     run = make_run(tmp_path, "theirs", [started(), step(1), ended(1)]).path
     (run / NAME).write_text(text)
+    with pytest.raises(UnreadableFile):
+        read_bad_cases(run / NAME)
     done = CliRunner().invoke(app, ["report", str(run)])
     assert done.exit_code == 0 and "Errors on" not in (run / "report.html").read_text()
 

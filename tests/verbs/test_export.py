@@ -247,6 +247,7 @@ def test_a_best_that_is_gone_or_never_was() -> None:
 @each_row("which", ["last", "best", "5"])
 def test_a_run_without_a_checkpoint_is_trained_first(tmp_path: Path, which: str) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(MLP)))
+    (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"has no checkpoint\n") as caught:
         export(tmp_path, format="safetensors", which=which)
     assert f"train {tmp_path / 'recipe.yaml'}" in caught.value.remedy
@@ -514,6 +515,18 @@ def test_the_verb() -> None:
     assert code == 2 and "did you mean 'safetensors'" in message
     code, message = invoke("export", "nowhere")
     assert code == 2 and "nowhere does not exist" in message
+
+
+def test_an_export_writes_through_no_link(folder: Path) -> None:
+    run, elsewhere = trained(MLP).run, folder / "elsewhere"
+    elsewhere.mkdir()
+    (run / "export").symlink_to(elsewhere)
+    code, message = invoke("export", str(run))
+    assert code == 1 and "export: it is a symbolic link" in message and "remedy" in message
+    assert list(elsewhere.iterdir()) == []
+    (folder / "nowhere").symlink_to(elsewhere / "x")
+    with pytest.raises(UsageError, match="is there already"):
+        export(run, format="safetensors", out=folder / "nowhere")
 
 
 @pytest.mark.slow

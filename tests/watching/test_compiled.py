@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,27 @@ def test_a_recipe_that_compiles(tmp_path: Path) -> None:
     torch._dynamo.reset()
     again = fitted(Small(), tmp_path, **{"model.compile": True})
     assert len(again) >= 4 and all(values.get("same_losses") for values in again)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_an_optimizer(recwarn: pytest.WarningsRecorder) -> None:
+    """The recorder is not compiled with it: no graph more, and no warning of ours is taken for the loop's."""
+
+    def loop(watching: Watching) -> list[Any]:
+        torch._dynamo.reset()
+        counters.clear()
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+        with watching(model, optimizer):
+            plain_steps(model, optimizer)
+        made = graphs()
+        counters["graph_break"].clear()  # a compiled step has some: the hooks of any optimizer
+        return [*weights(model), made]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        watch = both(loop)
+    package = str(Path(tw.__file__).parent)
+    assert [each for each in recwarn if package in str(each.message) or each.filename.startswith(package)] == []
+    assert watch.step == 10 and [found.code for found in watch.findings()] == []

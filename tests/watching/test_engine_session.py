@@ -28,16 +28,9 @@ def make(witness: StepWitness, spikes: SpikeHandler) -> StepFn:
     return tw.make_step(nn.CrossEntropyLoss(), witness=witness, spikes=spikes)
 
 
-class OwnLinear(nn.Linear):
-    """Of a user's class, whose attributes are a part of the state."""
-
-    table: torch.Tensor | None
-
-
-def session(table: torch.Tensor | None = None) -> tuple[EngineSession, tw.TrainState, list[Record]]:
+def session() -> tuple[EngineSession, tw.TrainState, list[Record]]:
     torch.manual_seed(0)
-    model = OwnLinear(4, 3)
-    model.table = table
+    model = nn.Linear(4, 3)
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01))
     written: list[Record] = []
     return EngineSession(state, make, write=written.append), state, written
@@ -70,7 +63,8 @@ def test_a_run_whose_steps_do_not_fit_into_the_recorder_ends_well() -> None:
 
 
 def test_where_no_copy_of_the_state_fits_the_run_goes_on() -> None:
-    watched, state, written = session(table=torch.zeros(1).expand(2**50))  # four million GiB, if it is copied
+    watched, state, written = session()
+    state.optimizer.param_groups[0]["table"] = torch.zeros(1).expand(2**50)  # four million GiB, if it is copied
     train(watched, state, 6)
     watched.end(None)
     assert not watched.ring.snapshots and [each.step for each in written if isinstance(each, Watched)] == [*range(1, 7)]
@@ -79,7 +73,7 @@ def test_where_no_copy_of_the_state_fits_the_run_goes_on() -> None:
 def test_a_state_that_is_larger_than_the_recorder_is_not_copied_first() -> None:
     watched, state, _ = session()
     watched.ring.budget_bytes = 100
-    state.model.table = torch.zeros(1).expand(2**50)  # to copy it would raise
+    state.optimizer.param_groups[0]["table"] = torch.zeros(1).expand(2**50)  # to copy it would raise
     train(watched, state, 2)
     assert watched.ring.refused_bytes > 100 and not watched.failures
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import logging
 import os
+import pickle
 import resource
 import shutil
 import sys
@@ -155,6 +159,97 @@ def test_a_model_of_torch_jit(make: Callable[[nn.Module], nn.Module]) -> None:
         steps(model, optimizer, 6)
     assert watch.step == 6 and watch.session.failures == []
     assert [found.code for found in watch.findings()] == ["loop.unseen"] and "torch.jit" in watch.findings()[0].symptom
+
+
+def test_what_the_loop_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the next watch, in which nothing is recorded twice."""
+    monkeypatch.setattr(Tensor, "backward", Tensor.backward)  # both are put back at the end of the test
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    before = Tensor.backward
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True):
+        inner = Tensor.backward
+
+        def backward(self: Tensor, *args: object) -> None:
+            inner(self, *args)  # type: ignore[no-untyped-call]
+
+        Tensor.backward = backward  # type: ignore[assignment, method-assign]
+        logging.captureWarnings(True)
+        shown = warnings.showwarning
+        steps(model, optimizer, 2)
+    assert Tensor.backward is backward and warnings.showwarning is shown
+    assert torch.autograd.backward.__module__ == "torch.autograd" and "zero_grad" in vars(torch.optim.Optimizer)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        assert Tensor.backward is backward
+        steps(model, optimizer, 2)
+    events = [kind for record in watch.records if isinstance(record, Watched) for kind, _ in record.events]
+    assert events.count("backward") == events.count("zero_grad") == 2
+    logging.captureWarnings(False)
+    assert Tensor.backward is backward and before is not backward
+
+
+class WithState(nn.Linear):
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "of_the_class": True}
+
+
+@pytest.mark.parametrize("make", [nn.Linear, WithState])
+def test_what_is_saved_or_copied_has_no_hooks_of_the_watch(make: type[nn.Linear]) -> None:
+    model = nn.Sequential(make(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].register_forward_hook(own_hook)
+    optimizer = torch.optim.Adam(model.parameters())
+    with tw.watch(model, optimizer, out=None, quiet=True):
+        steps(model, optimizer, 2)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        with torch.serialization.safe_globals([nn.Sequential, nn.ReLU, nn.Linear, make, set, own_hook]):
+            loaded = torch.load(file, weights_only=True)
+        made = [loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        copied = copy.deepcopy(optimizer)
+    assert "__reduce_ex__" not in vars(nn.Module)
+    assert not copied._optimizer_step_pre_hooks and not copied._optimizer_step_post_hooks
+    for each in made:
+        hooks = {
+            f"{path}.{name}": list(value.values())
+            for path, module in each.named_modules()
+            for name, value in vars(module).items()
+            if "hook" in name and value
+        }
+        assert hooks == {"0._forward_hooks": [own_hook]}
+
+
+def own_hook(module: nn.Module, args: object, out: Tensor) -> None: ...
+
+
+class Logs(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with Path(os.devnull).open("w") as file:
+            file.write("x")
+        return super().forward(x)
+
+
+class Iterates(nn.Linear):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.numbers = iter(range(100))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Logs, "it opens a file to write"), (Iterates, "Iterates.numbers is an iterator")]
+)
+def test_what_cannot_be_put_back_ends_replays_with_one_line(
+    make: type[nn.Linear], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None) as watch:
+        steps(model, optimizer, 6)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no step of this run is replayed" in line]
+    assert lines == [f"watch: no step of this run is replayed: {why}"]
+    (found,) = [each for each in watch.findings() if each.code == "loop.unseen"]
+    assert why in found.symptom
 
 
 class Warns(nn.Module):

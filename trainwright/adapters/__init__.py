@@ -38,4 +38,4 @@ def required(package: str, *, needed_for: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise MissingExtra(package, extra="adapters", needed_for=needed_for) from error
+        raise MissingExtra(package, needed_for=needed_for) from error

@@ -43,7 +43,7 @@ class WatchCallback(_Callback):  # type: ignore[misc]
         )
         self.watch.__enter__()
         self._is_open = True
-        self.watch.session.listen_to_children()
+        self.watch.listen_to_children()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(None)

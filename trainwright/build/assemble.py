@@ -110,7 +110,7 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
     val = build_dataset(loaded, "val") if recipe.data.val else None
     model, notes = build_model(loaded, train)
     more_val = {
-        each.name: _made_dataset(loaded, each, f"data.more_val.{i}") for i, each in enumerate(recipe.data.more_val)
+        each.name: make_dataset(loaded, each, f"data.more_val.{i}") for i, each in enumerate(recipe.data.more_val)
     }
     parts = Parts(model, train, val, build_loss(loaded), notes, more_val=more_val)
     return prepare(parts, loaded, device, planned)
@@ -150,7 +150,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     also for a quarantine that the training set does not have.
     """
     recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
-    _require_in_set(parts.train, loaded)
+    require_in_set(parts.train, loaded)
     with at_recipe(loaded, "model.use"):
         require_ready(model)
     if recipe.model.lora is not None:
@@ -366,10 +366,12 @@ def _of_resume(train: Unwrapped) -> Iterator[Note]:
 
 
 def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
-    return _made_dataset(loaded, getattr(loaded.recipe.data, which), f"data.{which}")
+    """Returns the dataset that ``data.train`` or ``data.val`` of a recipe names."""
+    return make_dataset(loaded, getattr(loaded.recipe.data, which), f"data.{which}")
 
 
-def _made_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
+def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
+    """Returns a dataset of a recipe, which is written at ``path``."""
     made = make(part.use, part.args, DATASETS, path, loaded.source)
     with at_recipe(loaded, path):
         found = unwrap(made)
@@ -382,7 +384,7 @@ def _made_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     return found
 
 
-def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:
+def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
     """Raises RecipeError for positions in quarantine that the training set does not have."""
     size, quarantine = length_of(train.dataset), loaded.recipe.data.quarantine
     beyond = [] if size is None else [i for i in quarantine if i >= size]

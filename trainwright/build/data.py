@@ -97,16 +97,26 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
-        return _ahead(steps, self._at_once())
+        return _ahead(steps, self.at_once)
 
-    def _at_once(self) -> int:
+    @property
+    def reads_in_workers(self) -> bool:
+        """Whether worker processes read the samples. Ready batches come from an iterator of their own."""
+        return self.loading.workers > 0 and not isinstance(self.dataset, ReadyBatches)
+
+    @property
+    def looks_at_training(self) -> bool:
+        """Whether the order may follow what was trained on meanwhile, so that nothing may be read further ahead."""
+        order = self.loading.loader or self.loading.order
+        return order is not None and not order.is_pure
+
+    @property
+    def at_once(self) -> int:
         """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
         loading = self.loading
         if isinstance(self.dataset, ReadyBatches):  # of a list nothing is copied, unless to another device
             return AT_ONCE if self.dataset.are_in_memory and loading.device.type == "cpu" else 1
-        order = loading.loader or loading.order
-        looks_at_training = order is not None and not order.is_pure
-        if loading.workers or looks_at_training or not is_sliced(self.dataset, loading.collate):
+        if loading.workers or self.looks_at_training or not is_sliced(self.dataset, loading.collate):
             return 1
         sample_bytes: int = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
         return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))
@@ -136,6 +146,7 @@ class StepBatches:
         window: list[MicroBatch] = []
         bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
+        read_s = 0.0
         for fetched in self._fetched(found):
             if fetched is None:
                 yield None
@@ -145,11 +156,13 @@ class StepBatches:
             if fetched.bad:
                 bad += fetched.bad
                 found.update(each.id for each in fetched.bad)
+            read_s += fetched.read_s
             if len(fetched.ids) or not fetched.key.counted:
                 window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
             if fetched.key.closes and window:
-                yield StepBatch(tuple(window), self._with_start(fetched.key.cursor), tuple(bad), fetched.key.of_all)
-                window, bad = [], []
+                cursor = self._with_start(fetched.key.cursor)
+                yield StepBatch(tuple(window), cursor, tuple(bad), fetched.key.of_all, read_s)
+                window, bad, read_s = [], [], 0.0
         if bad and self.loading.epochs is None:
             raise _none_left(bad)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterator
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -46,11 +47,15 @@ class Key(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A micro-batch on the host: the samples of ``key`` without the ``bad``; ``data`` is None when none is left."""
+    """A micro-batch on the host: the samples of ``key`` without the ``bad``; ``data`` is None when none is left.
+
+    ``read_s`` is how long it took the process that read it, in seconds.
+    """
 
     key: Key
     data: Batch
     bad: tuple[BadSample, ...] = ()
+    read_s: float = 0.0
 
     @property
     def ids(self) -> Ids:
@@ -117,6 +122,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         self.batches_draw = own_collate or (self.samples_draw and self.in_batches)
 
     def __getitem__(self, key: Key) -> Fetched | Failed:
+        begin_s = time.perf_counter()
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
         if self.samples_draw or self.batches_draw:
@@ -125,7 +131,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         else:
             fetched = self._fetched(key)
         self.in_progress.begin(-1, 0)
-        return fetched
+        return _timed(fetched, begin_s)
 
     def _fetched(self, key: Key) -> Fetched | Failed:
         whole, bad = key, tuple[BadSample, ...]()
@@ -183,6 +189,10 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     def _seed_batch(self, key: Key) -> None:
         if self.batches_draw:
             reseed(batch_seed(self.seed, key.epoch, key.start))
+
+
+def _timed(fetched: Fetched | Failed, begin_s: float) -> Fetched | Failed:
+    return fetched._replace(read_s=time.perf_counter() - begin_s) if isinstance(fetched, Fetched) else fetched
 
 
 def is_sliced(dataset: AnyDataset, collate: Collate) -> bool:
@@ -262,10 +272,11 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
         epochs = count(first) if end is None else range(first, end)
         for epoch in epochs:
             skip = self.start.position if epoch == self.start.epoch else 0
-            any_sample = skip > 0
+            any_sample, begin_s = skip > 0, time.perf_counter()
             for fetched in self._epoch(epoch, skip):
                 any_sample = any_sample or isinstance(fetched, Failed) or len(fetched.ids) > 0
-                yield fetched
+                yield _timed(fetched, begin_s)
+                begin_s = time.perf_counter()
             if not any_sample:
                 return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -10,7 +10,7 @@ from itertools import chain
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.errors import UsageError
+from trainwright.errors import Problem, UsageError
 from trainwright.state.weights import require_python
 
 
@@ -35,24 +35,28 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
     Raises UsageError for a pattern that matches nothing, and when nothing is left to train.
     """
+    for found in unmatched_patterns(model, patterns):
+        raise UsageError(found.rule, remedy=found.remedy)
     named = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has two names, both of them good
-    frozen: list[str] = []
-    for pattern in patterns:
-        matches = [name for name in named if fnmatchcase(name, pattern)]
-        if not matches:
-            close = get_close_matches(pattern, named, n=1, cutoff=0.3)
-            raise UsageError(
-                f"freeze: no parameter is named like {pattern!r}",
-                remedy=f"patterns are globs such as 'blocks.0.*'; the nearest name is {close[0]!r}"
-                if close
-                else f"names are, for instance: {', '.join(list(named)[:6])}",
-            )
-        frozen += matches
+    frozen = [name for pattern in patterns for name in named if fnmatchcase(name, pattern)]
     for name in frozen:
         named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("nothing is left to train: every parameter is frozen", remedy="freeze fewer parameters")
     return list(dict.fromkeys(frozen))
+
+
+def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> Iterator[Problem]:
+    """The problems of patterns of ``model.freeze`` that match no name of a parameter."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for number, pattern in enumerate(patterns):
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        close = get_close_matches(pattern[:100], names, n=1, cutoff=0.3)
+        remedy = f"names are, for instance: {', '.join(names[:6])}"
+        if close:
+            remedy = f"patterns are globs such as 'blocks.0.*'; the nearest name is {close[0]!r}"
+        yield Problem(f"model.freeze.{number}", f"freeze: no parameter is named like {pattern!r}", remedy=remedy)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -7,14 +7,16 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, text_of
-from trainwright.recipe import Row
+from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, install_remedy, text_of, unknown_args
+from trainwright.recipe import Row, require_unmasked
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LIVE = "live"
 """The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
 
@@ -43,11 +45,7 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     """
     target = names[use].factory if use in names else use
     module_name, _, attribute = target.partition(":")
-    here, beside = str(Path.cwd()), str(source.folder)
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    if beside not in sys.path:
-        sys.path.insert(sys.path.index(here) + 1, beside)
+    here, beside = search_beside(source)
 
     def problem(rule: str, remedy: str) -> RecipeError:
         return RecipeError(Problem(f"{path}.use", rule, got=use, remedy=remedy, where=source.where(f"{path}.use")))
@@ -60,9 +58,12 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             places = " and ".join(dict.fromkeys([here, beside]))
-            remedy = f"check the spelling; it is looked for in {places} and the installed packages"
-            raise problem(f"there is no module {module_name!r}", remedy) from None
-        raise problem(f"{module_name} needs the module {error.name!r}", f"pip install {error.name}") from None
+            near = _nearest_module(error.name, [here, beside])
+            install = "" if "." in error.name else f", or {install_remedy(error.name)}"
+            remedy = f"did you mean {near!r}? It" if near else f"check the spelling{install}; it"
+            remedy += f" is looked for in {places} and the installed packages"
+            raise problem(f"there is no module {error.name!r}", remedy) from None
+        raise problem(f"{module_name} needs the module {error.name!r}", install_remedy(error.name or "")) from None
     except Exception as error:
         raise problem(f"importing {module_name} raised {_described(error)}", "make the module importable") from None
     for part in attribute.split("."):
@@ -76,6 +77,16 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     return found  # type: ignore[no-any-return]
 
 
+def search_beside(source: RecipePlaces) -> tuple[str, str]:
+    """Adds the current folder and that of the recipe to the import path, and returns both."""
+    here, beside = str(Path.cwd()), str(source.folder)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    if beside not in sys.path:
+        sys.path.insert(sys.path.index(here) + 1, beside)
+    return here, beside
+
+
 def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a callable by name; none for a builtin that has no signature."""
     try:
@@ -86,19 +97,14 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
     """Returns the result of the callable with ``args``. Raises RecipeError for any error in it."""
+    require_unmasked(args, f"{path}.args", source)
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"
 
     def problem(rule: str, remedy: str) -> RecipeError:
         return RecipeError(Problem(at, rule, got=use, remedy=remedy, where=source.where(at)))
 
-    try:
-        inspect.signature(factory).bind(**args)
-    except TypeError as error:
-        accepted = ", ".join(inspect.signature(factory).parameters)
-        raise problem(f"{use}: {error}", f"it accepts: {accepted}") from None
-    except ValueError:
-        pass  # a builtin without a signature
+    require_arguments(factory, args, use, path, source)
     try:
         return factory(**args)
     except MissingExtra:
@@ -107,6 +113,40 @@ def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: s
         raise problem(error.message, error.remedy) from None
     except Exception as error:
         raise problem(f"{use} raised {_described(error)}", "call it by hand with these arguments") from None
+
+
+def require_arguments(
+    factory: Callable[..., Any], args: Mapping[str, object], use: str, path: str, source: RecipePlaces
+) -> None:
+    """Raises RecipeError with every argument that a callable does not have, or lacks."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:
+        return  # a builtin without a signature
+    known = {name: each for name, each in signature.parameters.items() if each.kind in _BY_NAME}
+    at, found = f"{path}.args" if args else f"{path}.use", list[Problem]()
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()):
+        found = unknown_args(use, f"{path}.args", args, list(known))
+    for name, each in known.items():
+        is_misspelt = any(f"did you mean {name!r}?" in other.remedy for other in found)
+        if each.default is inspect.Parameter.empty and name not in args and not is_misspelt:
+            found.append(Problem(at, f"{use} needs the argument {name!r}", remedy=f"add {path}.args.{name}"))
+    if found:
+        raise RecipeError([replace(each, where=source.where(each.path)) for each in found])
+    try:
+        signature.bind(**args)
+    except TypeError as error:  # an argument that has no name, say
+        remedy = f"it accepts: {', '.join(known)}"
+        raise RecipeError(Problem(at, f"{use}: {error}", got=use, remedy=remedy, where=source.where(at))) from None
+
+
+def _nearest_module(name: str, places: Sequence[str]) -> str:
+    """The module with the nearest name in the same package, or in ``places``; "" where none is near."""
+    package, _, last = name.rpartition(".")
+    if package:
+        places = list(getattr(sys.modules.get(package), "__path__", ()))
+    near = get_close_matches(last[:100], [each.name for each in pkgutil.iter_modules(places)], n=1)
+    return f"{package}.{near[0]}" if near and package else "".join(near)
 
 
 def _described(error: Exception) -> str:

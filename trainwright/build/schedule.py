@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from trainwright.build.resolve import imported
-from trainwright.errors import UsageError, require_choice, suggest
+from trainwright.errors import Problem, UsageError, require_choice, unknown_args
 from trainwright.recipe import SCHEDULES
 
 ScheduleFn = Callable[[int, float], float]
@@ -258,10 +258,18 @@ def make_schedule(
     Raises UsageError for an unknown name or argument and for a value out of range.
     """
     require_choice("schedule", name, SCHEDULES)
-    factory = imported(SCHEDULES[name].factory)
-    accepted = [each for each in inspect.signature(factory).parameters if each not in ("total", "warmup", "floor")]
-    for arg in args or {}:
-        if arg not in accepted:
-            raise UsageError(f"the schedule {name!r} has no argument {arg!r}", remedy=suggest(arg, accepted))
-    schedule: ScheduleFn = factory(total=total, warmup=warmup, floor=floor, **(args or {}))
+    for found in wrong_args(name, args or {}):
+        raise UsageError(found.rule, remedy=found.remedy)
+    schedule: ScheduleFn = imported(SCHEDULES[name].factory)(total=total, warmup=warmup, floor=floor, **(args or {}))
     return schedule
+
+
+def accepted_args(name: str) -> list[str]:
+    """The names that ``args`` may hold for the schedule ``name``."""
+    fields = inspect.signature(imported(SCHEDULES[name].factory)).parameters
+    return [each for each in fields if each not in ("total", "warmup", "floor")]
+
+
+def wrong_args(name: str, args: Iterable[str]) -> list[Problem]:
+    """The problems of arguments that the schedule ``name`` does not take."""
+    return unknown_args(f"the schedule {name!r}", "schedule.args", args, accepted_args(name))

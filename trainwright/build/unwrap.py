@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -123,28 +122,6 @@ def _dataset(data: object) -> AnyDataset:
         f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__, and cannot be iterated",
         remedy="give a Dataset, a DataLoader, a tuple or dict of tensors of one length, or an iterable of batches",
     )
-
-
-@contextmanager
-def noting_what_looks_like_batches(data: object) -> Iterator[None]:
-    """Adds to an exception that a list, which is taken for samples, looks like one of ready batches."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(data, list) and (size := _common_length(data)) is not None:
-            error.add_note(
-                f"each item of the list is taken for one sample, and the tensors in the first have {size} rows each: "
-                "if the items are ready batches, give a function that returns them: lambda: batches"
-            )
-        raise
-
-
-def _common_length(items: Sequence[object]) -> int | None:
-    """How many rows all tensors of the first item have; None where it has fewer than two, or they differ."""
-    first = items[0] if items else None
-    parts = [*first.values()] if isinstance(first, Mapping) else [*first] if isinstance(first, tuple | list) else []
-    lengths = {len(part) if isinstance(part, Tensor | np.ndarray) and part.ndim else 0 for part in parts}
-    return lengths.pop() or None if len(parts) > 1 and len(lengths) == 1 else None
 
 
 def _is_pipeline(data: object) -> bool:

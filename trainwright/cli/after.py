@@ -23,6 +23,7 @@ from trainwright.cli.app import (
     verb,
 )
 from trainwright.errors import UsageError
+from trainwright.runlog.printing import printable
 from trainwright.version import __version__
 
 ModelOf = Annotated[
@@ -130,9 +131,9 @@ def export(
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
-        print(f"stepped over: {message}", file=sys.stderr)
+        print(printable(f"stepped over: {message}"), file=sys.stderr)
     summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
-    print(json.dumps(done.to_json()) if as_json else summary)
+    print(json.dumps(done.to_json()) if as_json else printable(summary))
 
 
 @verb()

@@ -18,11 +18,12 @@ import typer
 from typer.core import TyperGroup
 
 from trainwright.report.failure import describe
+from trainwright.runlog.printing import printable
+from trainwright.runlog.secrets import masked
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from trainwright.observe.terminal import Console
     from trainwright.training.subject import Subject
 
 P = ParamSpec("P")
@@ -173,7 +174,7 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
     """
     if not path.is_dir():
         return path, picture
-    from trainwright.errors import UsageError
+    from trainwright.errors import StorageError, UsageError
     from trainwright.runlog.folder import RunFolder
 
     run = RunFolder.open(path)
@@ -181,6 +182,8 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
         raise UsageError(
             f"{path} has no recipe.yaml: a loop of your own", remedy="give a run of tw.fit or of trainwright train"
         )
+    if picture is None and (run.path / name).is_symlink():
+        raise StorageError(f"cannot write {run.path / name}: it is a symbolic link", remedy="remove that link")
     return run.recipe, picture or run.path / name
 
 
@@ -202,14 +205,15 @@ def prints_aside(as_json: bool) -> AbstractContextManager[object]:
 
 def console_for(as_json: bool) -> Console:
     """The console for progress: with --json it is stderr, as stdout is for the object."""
-    from rich.console import Console
+    from trainwright.observe.terminal import Console
 
     return Console(stderr=as_json)
 
 
 def say_to(as_json: bool) -> Callable[[str], None]:
     """A function that prints a line there, without markup."""
-    return functools.partial(console_for(as_json).print, markup=False, highlight=False, soft_wrap=True)
+    console = console_for(as_json)
+    return lambda line: console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def finish(result: VerbResult, as_json: bool) -> None:
@@ -222,15 +226,16 @@ def finish(result: VerbResult, as_json: bool) -> None:
 def answer(report: PrintedResult, as_json: bool) -> None:
     """Prints a report, and ends the process with its exit code."""
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(masked(report.to_json())))
     else:
         for line in report.lines():
-            print(line)
+            print(printable(masked(line)))
     raise typer.Exit(report.exit_code)
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    text = masked(text)
+    print(f"error: {printable(text)}", file=sys.stderr)
     if "--json" in sys.argv:
         print(json.dumps({"error": text, "exit": code}))
     return code

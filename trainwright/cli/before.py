@@ -23,6 +23,7 @@ from trainwright.cli.app import (
     subject_of,
     verb,
 )
+from trainwright.runlog.printing import printable
 
 
 @verb()
@@ -57,10 +58,11 @@ def plan(
 
     recipe, svg = of_run(recipe, svg, "timeline.svg")
     if ranks is not None:
-        loaded = load(recipe, overrides=settings or [])
+        from trainwright.training.problems import all_at_once
         from trainwright.verbs.plan_ranks import plan_ranks
 
-        with prints_aside(as_json):
+        loaded = load(recipe, overrides=settings or [])
+        with prints_aside(as_json), all_at_once(loaded, ranks=ranks):
             many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
         answer(many, as_json)
     subject = subject_of(recipe, settings)
@@ -94,10 +96,11 @@ def graph(
 
     recipe, svg = of_run(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
+    from trainwright.training.problems import all_at_once
     from trainwright.verbs.graph import draw_graph, write_svg
 
     say = say_to(as_json)
-    with prints_aside(as_json):
+    with prints_aside(as_json), all_at_once(loaded):
         drawn = draw_graph(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:
@@ -169,5 +172,5 @@ def env(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps({"lines": [vars(line) for line in lines], "exit": exit_status(lines)}))
     else:
-        print(render(lines))
+        print(printable(render(lines)))
     raise typer.Exit(exit_status(lines))

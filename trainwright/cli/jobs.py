@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.cli.app import Json, RecipePath, Settings, answer, app, verb
+from trainwright.cli.app import Json, RecipePath, Settings, app, verb
+
+if TYPE_CHECKING:
+    from trainwright.verbs.launch import JobFile
 
 launch_app = typer.Typer(help="Write the job file by which a scheduler trains a recipe on several machines.")
 app.add_typer(launch_app, name="launch", no_args_is_help=True)
@@ -41,7 +45,7 @@ def launch_slurm(
     pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
     loaded = load(recipe, overrides=settings or [])
     job = slurm_job(loaded, Shape.parse(ranks), settings=settings or [], grace_s=grace, directives=pairs)
-    answer(job.written(output), as_json)
+    _print(job.written(output), as_json)
 
 
 @verb("kubernetes", of=launch_app)
@@ -61,4 +65,9 @@ def launch_kubernetes(
 
     loaded = load(recipe, overrides=settings or [])
     job = kubernetes_job(loaded, Shape.parse(ranks), image=image, volume=volume, settings=settings or [], grace_s=grace)
-    answer(job.written(output), as_json)
+    _print(job.written(output), as_json)
+
+
+def _print(job: JobFile, as_json: bool) -> None:
+    """Prints a job file as it is, secrets of its command line included: it is piped into a scheduler."""
+    print(json.dumps(job.to_json()) if as_json else "\n".join(job.lines()))

@@ -66,7 +66,14 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
 
 def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = False) -> Digits:
-    """The training or the validation part; the split is fixed and takes the same share of each digit.
+    """1,797 images of handwritten digits, 8 x 8 pixels, from scikit-learn.
+
+    The split is fixed, and takes the same fraction of each digit.
+
+    Args:
+        split: ``train`` or ``val``.
+        val_share: Fraction of the images that is held out for ``val``.
+        augment: Shift each training image by up to one pixel and add noise, drawn anew at each reading.
 
     Raises MissingExtra without scikit-learn.
     """
@@ -79,7 +86,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "sklearn":
             raise  # scikit-learn is installed and broken: its own message says more
-        raise MissingExtra("scikit-learn", extra="digits", needed_for="digits") from None
+        raise MissingExtra("scikit-learn", needed_for="digits") from None
     pixels, labels = load_digits(return_X_y=True)
     is_val = _validation_part(labels, val_share)
     train = pixels[~is_val]

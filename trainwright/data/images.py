@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import MissingExtra, UsageError, suggest_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """(image float32 from 0 to 1, class) for each file below ``folder/CLASS/``, all resized to ``size`` pixels.
+    """(image float32 from 0 to 1, class) for each file below ``folder/CLASS/``.
 
-    ``labels`` are the names of the classes in their order. Raises UsageError where there is no class with a file,
-    MissingExtra without Pillow.
+    ``labels`` are the names of the classes in their order.
+
+    Args:
+        folder: The folder; a relative path starts at the current one.
+        size: Height and width that all images are resized to, in pixels.
+        grey: One channel instead of three.
+
+    Raises UsageError where there is no class with a file, MissingExtra without Pillow.
     """
 
     deterministic = True
@@ -28,11 +34,11 @@ class Images(Dataset[tuple[Tensor, int]]):
         try:
             import PIL.Image  # noqa: F401
         except ModuleNotFoundError:
-            raise MissingExtra("Pillow", extra="images", needed_for="a folder of images") from None
+            raise MissingExtra("Pillow", needed_for="a folder of images") from None
         if size < 1:
             raise UsageError(f"size={size} is no number of pixels", remedy="try size=64")
         if not root.is_dir():
-            raise UsageError(f"{folder} is no folder", remedy=f"relative paths start at {Path.cwd()}")
+            raise UsageError(f"{folder} is no folder", remedy=suggest_file(root, "a folder of images"))
         found = {
             each.name: sorted(file for file in each.rglob("*") if file.suffix.lower() in SUFFIXES)
             for each in sorted(root.iterdir())

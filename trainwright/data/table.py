@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import MissingExtra, UsageError, suggest_file
 
 Frame: TypeAlias = Any
 """A pandas or polars DataFrame, a pyarrow Table, or a mapping from names to columns."""
@@ -37,8 +37,13 @@ class Table(TensorDataset):
 def table(source: Frame | str | Path, *, inputs: Sequence[str], target: str) -> Table:
     """Makes a dataset of a table, or of a .csv, .parquet, .feather or .arrow file.
 
-    Inputs become float32. A target of whole numbers or words becomes int64, words numbered in their order; any other
-    float32. Raises UsageError for a column that is missing or holds no numbers, MissingExtra without pyarrow.
+    Args:
+        source: The file, or in Python a table of pandas or pyarrow or a dict of columns.
+        inputs: Names of the columns of numbers that are the input; they become float32.
+        target: Name of the column of the target. Whole numbers or words become int64, words numbered in their order;
+            any other target becomes float32.
+
+    Raises UsageError for a column that is missing or holds no numbers, MissingExtra without pyarrow.
     """
     frame = _read(Path(source).expanduser()) if isinstance(source, str | Path) else source
     if isinstance(inputs, str):
@@ -94,12 +99,12 @@ def _read(path: Path) -> Frame:
         with path.open("rb"):
             pass
     except OSError as error:
-        remedy = f"give the path of a table; relative ones start at {Path.cwd()}"
+        remedy = suggest_file(path, "a table")
         raise UsageError(f"cannot read the table {path}: {error.strerror}", remedy=remedy) from None
     try:
         from pyarrow import feather, parquet
     except ModuleNotFoundError:
-        raise MissingExtra("pyarrow", extra="tables", needed_for=f"{path.suffix} files") from None
+        raise MissingExtra("pyarrow", needed_for=f"{path.suffix} files") from None
     if path.suffix == ".parquet":
         return parquet.read_table(path)
     if path.suffix in (".feather", ".arrow"):

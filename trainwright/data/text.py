@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, suggest_file
 
 Split: TypeAlias = Literal["train", "val"]
 STDLIB_SKIPPED = ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__")
@@ -155,6 +155,12 @@ def python_topics(split: Split = "train", *, block_size: int = 64, val_share: fl
     """The help texts that ship with Python (``pydoc_data.topics``), by topic, an empty line between two.
 
     On 3.11: 465,126 characters, 103 symbols. Other Python versions ship other texts.
+
+    Args:
+        split: ``train``, or ``val``, which is the end of the text.
+        block_size: Characters of a sample.
+        val_share: Fraction of the text that is held out for ``val``.
+        stride: Characters from the beginning of a training sample to that of the next; 0: ``block_size``.
     """
     from pydoc_data.topics import topics
 
@@ -170,9 +176,16 @@ def stdlib_source(
     stride: int = 0,
     limit_bytes: int = 10_000_000,
 ) -> CharText:
-    """The source of the standard library, by path, cut after ``limit_bytes``.
+    """The source of Python's standard library, by path.
 
     Only files of pure ASCII, without tests and idlelib. Depends on the Python release and its packaging.
+
+    Args:
+        split: ``train``, or ``val``, which is the end of the text.
+        block_size: Characters of a sample.
+        val_share: Fraction of the text that is held out for ``val``.
+        stride: Characters from the beginning of a training sample to that of the next; 0: ``block_size``.
+        limit_bytes: Size at which the text is cut off.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: list[bytes] = []
@@ -200,13 +213,23 @@ def _python_files(root: Path) -> list[Path]:
 def text_file(
     path: str | Path, split: Split = "train", *, block_size: int = 64, val_share: float = 0.1, stride: int = 0
 ) -> CharText:
-    """Any UTF-8 file. Raises UsageError when it cannot be read."""
+    """The characters of a text file in UTF-8.
+
+    Args:
+        path: The file; a relative path starts at the current folder.
+        split: ``train``, or ``val``, which is the end of the text.
+        block_size: Characters of a sample.
+        val_share: Fraction of the text that is held out for ``val``.
+        stride: Characters from the beginning of a training sample to that of the next; 0: ``block_size``.
+
+    Raises UsageError when it cannot be read.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         remedy = f"convert it: iconv -t UTF-8 {path}"
         raise UsageError(f"{path} is not UTF-8 at byte {error.start}", remedy=remedy) from None
     except OSError as error:
-        remedy = f"give the path of a text file; relative ones start at {Path.cwd()}"
+        remedy = suggest_file(Path(path).expanduser(), "a text file")
         raise UsageError(f"cannot read the text {path}: {error.strerror}", remedy=remedy) from None
     return CharText(text, split=split, block_size=block_size, val_share=val_share, stride=stride)

@@ -32,6 +32,15 @@ class Tokens(Dataset[object]):
     not shifted, for such models shift them), ``position_ids``, which begin at 0 in each document, and ``documents``,
     which number them within the window, see ``block_mask``. Without it a sample is (x_T, y_T).
 
+    Args:
+        path: The file; a relative path starts at the current folder.
+        block_size: Ids of a sample.
+        dtype: Integer type of the ids in a file of raw numbers.
+        stride: Ids from the beginning of a sample to that of the next; 0: ``block_size``.
+        end: The id that ends a document.
+        vocab_size: Number of ids, for models that take it from the training set; null: the largest id of a short file,
+            and one more.
+
     Raises UsageError for a file that cannot be read so.
     """
 

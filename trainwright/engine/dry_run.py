@@ -27,8 +27,11 @@ from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.refusals import explaining
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
+from trainwright.state.chained import parts_of
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.cut import cut_micro
+from trainwright.state.isolation import isolated
+from trainwright.state.reach import ReachableState, hooks_of_tensors, hooks_of_the_process
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState
@@ -37,7 +40,7 @@ from trainwright.world.group import SOLO, World
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
 SLOW_S = 2.0  # of all modes together; two further times of each would cost more than they tell
 IN_A_ROW = 2  # of one of several modes: the first after another number of threads pays for the change
-ENOUGH = 64  # rounds: the shortest of so many times hardly gets shorter
+ENOUGH = 8  # rounds: the shortest of so many times hardly gets shorter
 _PARTS = {  # of a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -60,7 +63,7 @@ class DryRun:
     only add to it. ``thread_s`` is the same by the processor time of the calling thread, which does not count that it
     waits: all the work of a mode of one thread. ``update_s`` is that of the optimizer's update, 0 where it was not
     measured, and ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is what autograd saves for the backward
-    pass of one micro-batch, without the weights. ``outputs`` is the last dimension of the model's output.
+    pass of one micro-batch, without the weights and the batch. ``outputs`` is the last dimension of the model's output.
     """
 
     loss: float
@@ -74,34 +77,26 @@ class DryRun:
 
 
 @contextmanager
-def _traceless(state: TrainState) -> Iterator[None]:
-    """Restores random generators, buffers (BatchNorm statistics) and the number of threads; clears gradients."""
-    threads = torch.get_num_threads()
-    buffers = [
-        (m, name, b, _memory(b).detach().clone())
-        for root in (state.model, state.loss)
-        if root is not None
-        for m in root.modules()
-        for name, b in m.named_buffers(recurse=False)
-    ]
-    with preserved_rng():
+def _traceless(state: TrainState, *used: object) -> Iterator[None]:
+    """Restores what a forward and backward pass can change, and clears gradients. Nothing inside acts elsewhere.
+
+    ``used`` are the functions and objects that are called beside the model and its loss. Weights that take more than
+    ``COPIED_BYTES`` are not copied: a model that writes into these in its forward pass is not supported.
+
+    Raises:
+        NotIsolated: If something can be reached, or was touched, that cannot be restored.
+    """
+    parameters = [p for root in (state.model, state.loss) if root is not None for p in root.parameters()]
+    optimizers = parts_of(state.optimizer)
+    known = [*(parameters if sum(p.nbytes for p in parameters) > COPIED_BYTES else ()), *(o.state for o in optimizers)]
+    used = (state.model, state.loss, *optimizers, *used)
+    roots = [(type(root).__name__, root) for root in used if root is not None]
+    hooks = [*hooks_of_the_process(), *hooks_of_tensors(parameters)]
+    with preserved_rng(), isolated(ReachableState([*roots, *hooks], known)):
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
             clear_grads(state.optimizer)
-            with torch.no_grad():
-                for module, name, buffer, before in buffers:  # a forward may write into it, or put another there
-                    _memory(buffer).copy_(before)
-                    setattr(module, name, buffer)
-
-
-def _memory(buffer: Tensor) -> Tensor:
-    """A view of a buffer that can be written to: where elements overlap (``expand``), each of them once."""
-    if buffer.layout != torch.strided or buffer.numel() == 0:
-        return buffer  # not detached: of a sparse tensor that is another one, with values of its own
-    span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
-    return buffer if buffer.numel() <= span else buffer.as_strided((span,), (1,))
 
 
 def _storages(tensor: Tensor) -> list[UntypedStorage]:
@@ -132,7 +127,7 @@ def dry_run(
     At least four times of each of several modes are taken, three of an only one; two where that takes two seconds. A
     batch that does not fit into memory is halved until it does, and its times are scaled up; then only the first mode
     is tried, for each keeps memory of its own in the kernels, and no update. Raises OutOfMemoryError when one sample
-    does not fit, UsageError where the batch does not fit the model.
+    does not fit, UsageError where the batch does not fit the model, NotIsolated where it would leave a trace.
 
     Where the ranks of ``world`` divide the weights, all must call it at the same time, with as many samples each or
     fewer, and the first that runs out of memory ends it.
@@ -175,7 +170,7 @@ def _timed(
     unscaled = replace(state, scaler=NoScaler())
     times: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
     of_thread: dict[tuple[PrecisionName, int], list[float]] = {mode: [] for mode in times}
-    with _traceless(state):
+    with _traceless(state, loss):
         first = _look_inside(state, batch, loss_fn)
         begin_s = time.perf_counter()
         for done in count(1):
@@ -206,10 +201,12 @@ def time_evaluation(
 ) -> float | None:
     """Seconds that an evaluation takes for each batch, reading included; None where there is no batch.
 
+    Raises NotIsolated where it would leave a trace.
+
     The first batch counts only where it is alone, or takes two seconds. ``world`` as in ``dry_run``.
     """
     stream, times = iter(batches), list[float]()
-    with _traceless(state):
+    with _traceless(state, loss, metrics):
         torch.set_num_threads(mode.threads)
         while world.least(int(len(times) < 4 and sum(times) < SLOW_S)):
             begin_s = time.perf_counter()
@@ -249,7 +246,8 @@ def _update(state: TrainState) -> tuple[float, int | None]:
 
 def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:
     """What one forward pass of the first micro-batch shows; nothing is timed yet."""
-    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(p)}
+    held = (*state.model.parameters(), *state.model.buffers(), *batch.tensors)
+    own = {storage.data_ptr() for tensor in held for storage in _storages(tensor)}
     storages: dict[int, int] = {}
     outputs: list[int] = []
 

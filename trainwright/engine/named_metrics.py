@@ -394,7 +394,7 @@ def of_numbers(name: str, **options: object) -> NamedMetric:
 def _torchmetrics(module: str, name: str) -> Any:
     """A module of ``torchmetrics``. Raises MissingExtra."""
     if importlib.util.find_spec("torchmetrics") is None:
-        raise MissingExtra("torchmetrics", extra="metrics", needed_for=f"the metric {name!r}")
+        raise MissingExtra("torchmetrics", needed_for=f"the metric {name!r}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"torchmetrics.{module}")

@@ -186,6 +186,10 @@ def _labels(call: _Call) -> str:
         return "one label for each sample, of shape (samples,): y.squeeze(1)"
     if labels.dtype != torch.int64 and labels.shape != scores.shape:
         return "labels are whole numbers of 64 bits: y.long()"
+    if scores.dim() > 2 and labels.shape == scores.shape[:-1] and scores.shape[2:] != labels.shape[1:]:
+        return "the classes come second in the scores: output.movedim(-1, 1); or one row for each label: flatten both"
+    if len(scores) != len(labels):
+        return f"{len(scores)} rows of scores and {len(labels)} labels: the data, or the model, merge or lose samples"
     classes = scores.shape[1]
     counted = labels[labels != -100]
     if labels.shape == scores.shape or not counted.numel() or _within(counted, classes):

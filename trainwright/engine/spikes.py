@@ -160,7 +160,7 @@ class _KeptState:
         objects = LiveObjects(roots, parts_of(state.optimizer), list(parameters.values()))
         shadow = state.ema.state_dict().get("shadow", {})
         average = {name: each.clone() for name, each in shadow.items()}
-        return cls(state.step, objects, objects.snapshot(state.step + 1), average)
+        return cls(state.step, objects, objects.snapshot(state.step + 1, with_reach=False), average)
 
     def put_back(self, state: TrainState) -> None:
         put_back(self.objects, self.snapshot)

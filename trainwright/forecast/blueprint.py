@@ -28,7 +28,7 @@ from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
+from trainwright.forecast.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
 from trainwright.forecast.missing_kernels import register_missing_kernels
 from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.lora import add_lora
@@ -156,7 +156,7 @@ class Blueprint:
         try:
             model = build_model(self.loaded, self.train)[0]
         except RecipeError as error:
-            if "Fake" not in str(error):
+            if not any(name in str(error) for name in ("Fake", *(each.__name__ for each in UNTRACEABLE))):
                 raise
             why = error.problems[0].rule
             raise UsageError(f"the model cannot be made without its memory: {why}", remedy=NEEDS_MEMORY) from None

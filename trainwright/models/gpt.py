@@ -42,20 +42,7 @@ TENSOR_PLAN = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The options of ``gpt``.
-
-    ``activation="gelu"`` is the tanh approximation, as in GPT-2; ``"swiglu"`` uses a hidden width of 8/3 D,
-    rounded up to a multiple of 8, so that its three matrices weigh about what the two of the others do.
-    ``qk_norm`` divides each query and key by its root mean square (no gain).
-    ``bigram`` is the number of rows of an embedding of the pair (previous, current id), added to the input:
-    exact from V*V rows on, hashed below. ``ngram`` is the longest run of ids that gets such a table, each of as
-    many rows, hashed: 3 adds one of triples, and so on. Every step updates all rows. Characters are learned much
-    faster with them: validation nats on ``python_topics`` after 300 steps of 16 x 64 (3 layers x 96, AdamW, one seed)
-    were 1.66 without, 1.48 with pairs (2,048 rows), 1.38 up to triples (4,096), 1.29 up to fives (8,192).
-    ``zero_init_out`` starts the residual projections, and an untied head, at zero: each block begins as the
-    identity.
-    ``logit_softcap`` bounds the logits to (-cap, cap) by tanh; 0 is off.
-    """
+    """The options of ``gpt``, which says what they are."""
 
     vocab_size: int
     block_size: int
@@ -368,7 +355,35 @@ class GPT(nn.Module):
 
 
 def gpt(**options: object) -> GPT:
-    """A GPT of the given options (those of ``GPTConfig``). Raises UsageError for a wrong one."""
+    """A decoder-only transformer: ids_BT -> logits_BTV.
+
+    Args:
+        vocab_size: Number of ids. Taken from the training set where a recipe leaves it out.
+        block_size: The longest sequence.
+        layers: Number of blocks.
+        heads: Attention heads; they divide ``d_model``.
+        d_model: Width of the residual stream.
+        norm: LayerNorm, or RMSNorm.
+        positions: Learned embeddings of the positions, or rotations of queries and keys (RoPE).
+        activation: ``gelu`` is the tanh approximation, as in GPT-2. ``relu2`` is the square of ReLU. ``swiglu`` has a
+            hidden width of 8/3 ``d_model``, rounded up to a multiple of 8, so that its three matrices weigh about what
+            the two of the others do.
+        bias: Biases in linear layers and norms.
+        tied: The output head shares the weights of the embedding.
+        qk_norm: Divide each query and key by its root mean square (no gain).
+        dropout: Dropout of embeddings, attention and residual branches.
+        bigram: Rows of an embedding of the pair (previous id, this id), which is added to the input; 0: none. It is
+            exact from ``vocab_size`` squared rows on, and hashed below. Every step updates all rows. Characters are
+            learned much faster with it: the validation loss on ``python-topics`` after 300 steps (3 layers of width 96)
+            was 1.66 without, 1.48 with 2,048 rows, and 1.29 with 8,192 rows and ``ngram: 5``.
+        ngram: The longest run of ids that gets such a table, each of ``bigram`` rows.
+        zero_init_out: Start the residual projections, and a head that is not tied, at zero: each block begins as the
+            identity.
+        logit_softcap: Bound of the logits, by tanh; 0: none.
+        rope_base: Base of the wavelengths of ``positions: rope``.
+
+    Raises UsageError for a value that cannot be used.
+    """
     return GPT(configure(GPTConfig, options, of="gpt"))
 
 
@@ -384,7 +399,12 @@ GPT2_SIZES = {  # layers, heads, d_model; https://github.com/openai/gpt-2
 
 
 def gpt2(size: str = "124M", **options: object) -> GPT:
-    """Returns GPT-2 as published (vocabulary 50257, 1024 positions) with new weights; ``options`` override."""
+    """GPT-2 as published (50,257 ids, 1,024 positions), with new weights.
+
+    Args:
+        size: ``124M``, ``355M``, ``774M`` or ``1.5B`` parameters.
+        **options: Any argument of ``gpt``, instead of the published value.
+    """
     require_choice("size", size, GPT2_SIZES)
     layers, heads, d_model = GPT2_SIZES[size]
     shape = {"layers": layers, "heads": heads, "d_model": d_model}

@@ -14,18 +14,24 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.Module:
-    """Returns ``transformers.<architecture>`` with the given configuration values, such as n_layer=2.
+    """A model of the library ``transformers`` with new weights.
 
     Its forward returns a ModelOutput, whose attribute ``logits`` holds the logits. Default ids of special tokens that
-    are not below ``vocab_size`` are left out. Raises UsageError for an unknown architecture or
-    key, MissingExtra without transformers.
+    are not below ``vocab_size`` are left out.
+
+    Args:
+        architecture: Name of the class: ``GPT2LMHeadModel``, ``LlamaForCausalLM``, ...
+        **config: Values of its configuration, such as ``n_layer: 2``. ``vocab_size`` is taken from the training set
+            where a recipe leaves it out.
+
+    Raises UsageError for an unknown architecture or key, MissingExtra without transformers.
     """
     try:
         import transformers
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise  # transformers is installed and broken: its own message says more
-        raise MissingExtra("transformers", extra="hf", needed_for="hf_model") from None
+        raise MissingExtra("transformers", needed_for="hf_model") from None
     config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
     if config_class is None:
         names = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]

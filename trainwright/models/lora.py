@@ -27,7 +27,7 @@ def add_lora(
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise  # PEFT is installed and broken: its own message says more
-        raise MissingExtra("peft", extra="lora", needed_for="add_lora") from None
+        raise MissingExtra("peft", needed_for="add_lora") from None
     if rank < 1 or alpha <= 0:
         raise UsageError(f"rank={rank} and alpha={alpha} must be positive", remedy="try rank=8, alpha=16")
     require_dropout(dropout)

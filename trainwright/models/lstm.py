@@ -51,5 +51,15 @@ class LSTM(nn.Module):
 
 
 def lstm(*, vocab_size: int, d_model: int = 128, layers: int = 2, dropout: float = 0.0, tied: bool = True) -> LSTM:
-    """An LSTM language model. Raises UsageError for a wrong option."""
+    """An LSTM language model: ids_BT -> logits_BTV.
+
+    Args:
+        vocab_size: Number of ids. Taken from the training set where a recipe leaves it out.
+        d_model: Width of embedding and hidden state.
+        layers: Number of LSTM layers.
+        dropout: Dropout of the embeddings, between the layers, and before the head.
+        tied: The output head shares the weights of the embedding.
+
+    Raises UsageError for a value that cannot be used.
+    """
     return LSTM(LSTMConfig(vocab_size, d_model, layers, dropout, tied))

@@ -27,7 +27,15 @@ class MLP(nn.Module):
 
 
 def mlp(*, sizes: Sequence[int], activation: str = "relu", dropout: float = 0.0) -> MLP:
-    """``sizes`` counts the features from input to output, [20, 64, 10]. Raises UsageError for wrong ones."""
+    """Linear layers with an activation between them: x -> logits_BK. The input is flattened.
+
+    Args:
+        sizes: Number of features from input to output: ``[20, 64, 10]`` has one hidden layer.
+        activation: ``relu``, ``gelu``, ``silu`` or ``tanh``.
+        dropout: Dropout after each hidden layer.
+
+    Raises UsageError for a value that cannot be used.
+    """
     if len(sizes) < 2 or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise UsageError(f"sizes must be two or more counts; got {sizes!r}", remedy="try sizes=[20, 64, 10]")
     require_choice("activation", activation, ACTIVATIONS)

@@ -79,5 +79,14 @@ class ResNet(nn.Module):
 
 
 def resnet(*, depth: int = 20, classes: int = 10, channels: int = 3, width: int = 16) -> ResNet:
-    """ResNet-20, 32, 44, 56, 110 ... Raises UsageError for a depth that is not 6 n + 2."""
+    """A ResNet for small images: pixels_BCHW -> logits_BK (He et al. 2015, arXiv 1512.03385, 4.2).
+
+    Args:
+        depth: Number of layers with weights, 6 n + 2: 20, 32, 44, 56, 110.
+        classes: Number of outputs. Taken from the training set where a recipe leaves it out.
+        channels: Channels of the input.
+        width: Channels of the first stage; the second and third have twice and four times as many.
+
+    Raises UsageError for a depth that is not 6 n + 2.
+    """
     return ResNet(ResNetConfig(depth, classes, channels, width))

@@ -15,15 +15,22 @@ class BestSoFar:
     """What ``best.json`` of ``folder`` points to, and a better one that was seen and is not on disk yet.
 
     ``metric`` is "loss" or a metric of the validation; None asks for no best. Only evaluations of ``batches`` batches
-    compare, 0 for the whole set.
+    compare, 0 for the whole set. ``run`` is the identity of the run.
     """
 
     def __init__(
-        self, folder: Path, metric: str | None, *, is_largest: bool, batches: int = 0, warn: Callable[[str], None]
+        self,
+        folder: Path,
+        metric: str | None,
+        *,
+        is_largest: bool,
+        batches: int = 0,
+        warn: Callable[[str], None],
+        run: str = "",
     ) -> None:
-        self._folder, self._metric, self._batches, self._warn = folder, metric, batches, warn
+        self._folder, self._metric, self._batches, self._warn, self._run = folder, metric, batches, warn, run
         self._sign = -1.0 if is_largest else 1.0
-        self._pointed_to = mend_best(folder)
+        self._pointed_to = mend_best(folder, run)
         self._hoped_for: Best | None = None
 
     def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
@@ -53,6 +60,6 @@ class BestSoFar:
 
     def update(self, step: int) -> None:
         """Must be called when the save of ``step`` has ended, well or not: reads which checkpoint on disk is best."""
-        self._pointed_to = read_best(self._folder)
+        self._pointed_to = read_best(self._folder, self._run)
         if self._hoped_for and self._hoped_for.step <= step:
             self._hoped_for = None

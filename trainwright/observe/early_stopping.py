@@ -16,7 +16,13 @@ from trainwright.state.train_state import TrainState
 class EarlyStopping:
     """An Observer: stops after ``patience`` evaluations in a row that have not improved ``metric`` by ``min_delta``.
 
-    ``metric`` is "loss" or any figure of the validation. What it has counted is part of a checkpoint.
+    What it has counted is part of a checkpoint.
+
+    Args:
+        patience: Evaluations to wait for an improvement.
+        metric: ``loss``, or any figure of the validation.
+        min_delta: The least change that counts as an improvement.
+        mode: Whether a smaller or a larger value is better.
     """
 
     needs_evaluation = True

@@ -27,4 +27,7 @@ class Journal:
     def close(self) -> None:
         if self.lost:
             self._warn(f"{self.lost} lines of {self._writer.path} were lost")
-        self._writer.close()
+        try:
+            self._writer.close()
+        except StorageError as error:
+            self._warn(f"{error.message}; its last lines may be lost ({error.remedy})")

@@ -21,6 +21,7 @@ from trainwright.observe.step_log import StepLog
 from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Ended, RunVerdict, Started
+from trainwright.runlog.secrets import masked
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
 
@@ -47,7 +48,7 @@ class Logbook:
         self._from_step, self._folder, self._begin_s = state.step, folder, time.perf_counter()
         self._warn = warn
         self.journal = Journal(LogWriter(folder.log), warn)
-        self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=state.step)
+        self.sinks = open_sinks(sinks, folder.path, masked(config), warn=warn, from_step=state.step)
         self.recorder = StepLog(
             self.journal, self.sinks, every, already_skipped=state.ledger.total, by_the_clock=by_the_clock
         )
@@ -123,4 +124,4 @@ class Logbook:
         if error is None or isinstance(error, TrainwrightError | KeyboardInterrupt):
             return
         with contextlib.suppress(StorageError):
-            self._folder.write_text("error.txt", "".join(traceback.format_exception(error)))
+            self._folder.write_text("error.txt", masked("".join(traceback.format_exception(error))))

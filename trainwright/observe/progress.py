@@ -13,16 +13,16 @@ from typing import NamedTuple
 import psutil
 import torch
 from rich.cells import cell_len
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 from torch import Tensor
 
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.observe.notebook import NotebookCell
+from trainwright.observe.terminal import Console, Live, Text
 from trainwright.runlog.figures import figure
+from trainwright.runlog.printing import printable
 from trainwright.runlog.records import Found
+from trainwright.runlog.secrets import masked
 from trainwright.state.train_state import TrainState
 
 LIVE_EVERY_S = 0.25
@@ -178,11 +178,15 @@ class Progress:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """A line of its own, above the live one, without secrets."""
+        self.print(masked(text))
+
+    def print(self, text: str) -> None:
+        """A line as it is, such as an address with its token."""
         if self._quiet:
             return
         try:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         except (OSError, SystemExit):  # whoever read the other end of the pipe is gone: no reason to stop training
             self._quiet = True
 

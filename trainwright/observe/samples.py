@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainwright.engine.step import StepResult
 from trainwright.errors import StorageError
-from trainwright.runlog.storage import open_own
+from trainwright.runlog.storage import make_subfolder, open_own
 from trainwright.state.train_state import TrainState
 
 
@@ -40,7 +40,7 @@ class TextSamples:
         text = self._write()
         self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
         try:
-            self._folder.mkdir(exist_ok=True)
+            make_subfolder(self._folder)
             fd = open_own(self._folder / "samples.txt", os.O_WRONLY | os.O_APPEND)
             with os.fdopen(fd, "a", encoding="utf-8") as file:
                 file.write(f"--- {title}\n{text}\n")

@@ -78,7 +78,7 @@ class Saving:
     A save that fails, whatever the reason, leaves the run going, warned, and older checkpoints intact. The copy takes
     as much host memory as the state; where ``free_memory`` (bytes) has no room for it or it cannot be made, training
     waits for the write instead. ``keep_there`` is called ahead of each save and after it, for the folder may have been
-    deleted; ``run_metadata`` are kept in each checkpoint.
+    deleted; ``run`` is the identity of the run, and ``run_metadata`` are kept in each checkpoint.
     """
 
     def __init__(
@@ -88,13 +88,14 @@ class Saving:
         *,
         listener: SaveListener,
         warn: Callable[[str], None],
+        run: str = "",
         run_metadata: Mapping[str, Any] | None = None,
         keep_there: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
         self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
-        self._run_metadata, self._keep_there = run_metadata, keep_there
+        self._run, self._run_metadata, self._keep_there = run, run_metadata, keep_there
         self._clock, self._free_memory = clock, free_memory
         self._thread = _thread()
         self._looked = False
@@ -103,7 +104,7 @@ class Saving:
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, how long training waited
         self._saved_step, self._saved_s = -1, clock()
         self._best = BestSoFar(
-            folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, warn=warn
+            folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, warn=warn, run=run
         )
         self.last: Path | None = None
         self.last_s: float | None = None
@@ -169,11 +170,11 @@ class Saving:
     def _write(self, snapshot: CheckpointData, best: Best | None) -> _Done:
         """In the thread: writes the checkpoint, and only then deletes older ones."""
         begin_s, trouble = time.perf_counter(), ""
-        path, written = commit(snapshot, self._folder, best)
+        path, written = commit(snapshot, self._folder, best, self._run)
         try:
             if best:
-                write_best(self._folder, best)
-            prune(self._folder, path, self._policy.retention)
+                write_best(self._folder, best, self._run)
+            prune(self._folder, path, self._policy.retention, self._run)
         except Exception as error:
             trouble = f"step {snapshot.step} is saved, but the folder could not be tidied up: {error}"
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
@@ -196,7 +197,10 @@ class Saving:
         try:
             self._keep_there()
         except Exception as error:
-            self._warn(f"step {step} is saved, but the folder of the run lacks its metadata: {_brief(error)}")
+            known = _explained(error, self._folder)
+            self._warn(
+                f"step {step} is saved, but the folder of the run lacks its metadata: {known.message} ({known.remedy})"
+            )
 
     def _not_saved(self, step: int, error: Exception) -> None:
         self._best.update(step)
@@ -215,7 +219,7 @@ class Saving:
         self._finish()
         if self.last and step_of(self.last) == step:
             try:
-                write_best(self._folder, best)
+                write_best(self._folder, best, self._run)
             except OSError as error:
                 self._warn(f"step {step} is the best so far, but that could not be kept: {error}")
         self._best.update(step)

@@ -53,7 +53,7 @@ class StepLog:
         self._process = psutil.Process()
         self._memory, self._memory_due_s = 0, -math.inf
         self._by_the_clock = by_the_clock
-        self._all_steps_s, self._all_waits_s, self._all_count = 0.0, 0.0, 0
+        self._all_steps_s, self._all_waits_s, self._all_reads_s, self._all_count = 0.0, 0.0, 0.0, 0
         self.step = 0
         self.num_skipped = already_skipped
         self.last_evaluated: records.Evaluated | None = None
@@ -80,8 +80,14 @@ class StepLog:
         self._add_up()
         return self._all_waits_s / max(1, self._all_count)
 
+    @property
+    def read_s(self) -> float:
+        """How long the processes that read took for the batch of a step of this process, in the mean."""
+        return self._all_reads_s / max(1, self._all_count + len(self._newest))
+
     def observe(self, result: StepResult, state: TrainState) -> None:
         self.step = result.step
+        self._all_reads_s += result.batch.read_s
         if result.batch.bad or result.oom_reports:
             self._note_trouble(result)
         self._newest.append((result.batch.global_ids, result.step_s, result.wait_s, state.fraction))

@@ -12,7 +12,7 @@ import numpy as np
 from trainwright.pages.rows import column, seconds
 from trainwright.pages.view import RunView, flat, number
 from trainwright.plan.explain import human_seconds
-from trainwright.plan.resume_changes import Change, compare_provenance, compare_recipes
+from trainwright.plan.resume_changes import compare_provenance, recipe_differences
 from trainwright.runlog.json_values import JsonValue, strict
 
 SAME_RUN = {"seed", "name", "folder"}
@@ -133,11 +133,7 @@ def _in_short(differences: Sequence[Difference] | None) -> str:
 def _of_recipes(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
     if not all(view.recipe for view in views):
         return None
-    return _table([{each.path: (each.before, each.after) for each in _changes(views[0], view)} for view in views[1:]])
-
-
-def _changes(one: RunView, other: RunView) -> list[Change]:
-    return compare_recipes(one.recipe, other.recipe, step=0)
+    return _table([recipe_differences(views[0].recipe, view.recipe) for view in views[1:]])
 
 
 def _of_provenance(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
@@ -233,4 +229,4 @@ def _spreads(views: Sequence[RunView]) -> Iterator[Spread]:
 
 
 def _is_same(one: RunView, other: RunView) -> bool:
-    return {each.path for each in _changes(one, other)} <= SAME_RUN
+    return recipe_differences(one.recipe, other.recipe).keys() <= SAME_RUN

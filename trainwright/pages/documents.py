@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
-from trainwright.pages.own_file import MOST_BYTES, text_of
+from trainwright.pages import profile
+from trainwright.pages.profile import ProfilePanel
 from trainwright.recipe.yaml_core import UnreadableError
 from trainwright.recipe.yaml_core import read as read_yaml
+from trainwright.recipe.yaml_core import write as write_yaml
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
+from trainwright.runlog.files import UnreadableFile, read_end_of_text, read_text
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.secrets import masked
+from trainwright.runlog.shapes import ModelFile, PlanFile, ProvenanceFile, read_object
 
+T = TypeVar("T")
 PICTURES = {"graph.svg": "The graph of a step", "timeline.svg": "The memory of a step, as it was planned"}
 """Drawings that lie in the folder of a run: `trainwright graph RUN` and `trainwright plan RUN` put them there."""
 NEWEST_SAMPLES = 20_000
 """Characters."""
-DEEPEST = 64
-"""Levels of modules that are shown."""
 
 
 class RunDocuments:
@@ -28,23 +33,52 @@ class RunDocuments:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
+        self._unreadable: dict[str, str] = {}
+
+    def _read(self, path: Path, read: Callable[[Path], T], default: T) -> T:
+        if not os.path.lexists(path):
+            return default
+        try:
+            return read(path)
+        except UnreadableFile as error:
+            self._unreadable[path.name] = error.reason
+            return default
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Why a document is not shown, by the name of its file."""
+        for _ in (self.recipe, self.plan, self.provenance, self.model, self.bad_cases, self.profile, self.pictures):
+            pass
+        return self._unreadable
 
     @cached_property
     def recipe_text(self) -> str:
-        return text_of(self.folder.recipe)
+        """Without secrets; as it was written where it has none, and "" where it cannot be read."""
+        if not self.recipe:
+            return ""
+        return self._written if self.recipe == self._parsed else write_yaml(self.recipe)
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Empty where there is none, as of a watched loop, or none that can be read."""
+        """Without secrets. Empty where there is none, as of a watched loop, or none that can be read."""
+        return masked(self._parsed)
+
+    @cached_property
+    def _written(self) -> str:
+        return self._read(self.folder.recipe, read_text, "")
+
+    @cached_property
+    def _parsed(self) -> dict[str, Any]:
         try:
-            value = read_yaml(self.recipe_text, "recipe.yaml").value
-        except UnreadableError:
+            value = read_yaml(self._written, "recipe.yaml").value
+        except UnreadableError as error:
+            self._unreadable["recipe.yaml"] = str(error)
             return {}
         return value if isinstance(value, dict) else {}
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        return _object_of(self.folder.plan)
+        return self._read(self.folder.plan, lambda path: masked(read_object(path, PlanFile)), {})
 
     @property
     def settings(self) -> list[dict[str, str]]:
@@ -57,24 +91,28 @@ class RunDocuments:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        return _object_of(self.folder.provenance)
+        return self._read(self.folder.provenance, lambda path: masked(read_object(path, ProvenanceFile)), {})
 
     @cached_property
     def model(self) -> dict[str, Any]:
         """model.json: the tree of its modules, and reference losses."""
-        return _object_of(self.folder.path / "model.json")
+        return self._read(self.folder.path / "model.json", lambda path: read_object(path, ModelFile), {})
 
     @cached_property
     def bad_cases(self) -> BadCases | None:
         """What `trainwright errors` found; None where it was not asked."""
-        text = text_of(self.folder.path / bad_cases.NAME)
-        return bad_cases.bad_cases_in(text) if text else None
+        return self._read(self.folder.path / bad_cases.NAME, bad_cases.read_bad_cases, None)
+
+    @cached_property
+    def profile(self) -> ProfilePanel | None:
+        """What `trainwright profile` found."""
+        return self._read(self.folder.path / profile.NAME, ProfilePanel.read, None)
 
     @property
     def modules(self) -> list[dict[str, Any]]:
-        """The trees of model.json; none where any part of them is not as it is written."""
-        trees = self.model.get("modules")
-        return trees if isinstance(trees, list) and all(map(_is_module, trees)) else []
+        """The trees of model.json."""
+        trees: list[dict[str, Any]] = self.model.get("modules", [])
+        return trees
 
     @property
     def can_be_drawn(self) -> bool:
@@ -85,17 +123,14 @@ class RunDocuments:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the plan has; None where it is counted in seconds, or there is none."""
-        extent = self.plan.get("extent")
-        steps = extent.get("steps") if isinstance(extent, dict) else None
-        return steps if isinstance(steps, int) and steps > 0 else None
+        steps = (self.plan.get("extent") or {}).get("steps")
+        return steps if steps and steps > 0 else None
 
     @property
     def references(self) -> dict[str, float]:
         """Losses that mean something, by name: that of a guess among all classes alike, and what its data knows."""
-        known = self.model.get("reference_losses")
-        marks = (
-            {str(name): value for name, value in known.items() if _is_loss(value)} if isinstance(known, dict) else {}
-        )
+        known = self.model.get("reference_losses", {})
+        marks = {name: value for name, value in known.items() if _is_loss(value)}
         guess = self.plan.get("expected_loss")
         if _is_loss(guess) and not any(math.isclose(guess, each, rel_tol=1e-3) for each in marks.values()):
             marks["uniform guess"] = guess
@@ -105,13 +140,17 @@ class RunDocuments:
     def samples(self) -> str:
         """The newest text that a language model wrote while it was trained."""
         folder = self.folder.samples
-        return "" if folder.is_symlink() else text_of(folder / "samples.txt", newest=True)[-NEWEST_SAMPLES:]
+        if folder.is_symlink():
+            return ""
+        return self._read(folder / "samples.txt", lambda path: read_end_of_text(path, 4 * NEWEST_SAMPLES), "")[
+            -NEWEST_SAMPLES:
+        ]
 
-    @property
+    @cached_property
     def pictures(self) -> dict[str, str]:
         """SVG by title."""
-        texts = {title: text_of(self.folder.path / name) for name, title in PICTURES.items()}
-        return {title: text for title, text in texts.items() if text.startswith("<svg") and len(text) < MOST_BYTES}
+        texts = {title: self._read(self.folder.path / name, read_text, "") for name, title in PICTURES.items()}
+        return {title: text for title, text in texts.items() if text.startswith("<svg")}
 
     @property
     def is_unwatched(self) -> bool:
@@ -122,30 +161,8 @@ class RunDocuments:
     @property
     def planned_bytes(self) -> int | None:
         """The memory that the plan foresaw."""
-        parts = self.plan.get("memory_bytes")
-        sizes = parts.values() if isinstance(parts, dict) else ()
-        known = [each for each in sizes if isinstance(each, int)]
-        return sum(known) or None
+        return sum((self.plan.get("memory_bytes") or {}).values()) or None
 
 
 def _is_loss(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _is_module(tree: object, depth: int = 0) -> bool:
-    """Whether it has what the page shows of a module, and so have all below it."""
-    kinds = {"name": str, "kind": str, "last": str, "parameters": int, "trained": int, "count": int, "children": list}
-    return (
-        isinstance(tree, dict)
-        and depth <= DEEPEST
-        and all(isinstance(tree.get(name), kind) for name, kind in kinds.items())
-        and all(_is_module(each, depth + 1) for each in tree["children"])
-    )
-
-
-def _object_of(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(text_of(path) or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pages.readings import spans_of
+from trainwright.runlog.files import parse_json
 from trainwright.runlog.json_values import NOT_IN_JSON, JsonValue
 
 MAPS = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "act_std": "activations, deviation"}
@@ -36,11 +36,11 @@ class LayerMaps:
     def take(self, line: bytes) -> None:
         """Takes a line of the log; one that is none of ours is left out."""
         try:
-            record = json.loads(line)
+            record = parse_json(line.decode())
             names, step = record.get("layers") or self._names, float(record["step"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             return
-        if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS:
+        if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS or not 0 <= step < 2**53:
             return
         if tuple(map(str, names)) != self._names:  # another model, or the first record
             self._names, self._steps, self._rows = tuple(map(str, names)), [], {}
@@ -96,7 +96,7 @@ def _drawn(grid: Grid) -> Mapping[str, JsonValue] | None:
     if not known.any() and not np.isinf(grid).any():
         return None
     low, high = (float(bound) for bound in (grid[known].min(), grid[known].max())) if known.any() else (1.0, 1.0)
-    room = np.log(high / low) or 1.0
-    scaled = np.where(known, np.log(np.where(known, grid, low) / low) / room * STEPS, 0.0)
+    room = np.log(high) - np.log(low) or 1.0
+    scaled = np.where(known, (np.log(np.where(known, grid, low)) - np.log(low)) / room * STEPS, 0.0)
     codes = np.where(np.isinf(grid), NOT_FINITE, np.where(np.isnan(grid), NOT_THERE, np.round(scaled)))
     return {"low": low, "high": high, "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode()}

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from trainwright.pages.figures import Figures
 from trainwright.pages.layers import LayerMaps
 from trainwright.pages.means import SpanMeans
-from trainwright.pages.own_file import open_to_read
 from trainwright.pages.readings import Readings
 from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
+from trainwright.runlog.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
 from trainwright.runlog.findings import FindingsFold
 from trainwright.runlog.reader import decoded
 from trainwright.runlog.records import (
@@ -82,6 +82,7 @@ class LogSoFar:
     ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer, ``figures`` metrics and
     what the user logs. ``findings`` are those
     of the newest process, each in its latest wording. ``is_examined``: the doctor recorded steps, or found something.
+    ``unreadable`` says why the log cannot be read, and is "" where it can or there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,6 +100,7 @@ class LogSoFar:
         self.means, self.readings, self.layers, self.figures = SpanMeans(), Readings(), LayerMaps(), Figures()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
+        self.unreadable = ""
 
     def notes(self, *kinds: type[Record]) -> list[Record]:
         """Records of these kinds, each kind in the order of the log."""
@@ -140,8 +142,10 @@ class LogSoFar:
         """Reads what is new, for about ``for_s`` seconds. Returns whether there was anything."""
         until_s = time.perf_counter() + for_s
         self._is_complete, before = True, self.position
-        file = open_to_read(self.path)
-        if file is None:  # not yet there, or no longer
+        try:
+            file = open_file(self.path)
+        except UnreadableFile as error:
+            self.unreadable = error.reason if os.path.lexists(self.path) else ""  # not yet there, or no longer
             return False
         with file:
             seen = os.fstat(file.fileno())
@@ -150,7 +154,12 @@ class LogSoFar:
                 self._file_id = (seen.st_dev, seen.st_ino)
             file.seek(self._offset)
             while chunk := file.read(CHUNK):
-                chunk += b"" if chunk.endswith(b"\n") else file.readline()
+                rest = b"" if chunk.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
+                chunk += rest
+                if is_too_long(rest):
+                    self.unreadable = f"it has a line of more than {MAX_LINE_BYTES:,} bytes"
+                    self._offset = seen.st_size
+                    break
                 whole = chunk[: chunk.rfind(b"\n") + 1]  # a torn last line is read again when it is complete
                 self._take(whole)
                 self._offset += len(whole)
@@ -179,7 +188,7 @@ class LogSoFar:
         self.is_examined = self.is_examined or len(watched) > 0
         if self._is_ours:
             watched[:, _OF_TIME] = np.nan
-        fresh = np.concatenate([steps, watched])
+        fresh = _sound(np.concatenate([steps, watched]))
         if not len(fresh):
             return
         times = column(fresh, "time_s")
@@ -221,6 +230,12 @@ class LogSoFar:
         kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]
         evaluations.clear()
         evaluations.extend(kept)
+
+
+def _sound(rows: Rows) -> Rows:
+    """Without rows whose step or time no run writes, and no chart can show."""
+    steps, times = column(rows, "step"), column(rows, "time_s")
+    return rows[(steps >= 0) & (steps < 2**53) & (np.abs(times) < 1e15)]
 
 
 def _rows_of(lines: bytes, kind: type[Step] | type[Watched]) -> Rows:

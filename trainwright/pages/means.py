@@ -12,6 +12,8 @@ from trainwright.pages.rows import COLUMNS, Rows, column
 
 MEANT = ("loss", "grad_norm", "step_s", "wait_s")
 MOST, DRAWN = 512, 64
+LARGEST = 1e200
+"""Greater values count as not finite: a sum of them may not be."""
 _KERNEL = np.array([0.25, 0.5, 0.25])
 
 
@@ -31,10 +33,10 @@ class SpanMeans:
             self._sums, self._counts, self._broken = (_wider(each) for each in (self._sums, self._counts, self._broken))
         span = np.maximum(0, steps // self._width).astype(np.int64)
         values = rows[:, [COLUMNS.index(name) for name in MEANT]]
-        finite = np.isfinite(values)
+        finite = np.abs(values) < LARGEST
         np.add.at(self._sums, span, np.where(finite, values, 0.0))
         np.add.at(self._counts, span, finite)
-        np.add.at(self._broken, span, np.isinf(values))
+        np.add.at(self._broken, span, np.abs(values) >= LARGEST)
 
     def go_back_to(self, step: int, rows: Rows) -> None:
         """Forgets what came after ``step``; ``rows`` are those up to it, from which its own span is summed again."""

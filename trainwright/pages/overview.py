@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.view import RunView
+from trainwright.runlog.files import reason_of
 from trainwright.runlog.folder import runs_in
+from trainwright.runlog.printing import readable
 
 LOOK_S = 1.0
 FEW_S = 0.05
@@ -19,9 +21,13 @@ FEW_S = 0.05
 
 @dataclass(frozen=True)
 class Overview:
-    """Views of runs by the name that a page calls them, the newest first."""
+    """Views of runs by the name that a page calls them, the newest first.
+
+    ``unreadable`` has the reason for each run that cannot be read.
+    """
 
     views: Mapping[str, RunView]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunShelf:
@@ -45,7 +51,8 @@ class RunShelf:
     def _found(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
         for path in self._paths():
-            name = path.name if path.name not in found else f"{path.parent.name}.{path.name}"
+            name = path.name if readable(path.name) not in found else f"{path.parent.name}.{path.name}"
+            name = readable(name)  # it goes into addresses
             if name not in found:
                 found[name] = path
         return found
@@ -68,8 +75,11 @@ class RunShelf:
         """All of them; forgets those that are gone. Of long logs as much is read as ``for_s`` seconds allow."""
         runs, until_s = self.runs(), time.perf_counter() + for_s
         self._logs = {path: log for path, log in self._logs.items() if path in set(runs.values())}
-        views = {
-            name: self.view(path, for_s=FEW_S if time.perf_counter() < until_s else 0.0) for name, path in runs.items()
-        }
+        views, unreadable = dict[str, RunView](), dict[str, str]()
+        for name, path in runs.items():
+            try:
+                views[name] = self.view(path, for_s=FEW_S if time.perf_counter() < until_s else 0.0)
+            except Exception as error:  # whatever its files hold, the list of the others is shown
+                unreadable[name] = reason_of(error)
         newest = sorted(views, key=lambda name: views[name].log.sessions[-1:] or [(0.0, 0.0)], reverse=True)
-        return Overview({name: views[name] for name in newest})
+        return Overview({name: views[name] for name in newest}, unreadable)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
 
-from trainwright.pages.own_file import text_of
 from trainwright.plan.explain import human_seconds
 from trainwright.report.chart import Series, line_chart_svg
+from trainwright.runlog.shapes import Number, ProfileFile, read_as
 
 NAME = "profile.json"
 MOST = 15
@@ -34,62 +32,39 @@ class ProfilePanel:
     trace: str
 
     @classmethod
-    def read(cls, folder: Path) -> ProfilePanel | None:
-        """None where the folder has none, or one that another version wrote otherwise."""
-        try:
-            return cls._of(json.loads(text_of(folder / NAME) or "null"))
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-            return None
-
-    @classmethod
-    def _of(cls, value: Mapping[str, Mapping[str, object]] | None) -> ProfilePanel | None:
-        if value is None:
-            return None
-        facts, verdict = value["facts"], value["verdict"]
-        step_s = _float(facts["step_s"])
-        phases = {str(name): _float(seconds) for name, seconds in _mapping(facts["phases"]).items()}
-        held = [_float(each) / 2**20 for each in _list(facts["memory"])]
+    def read(cls, path: Path) -> ProfilePanel:
+        """Raises UnreadableFile where it is not as a profile is written."""
+        value = read_as(path, ProfileFile)
+        facts = value.facts
+        held = [each / 2**20 for each in facts.memory]
         curve = Series("allocated", [float(index) for index in range(len(held))], held)
         chart = line_chart_svg([curve], title="memory in the traced steps", x_label="over time", y_label="MiB")
         return cls(
-            str(verdict["headline"]),
-            str(value["next"]),
-            f"{human_seconds(step_s)}, over {facts['steps']} steps at full speed, in {facts['precision']}",
+            value.verdict.headline,
+            value.next,
+            f"{human_seconds(facts.step_s)}, over {facts.steps} steps at full speed, in {facts.precision}",
             tuple(
-                (name, human_seconds(seconds), f"{seconds / step_s:.0%}")
-                for name, seconds in phases.items()
-                if seconds >= 0.005 * step_s
+                (name, human_seconds(seconds), f"{seconds / facts.step_s:.0%}")
+                for name, seconds in facts.phases.items()
+                if facts.step_s > 0 and seconds >= 0.005 * facts.step_s
             ),
-            tuple(map(str, _list(verdict["evidence"]))),
-            tuple(map(str, _list(value["advice"]))),
+            tuple(value.verdict.evidence),
+            tuple(value.advice),
             tuple(
-                _row(each, ("op", "phase", "calls", "host_s", "device_s")) for each in _list(facts["operators"])[:MOST]
+                (each.op, each.phase, _count(each.calls), _time(each.host_s), _time(each.device_s))
+                for each in facts.operators[:MOST]
             ),
-            tuple(_row(each, ("path", "kind", "forward_s", "backward_s")) for each in _list(facts["modules"])[:MOST]),
+            tuple(
+                (each.path, each.kind, _time(each.forward_s), _time(each.backward_s)) for each in facts.modules[:MOST]
+            ),
             Markup(chart if len(held) > 1 else ""),  # our own drawing: it escapes what it writes
-            str(facts["trace"] or ""),
+            facts.trace or "",
         )
 
 
-def _row(value: object, names: tuple[str, ...]) -> tuple[str, ...]:
-    row = _mapping(value)
-    shown = {name: human_seconds(_float(row[name])) if name.endswith("_s") else row[name] for name in names}
-    return tuple(f"{each:,.0f}" if isinstance(each, float) else str(each) for each in shown.values())
+def _count(number: Number) -> str:
+    return number if isinstance(number, str) else f"{number:,.0f}"
 
 
-def _mapping(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError
-    return value
-
-
-def _float(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError
-    return float(value)
+def _time(seconds: Number) -> str:
+    return seconds if isinstance(seconds, str) else human_seconds(seconds)

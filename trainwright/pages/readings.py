@@ -63,9 +63,10 @@ def extremes(readings: Sequence[MachineReading], spans: int) -> list[MachineRead
 
 
 def spans_of(steps: Sequence[float], spans: int) -> list[int]:
-    """In which of so many equal spans each of these rising steps lies."""
-    width = (steps[-1] - steps[0] + 1) / spans
-    return [int((step - steps[0]) / width) for step in steps]
+    """In which of so many equal spans each of these steps lies."""
+    least = min(steps)
+    width = (max(steps) - least + 1) / spans
+    return [int((step - least) / width) for step in steps]
 
 
 def _picked(readings: Sequence[MachineReading], at: int, pick: Callable[[Sequence[float]], float]) -> MachineReading:

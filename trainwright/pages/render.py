@@ -21,12 +21,14 @@ from trainwright.errors import UsageError
 from trainwright.pages.compare import RunComparison
 from trainwright.pages.curves import BUCKETS, curves_of, readings_of
 from trainwright.pages.overview import Overview
-from trainwright.pages.profile import ProfilePanel
 from trainwright.pages.sparkline import sparkline
 from trainwright.pages.view import RunView, flat, memory_parts, number
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.report.findings import place
 from trainwright.report.graph import human_count
+from trainwright.runlog.files import reason_of
+from trainwright.runlog.printing import readable
+from trainwright.runlog.secrets import masked
 from trainwright.version import __version__
 
 PARTS = ("head", "findings", "records")
@@ -42,49 +44,52 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
     ``live``: it asks the server that it came from for more, calling the runs by these ``names``.
     """
     buckets = max(LEAST_BUCKETS, BUCKETS // max(1, len(views)))
-    return (
-        templates()
-        .get_template("runs.html")
-        .render(
-            _of_every_page("live" if live else "file"),
-            title=views[0].name if len(views) == 1 else f"{len(views)} runs",
-            views=views,
-            comparison=RunComparison.of(views) if len(views) > 1 else None,
-            data={
-                "runs": [
-                    {
-                        **curves_of(view, buckets),
-                        "readings": readings_of(view),
-                        "layers": view.log.layers.to_json() if len(views) == 1 else {},
-                        "id": name,
-                    }
-                    for view, name in zip_longest(views, names)
-                ]
-            },
-            live=live,
-        )
-    )
+    data = {
+        "runs": [
+            {
+                **curves_of(view, buckets),
+                "readings": readings_of(view),
+                "layers": view.log.layers.to_json() if len(views) == 1 else {},
+                "id": name,
+            }
+            for view, name in zip_longest(views, names)
+        ]
+    }
+    page = templates().get_template("runs.html")
+    comparison = RunComparison.of(views) if len(views) > 1 else None
+    title = views[0].name if len(views) == 1 else f"{len(views)} runs"
+    shared = _of_every_page("live" if live else "file")
+    return readable(page.render(shared, title=title, views=views, comparison=comparison, data=data, live=live))
 
 
 def overview_page(overview: Overview) -> str:
     """The page of all runs of a folder."""
-    return (
-        templates()
-        .get_template("overview.html")
-        .render(_of_every_page("live"), title="runs", overview=overview, data={}, live=True)
-    )
+    page, rows = templates().get_template("overview.html"), overview_rows(overview)
+    return page.render(_of_every_page("live"), title="runs", rows=rows, data={}, live=True)
 
 
-def overview_rows(overview: Overview) -> str:
-    """The rows of its table, to be put in the place of older ones."""
-    return templates().get_template("overview_rows.html").render(overview=overview)
+def overview_rows(overview: Overview) -> Markup:
+    """The rows of its table, which replace older ones. A run that cannot be read has one with the reason."""
+    template, rows, unreadable = templates().get_template("overview_rows.html"), Markup(""), dict(overview.unreadable)
+    for name, view in overview.views.items():
+        try:
+            rows += Markup(template.render(overview=Overview({name: view})))
+        except Exception as error:
+            unreadable[name] = reason_of(error)
+    return rows + Markup(templates().get_template("unreadable_rows.html").render(unreadable=unreadable))
+
+
+def unreadable_part(reason: str) -> Markup:
+    """What takes the place of a run that cannot be read on a page."""
+    return Markup('<p class="reason">This run cannot be read: {}</p>').format(reason)
 
 
 def parts_of(view: RunView, index: int) -> dict[str, str]:
     """The parts of a run's page that change, by the ids of their elements. ``index``: which run of the page it is."""
     environment = templates()
     return {
-        f"{part}-{index}": environment.get_template(f"{part}.html").render(view=view, index=index) for part in PARTS
+        f"{part}-{index}": readable(environment.get_template(f"{part}.html").render(view=view, index=index))
+        for part in PARTS
     }
 
 
@@ -136,9 +141,9 @@ def templates() -> Environment:
         seconds=human_seconds,
         number=number,
         place=place,
-        profile=ProfilePanel.read,
         flat=flat,
         memory_parts=memory_parts,
+        masked=masked,
         when=_when,
         since=_since,
         value=_value,

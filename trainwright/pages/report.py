@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import StorageError
 from trainwright.pages.view import RunView
-from trainwright.runlog.drafts import draft_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.storage import write_atomically
 
 NAME = "report.html"
 
@@ -38,8 +36,6 @@ class WrittenReport:
 def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport:
     """Writes the report of these runs: that of one run into its folder, unless ``out`` names a file.
 
-    It can be made again at any time, so nobody waits for the disk.
-
     Raises UsageError for what is no run, StorageError where it cannot be written.
     """
     from trainwright.pages.render import runs_page  # loads jinja2: when a run is over, not when it starts
@@ -47,14 +43,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport
     views = [RunView.read(path) for path in runs]
     text = runs_page(views)
     path = out or (views[0].folder.path / NAME if len(views) == 1 else Path(NAME))
-    draft = draft_of(path)
-    try:
-        draft.write_text(text, encoding="utf-8", newline="\n")
-        draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise storage_error(error, path, "write") from error
+    write_atomically(path, text, durable=False)  # it can be made again at any time
     return WrittenReport(path, tuple(view.name for view in views), len(text.encode()))
 
 

@@ -101,6 +101,7 @@ def make_server(
     """What answers at ``listener`` once it runs, and what looks at each request first."""
     import uvicorn
 
+    from trainwright.pages.connections import LimitedConnection
     from trainwright.pages.overview import RunShelf
     from trainwright.pages.server import PageServer
 
@@ -108,6 +109,7 @@ def make_server(
     guard = PageServer(RunShelf(folders)).app(token, hosts=hosts, cookie=cookie)
     config = uvicorn.Config(
         guard,
+        http=LimitedConnection,
         log_level="critical",
         access_log=False,
         lifespan="off",

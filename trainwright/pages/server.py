@@ -13,13 +13,14 @@ import asyncio
 import hmac
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import TypeVar
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
@@ -28,10 +29,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trainwright.pages.connections import KNOWS_TOKEN
 from trainwright.pages.curves import curves_of, readings_of
 from trainwright.pages.overview import RunShelf
-from trainwright.pages.render import content_policy, overview_page, overview_rows, parts_of, runs_page
+from trainwright.pages.render import content_policy, overview_page, overview_rows, parts_of, runs_page, unreadable_part
 from trainwright.pages.view import RunView
+from trainwright.runlog.files import reason_of
 from trainwright.runlog.json_values import JsonValue
 
 T = TypeVar("T")
@@ -91,7 +94,10 @@ class PageServer:
 
     async def _view(self, request: Request) -> Response:
         names = request.query_params.getlist("run")
-        text = await self._read(lambda: self._page(names))
+        try:
+            text = await self._read(lambda: self._page(names))
+        except Exception as error:
+            return HTMLResponse(unreadable_part(reason_of(error)), 422)
         return HTMLResponse(text) if text else _not_found(names)
 
     def _page(self, names: Sequence[str]) -> str:
@@ -165,8 +171,11 @@ class PageServer:
         runs: list[JsonValue] = []
         parts: dict[str, JsonValue] = {}
         for index, name, view, known in there:
-            runs.append({**_curves(view, known), "id": name, "index": index})
-            now = parts_of(view, index)
+            try:
+                runs.append({**_curves(view, known), "id": name, "index": index})
+                now = parts_of(view, index)
+            except Exception as error:
+                now = {f"head-{index}": str(unreadable_part(reason_of(error)))}
             parts |= {part: text for part, text in now.items() if known.parts.get(part) != text}
             known.parts, known.position, known.looked_s = now, view.log.position, time.monotonic()
         return {"runs": runs, "parts": parts} if wrote or parts else {}
@@ -201,7 +210,7 @@ def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:
     seen = []
     for text in after[: len(names)]:
         log, _, rows = text.partition(":")
-        seen.append(Seen(log, int(rows), 0, True) if rows.isascii() and rows.isdecimal() else Seen())
+        seen.append(Seen(log, int(rows), 0, True) if re.fullmatch("[0-9]{1,15}", rows) else Seen())
     return names, seen
 
 
@@ -213,8 +222,8 @@ class Guard:
     """Lets requests through that name this machine by a name of its own, and know the token.
 
     A page of another site cannot make a browser ask for the runs: it does not know the token, the cookie that holds it
-    is not sent from there, and a name of its own that leads here is no name of this machine. ``used_s`` is when the
-    last request came or was still being answered, by ``time.monotonic``.
+    is not sent from there, and a name of its own that leads here is no name of this machine. ``used_s`` is when a
+    request that knew the token was last answered, by ``time.monotonic``.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Sequence[str], cookie: str) -> None:
@@ -224,10 +233,10 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        self.used_s = time.monotonic()
 
         async def send_guarded(message: Message) -> None:
-            self.used_s = time.monotonic()
+            if scope["state"].get(KNOWS_TOKEN):
+                self.used_s = time.monotonic()
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
@@ -241,8 +250,10 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("there is nothing to write here", 405)
         if self._knows(query.get("token", "")):
+            scope["state"][KNOWS_TOKEN] = True
             return self._with_cookie(scope, query)
         if self._knows(_cookie_of(headers, self._cookie)):
+            scope["state"][KNOWS_TOKEN] = True
             return None
         return PlainTextResponse("open the address that `trainwright serve` has printed: it ends with a token", 403)
 
@@ -252,7 +263,7 @@ class Guard:
     def _with_cookie(self, scope: Scope, query: QueryParams) -> Response:
         """The same page without the token in its address, where a screenshot or a copied link would show it."""
         rest = urlencode([(key, value) for key, value in query.multi_items() if key != "token"])
-        here = scope["path"].rpartition("/")[2] or "./"
+        here = quote(scope["path"].rpartition("/")[2]) or "./"
         cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax"  # for this path, whatever a proxy makes of it
         return Response(status_code=303, headers={"location": f"{here}?{rest}" if rest else here, "set-cookie": cookie})
 

@@ -17,6 +17,7 @@ from trainwright.report.examination import line_of_unexamined
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.printing import readable
 from trainwright.runlog.records import (
     Ended,
     Evaluated,
@@ -65,7 +66,7 @@ class RunView(RunDocuments):
 
     @property
     def name(self) -> str:
-        return self.folder.path.resolve().name
+        return readable(self.folder.path.resolve().name)
 
     @property
     def state(self) -> str:
@@ -144,12 +145,11 @@ class RunView(RunDocuments):
     @property
     def left_s(self) -> float | None:
         """How long it will take yet, by its plan and its pace; None where that is not known, or it does not run."""
-        extent = self.plan.get("extent")
-        if self.state != RUNNING or not isinstance(extent, dict):
+        if self.state != RUNNING:
             return None
         if self.planned_steps and self.step_s is not None:
             return max(0, self.planned_steps - self.step) * self.step_s
-        planned_s = extent.get("seconds")
+        planned_s = (self.plan.get("extent") or {}).get("seconds")
         return max(0.0, planned_s - self.seconds) if isinstance(planned_s, int | float) else None
 
     @property
@@ -203,7 +203,7 @@ class RunView(RunDocuments):
             yield "a step takes", human_seconds(self.step_s)
         if self.ended and self.ended.skipped:
             yield "skipped updates", f"{self.ended.skipped:,}"
-        if isinstance(self.plan.get("parameters"), int):
+        if self.plan.get("parameters") is not None:
             yield "parameters", f"{self.plan['parameters']:,}"
 
 
@@ -225,9 +225,8 @@ def flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 def memory_parts(view: RunView) -> list[tuple[str, str]]:
     """The memory that the plan foresaw, by what it holds."""
-    parts = view.plan.get("memory_bytes")
-    items = parts.items() if isinstance(parts, dict) else ()
-    return [(str(name), human_bytes(size)) for name, size in items if isinstance(size, int) and size]
+    parts = view.plan.get("memory_bytes") or {}
+    return [(name, human_bytes(size)) for name, size in parts.items() if size]
 
 
 def _since(found: Found) -> int:

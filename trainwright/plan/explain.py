@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from trainwright.plan.header import TOPICS
 from trainwright.plan.make import Plan
+from trainwright.plan.trace import KINDS
 
 COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """What the seconds of ``until`` count."""
@@ -28,10 +29,9 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
     notes = [note for note in plan.notes if note.topic not in topics and note.why not in reasons]
     lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in notes]
     if plan.memory_bytes is not None:
-        parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in plan.memory_bytes.items() if size)
-        lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")
+        lines.append(f"memory      {held_in_words(plan.memory_bytes)}")
     if plan.step_s is not None:
-        lines.append(f"time        about {human_seconds(plan.step_s)} a step{_steps_in_time(plan)}")
+        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}")
     if plan.ends_in_s is not None:
         lines.append(f"end         {_end_by_the_clock(plan.ends_in_s, now_s)}")
     elif plan.seconds:
@@ -53,6 +53,19 @@ def _length(plan: Plan) -> str:
         return f"{plan.extent.steps:,} steps"
     epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs"
     return f"{plan.extent.steps:,} steps{epochs}"
+
+
+def held_in_words(memory_bytes: Mapping[str, int]) -> str:
+    """Memory by kind, such as `about 88 KiB: weights 22 KiB, ...`, in one order for every caller."""
+    known = [kind for kind in KINDS if memory_bytes.get(kind)]
+    parts = ", ".join(f"{kind} {human_bytes(memory_bytes[kind])}" for kind in known)
+    return f"about {human_bytes(sum(memory_bytes.values()))}: {parts}"
+
+
+def step_in_words(step_s: float, wait_s: float) -> str:
+    """The measured time of a step; the wait for data is named where it is a tenth of the step or more."""
+    waits = f", {human_seconds(wait_s)} of it waiting for data" if wait_s > 0.1 * step_s else ""
+    return f"about {human_seconds(step_s)} a step{waits}"
 
 
 def _steps_in_time(plan: Plan) -> str:
@@ -106,6 +119,8 @@ def human_bytes(count: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """Such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
+    if not math.isfinite(seconds):
+        return "not finite"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:

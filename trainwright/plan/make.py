@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, cast
 
-from trainwright.errors import Problem, RecipeError
+from trainwright.errors import Problem, Problems, RecipeError
 from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.header import RunHeader
@@ -79,7 +79,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step, with the ``wait_s`` for its batch.
 
     ``lr`` is None until an optimizer that is not in the box is made, where the recipe gives none. An evaluation in the
     course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
@@ -108,6 +108,7 @@ class Plan:
     initial_loss: float | None = None
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
+    wait_s: float = 0.0
     evaluates_whole: bool = True
     seconds: Mapping[str, float] = field(default_factory=dict)
     ends_in_s: float | None = None
@@ -124,22 +125,29 @@ class Plan:
 
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
     """Decides all that needs no dry run. Raises RecipeError where data or ``ranks`` cannot satisfy the recipe."""
-    degrees = solve_layout(recipe, ranks)
-    _require_slices(recipe)
-    _require_one_rank_for_quarantine(recipe, ranks)
     own = facts.own_batches
-    if own is not None:
-        require_fits(recipe, own, ranks)
-    batch = batch_of(recipe.batch, own, ranks=degrees.data)
+    degrees, batch = arrange(recipe, ranks, own)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
     if own is not None and own.count is not None:
         per_epoch = math.ceil(own.count / (recipe.batch.accumulation or 1))
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
     whole = _extent(recipe, facts, pace, kept.spent)
-    warmup = kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
-    warmup = _shorter(recipe, warmup, whole)
+    save, problems = recipe.checkpoint.every, Problems()
+    with problems.at("schedule.warmup"):
+        warmup = (
+            kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
+        )
+        warmup = _shorter(recipe, warmup, whole)
+    with problems.at("evaluation.every"):
+        evaluate_every = interval(recipe.evaluation.every, whole, pace, "evaluation.every")
+    with problems.at("checkpoint.every"):
+        save_every = None if save is None else interval(save, whole, pace, "checkpoint.every")
+    with problems.at("checkpoint.keep_every"):
+        keep_every = kept.keep_every or _keep_every(recipe, whole, pace)
+    with problems.at("log.every"):
+        log_every = interval(recipe.log.every, whole, pace, "log.every")
+    problems.raise_if_any()
     lr, lr_note = _learning_rate(recipe, batch.size)
-    save = recipe.checkpoint.every
     return Plan(
         device=facts.device,
         device_name=facts.device_name,
@@ -151,11 +159,11 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         steps_per_epoch=per_epoch,
         lr=lr,
         warmup=warmup,
-        evaluate_every=interval(recipe.evaluation.every, whole, pace, "evaluation.every"),
+        evaluate_every=evaluate_every,
         evaluate_batches=recipe.evaluation.batches or kept.evaluate_batches or 0,
-        save_every=None if save is None else interval(save, whole, pace, "checkpoint.every"),
-        keep_every=kept.keep_every or _keep_every(recipe, whole, pace),
-        log_every=interval(recipe.log.every, whole, pace, "log.every"),
+        save_every=save_every,
+        keep_every=keep_every,
+        log_every=log_every,
         parameters=facts.parameters,
         trainable=facts.trainable,
         spent=kept.spent,
@@ -167,6 +175,26 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
             *lr_note,
         ),
     )
+
+
+def arrange(recipe: Recipe, ranks: int, own: OwnBatches | None = None) -> tuple[Degrees, BatchPlan]:
+    """The layout over ``ranks``, and the batch. ``own`` are the batches that the data come in, if they do.
+
+    Raises RecipeError with all that cannot be done on so many ranks.
+    """
+    problems, degrees = Problems(), ONE_RANK
+    with problems.at("parallel"):
+        degrees = solve_layout(recipe, ranks)
+    with problems.at("batch.micro"):
+        _require_slices(recipe)
+    with problems.at("data.on_bad_sample"):
+        _require_one_rank_for_quarantine(recipe, ranks)
+    with problems.at("batch"):
+        if own is not None:
+            require_fits(recipe, own, ranks)
+        batch = batch_of(recipe.batch, own, ranks=degrees.data)
+    problems.raise_if_any()
+    return degrees, batch
 
 
 def _require_slices(recipe: Recipe) -> None:

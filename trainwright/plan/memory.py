@@ -18,25 +18,31 @@ def memory_bytes(
     parameters: int,
     trainable: int,
     activations: int,
+    average: int = 0,
+    buffers: int = 0,
+    inputs: int = 0,
     offloaded: bool = False,
     shard: int = 1,
     zero: int = 3,
 ) -> dict[str, int]:
-    """Bytes by kind for one rank with fp32 weights. ``activations`` are those measured on one micro-batch.
+    """Bytes by kind for one rank with fp32 weights: all that a step holds, if it held all at once.
+
+    ``activations`` are those measured on one micro-batch. ``average`` is the size of the moving average of the weights,
+    which counts as weights, and ``inputs`` that of the batch.
 
     Of ``shard`` ranks each holds one part of everything; with ``zero`` 1 and 2 the whole weights as well, with 1 the
     whole gradients. The weights of one block that are gathered while it computes are left out.
 
     An ``offloaded`` optimizer keeps nothing on the device. An optimizer of the user's own counts as AdamW. Temporaries
-    of kernels, the batch itself and the framework are left out.
+    of kernels and the framework are left out.
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
-        "weights": _held(parameters * BYTES, shard, whole=zero < 3),
+        "weights": _held(parameters * BYTES, shard, whole=zero < 3) + average,
         "gradients": _held(trainable * BYTES, shard, whole=zero < 2),
         "optimizer": _held(trainable * BYTES * state, shard),
         "activations": activations,
-    }
+    } | {kind: size for kind, size in (("buffers", buffers), ("inputs", inputs)) if size}
 
 
 def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:

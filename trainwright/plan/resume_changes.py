@@ -125,6 +125,11 @@ def compare_recipes(before: RecipeJson, after: RecipeJson, *, step: int) -> list
     ]
 
 
+def recipe_differences(before: RecipeJson, after: RecipeJson) -> dict[str, tuple[str, str]]:
+    """Both values as text of each path in which two recipes differ, whatever they hold."""
+    return {path: (_shown(was), _shown(now)) for path, was, now in _differences(before, after)}
+
+
 def _differences(
     before: RecipeValue, after: RecipeValue, path: str = ""
 ) -> Iterator[tuple[str, RecipeValue, RecipeValue]]:

@@ -80,6 +80,11 @@ class Trace:
         return self.moments[-1].held
 
     @property
+    def held(self) -> Mapping[Kind, int]:
+        """The bytes of each kind that a step holds, if it held all at once; temporaries are left out."""
+        return {**self.resident, "activations": sum(self.kept.values())}
+
+    @property
     def flops(self) -> int:
         """FLOPs of the whole step."""
         return sum(work.flops for work in self.work)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainwright.profiling.facts import ModuleTime, OperatorTime
+from trainwright.runlog.storage import make_subfolder
 
 MARK = "module: "
 POINTS = 300
@@ -60,7 +61,7 @@ class StepTracer:
         self._open.close()
         self._profile.stop()
         if trace is not None:
-            trace.parent.mkdir(exist_ok=True)
+            make_subfolder(trace.parent)
             self._profile.export_chrome_trace(str(trace))
         return TracedSteps(self._profile, steps, self._kinds)
 

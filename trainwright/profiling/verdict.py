@@ -220,9 +220,10 @@ def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) 
 
 def _of_input(facts: ProfileFacts) -> Iterator[Advice]:
     if facts.workers is None:
-        yield Advice("num_workers of the DataLoader", "the loop waits for data")
+        yield Advice("another num_workers of the DataLoader, more or 0", "the loop waits for data")
         return
-    for count in sorted({max(2, 2 * facts.workers), max(4, 4 * facts.workers)}):
+    counts = sorted({max(2, 2 * facts.workers), max(4, 4 * facts.workers)})
+    for count in [*counts, *([0] if facts.workers else [])]:  # handing batches over may cost more than reading them
         yield Advice(f"{count} workers", f"now {facts.workers}", (f"data.workers={count}",))
 
 

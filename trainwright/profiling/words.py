@@ -27,7 +27,8 @@ class TriedAdvice:
         """One line."""
         changes = f" (it changes {self.advice.changes})" if self.advice.changes else ""
         if self.seen is None:
-            not_tried = f"; not tried: {self.why_not}" if self.why_not else ""
+            measured = f"; not tried: {self.why_not}" if self.why_not else "; not measured"
+            not_tried = measured if self.advice.settings else ""
             return f"{self.advice.name}: {self.advice.why}{not_tried}{changes}"
         text = f"{self.seen.median:.2f} times as fast"
         bounds = f"at least {self.seen.at_least:.2f}, {self.seen.rounds} rounds"

@@ -17,7 +17,7 @@ from trainwright.recipe.catalog import (
 )
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.editor import json_schema
-from trainwright.recipe.load import Loaded, dump, from_mapping, load
+from trainwright.recipe.load import Loaded, dump, dump_masked, from_mapping, load
 from trainwright.recipe.reading import Data, Dataset
 from trainwright.recipe.schema import (
     Batch,
@@ -36,7 +36,7 @@ from trainwright.recipe.schema import (
     SpikeHandling,
 )
 from trainwright.recipe.section import Part
-from trainwright.recipe.source import Source, problem
+from trainwright.recipe.source import Source, problem, require_unmasked
 
 __all__ = [
     "DATASETS",
@@ -73,9 +73,11 @@ __all__ = [
     "SpikeHandling",
     "Unit",
     "dump",
+    "dump_masked",
     "from_mapping",
     "json_schema",
     "load",
     "optimizer_row",
     "problem",
+    "require_unmasked",
 ]

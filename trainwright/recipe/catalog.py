@@ -23,11 +23,9 @@ class Row:
 
 @dataclass(frozen=True)
 class SinkRow(Row):
-    """A tracker. ``extra`` is the extra of this package that installs what it needs; "": it needs nothing."""
+    """A tracker. ``package`` is what it imports and what pip installs; "": it needs nothing."""
 
-    extra: str = ""
-    module: str = ""
-    """What it imports, where that is not called as the extra."""
+    package: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,32 +227,31 @@ SINKS = _by_name(
         "tensorboard",
         "trainwright.observe.sinks.tensorboard:TensorBoard",
         "Event files in the run folder.",
-        extra="tensorboard",
+        package="tensorboard",
     ),
     SinkRow(
         "wandb",
         "trainwright.observe.sinks.wandb:WeightsAndBiases",
         "Weights & Biases, offline unless WANDB_MODE says otherwise.",
-        extra="wandb",
+        package="wandb",
     ),
     SinkRow(
         "mlflow",
         "trainwright.observe.sinks.mlflow:MLflow",
         "MLflow, in mlflow.db beside the runs unless MLFLOW_TRACKING_URI says otherwise.",
-        extra="mlflow",
+        package="mlflow",
     ),
     SinkRow(
         "trackio",
         "trainwright.observe.sinks.trackio:Trackio",
         "Trackio, in trackio/ beside the runs unless TRACKIO_DIR says otherwise.",
-        extra="trackio",
+        package="trackio",
     ),
     SinkRow(
         "openmetrics",
         "trainwright.observe.sinks.openmetrics:OpenMetrics",
         "An endpoint for Prometheus on this machine, port 9464.",
-        extra="openmetrics",
-        module="prometheus_client",
+        package="prometheus_client",
     ),
     SinkRow("csv", "trainwright.observe.sinks.csv_file:CsvFile", "metrics.csv in the run folder: step, name, value."),
 )

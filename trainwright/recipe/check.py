@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.suggest import closest_choice, for_unknown_key
 from trainwright.recipe.yaml_core import core_tag
+from trainwright.runlog.secrets import MASK, is_secret, masked
 
 # The rule for each error type of pydantic; {names} are filled from the context of the error.
 _RULES = {
@@ -60,7 +62,7 @@ def checked(
         found = []
     problems = [*earlier, *(problem for problem in found if problem.path not in unreadable)]
     if problems:
-        raise RecipeError(sorted(problems, key=lambda problem: _order(problem, source)))
+        raise RecipeError(sorted(map(_without_secret, problems), key=lambda problem: _order(problem, source)))
     return recipe
 
 
@@ -93,6 +95,11 @@ def _below(keys: tuple[str, ...], problem: Problem) -> Problem:
 def _located(problem: Problem, source: Source) -> Problem:
     where = source.where(problem.path)
     return Problem(problem.path, problem.rule, got=problem.got, remedy=readable(problem.remedy), where=where)
+
+
+def _without_secret(problem: Problem) -> Problem:
+    got = MASK if problem.got and is_secret(problem.path) else masked(problem.got)
+    return replace(problem, got=got)
 
 
 def _translated(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> Problem:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.check import checked
@@ -16,6 +17,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
+from trainwright.runlog.secrets import masked
 
 MAX_BYTES = 1_000_000
 _SUFFIXES = (".yaml", ".yml")
@@ -82,6 +84,11 @@ def dump(recipe: Recipe) -> str:
     return write(recipe.model_dump())
 
 
+def dump_masked(recipe: Recipe) -> str:
+    """As ``dump``, without secrets: a run folder is copied and sent."""
+    return write(masked(recipe.model_dump()))
+
+
 def _loaded(document: Document, overrides: Sequence[Setting], environ: Mapping[str, str]) -> Loaded:
     apply(document, from_environment(environ, document.problems) + from_settings(overrides, document.problems))
     source = Source(document.name, document.places)
@@ -110,7 +117,7 @@ def _cannot_read(where: str, rule: str, remedy: str, got: str = "") -> RecipeErr
 
 def _text(path: Path, name: str) -> str:
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             content = file.read(MAX_BYTES + 1)
     except IsADirectoryError:
         raise _cannot_read(name, "is a folder, not a recipe file", _recipes_in(path)) from None
@@ -126,6 +133,13 @@ def _text(path: Path, name: str) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         remedy = "save it as UTF-8 text"
         raise _cannot_read(f"{name}:{line}", "is not UTF-8 text", remedy) from None
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Opens a recipe. A pipe is one only where a shell has made it: any other would wait for its writer."""
+    if path.is_fifo() and path.parts[1:2] not in (("dev",), ("proc",)):
+        raise OSError("it is a pipe, not a file")
+    return path.open("rb")
 
 
 def _recipes(folder: Path) -> list[Path]:

@@ -104,31 +104,24 @@ class Batch(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Batch:
-        problems = list(self._problems())
-        if problems:
-            raise RecipeError(problems)
+        if problem := self._contradiction():
+            raise RecipeError(problem)
         return self
 
-    def _problems(self) -> list[Problem]:
+    def _contradiction(self) -> Problem | None:
         size, accumulation = self.size, self.accumulation
         micro = None if self.micro == "auto" else self.micro
         if accumulation and self.micro == "auto":
             rule, remedy = "says micro already: size / accumulation", "leave micro out, or accumulation"
-            return [Problem("micro", rule, got="auto", remedy=remedy)]
+            return Problem("micro", rule, got="auto", remedy=remedy)
         if size is None:
             alone = micro is None
             rule, remedy = "does not say the batch on its own", "add batch.size or batch.micro"
-            return [Problem("accumulation", rule, got=str(accumulation), remedy=remedy)] if alone else []
-        problems = []
+            return Problem("accumulation", rule, got=str(accumulation), remedy=remedy) if alone else None
         if size < (micro or 1):
             rule = f"must be at least micro, {micro}"
-            problems.append(Problem("size", rule, got=str(size), remedy=f"write size: {micro}, or a smaller micro"))
-        if micro and accumulation and size % (micro * accumulation):
-            one_rank = micro * accumulation
-            rule = f"must be micro * accumulation * ranks, a multiple of {micro} * {accumulation} = {one_rank}"
-            remedy = f"write size: {-(-size // one_rank) * one_rank}, or leave one of the three out"
-            problems.append(Problem("size", rule, got=str(size), remedy=remedy))
-        return problems
+            return Problem("size", rule, got=str(size), remedy=f"write size: {micro}, or a smaller micro")
+        return None
 
 
 class Clip(Section):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from trainwright.runlog.printing import readable as readable
+
 LARGEST_INT = 2**63 - 1
 _LONGEST = 60
-
-
-def readable(text: str) -> str:
-    """Returns ``text`` with what cannot be encoded (lone surrogates of a broken environment) escaped."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def shown(value: object) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from trainwright.errors import Problem, RecipeError
+from trainwright.runlog.secrets import masked_paths
 
 
 class Place(NamedTuple):
@@ -41,6 +42,23 @@ class Source:
     def where(self, path: str) -> str:
         """Returns the place of a dotted path as text: ``gpt.yaml:12``."""
         return str(self.place(path))
+
+
+class Places(Protocol):
+    """Gives the place of a dotted path as text."""
+
+    def where(self, path: str, /) -> str: ...
+
+
+def require_unmasked(values: Mapping[str, object], path: str, source: Places) -> None:
+    """Raises RecipeError where a value at or below ``path`` was masked when the recipe was written to a run folder."""
+    rule = "is a secret, which a run folder does not keep"
+    problems = [
+        Problem(each, rule, remedy=f"give it again: --set {each}=..., or write it there", where=source.where(each))
+        for each in masked_paths(values, path)
+    ]
+    if problems:
+        raise RecipeError(problems)
 
 
 def joined(path: str, key: str) -> str:

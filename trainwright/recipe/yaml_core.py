@@ -16,6 +16,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from trainwright.errors import Problem
 from trainwright.recipe.showing import LARGEST_INT, readable, shown
 from trainwright.recipe.source import Place, joined
+from trainwright.runlog.secrets import masked
 
 MAX_NODES = 10_000  # counted after aliases are expanded, against the "billion laughs"
 MAX_DEPTH = 100
@@ -175,7 +176,7 @@ def _syntax_problem(error: Exception, name: str, text: str) -> Problem:
     fitting = [remedy for piece, remedy in _REMEDIES if re.search(piece, message) or re.search(piece, context)]
     remedy = fitting[0] if fitting else "check how this line and the one above it are written"
     rule = f"is not YAML: {', '.join(part for part in (context, message) if part)}"
-    return Problem("", readable(rule), got=shown(got), remedy=remedy, where=str(Place(name, line)))
+    return Problem("", readable(rule), got=shown(masked(got)), remedy=remedy, where=str(Place(name, line)))
 
 
 class _Values:

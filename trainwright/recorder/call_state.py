@@ -16,7 +16,7 @@ class CallState:
     """
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device) -> None:
-        self._modules, self._parameters, self._device = modules, parameters, device
+        self.modules, self._parameters, self._device = modules, parameters, device
         self._last_modes: tuple[bool, ...] = ()
         self._last_wanted: tuple[bool, ...] = ()
         self.is_resting, self._are_known = False, False
@@ -25,7 +25,7 @@ class CallState:
     def modes_and_wanted(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """``training`` of every module, ``requires_grad`` of every parameter."""
         if not (self.is_resting and self._are_known):
-            modes = tuple([module.training for module in self._modules])
+            modes = tuple([module.training for module in self.modules])
             wanted = tuple([p.requires_grad for p in self._parameters])
             if modes != self._last_modes:
                 self._last_modes = modes

@@ -38,12 +38,17 @@ def calling_frame() -> FrameType | None:
     """The innermost frame of this stack that is the user's; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name):
+        if is_users(frame):
             return frame
         frame = frame.f_back
     return None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is neither of torch, of a training library, of Python's own library nor of this package."""
+    name = frame.f_code.co_filename
+    root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name)
 
 
 def line_within(code: CodeType | None) -> Line:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,8 +29,54 @@ class Hook:
             self._call(module, *arguments)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """A copy or a pickle gets a function of Python's own instead, which takes any arguments and does nothing."""
+        """For classes with a way of their own to be copied: a function of Python, which takes any arguments and does
+        nothing.
+        """
         return getattr, (nullcontext(), "__exit__")
+
+
+def leave_out_of_pickles() -> Callable[[], None]:
+    """Leaves the recorder's hooks out of what is pickled or copied of a module. Returns what ends that."""
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        return _without_hooks(super(nn.Module, self).__reduce_ex__(protocol))
+
+    if "__reduce_ex__" in vars(nn.Module):  # somebody else's
+        return lambda: None
+    nn.Module.__reduce_ex__ = reduce_ex  # type: ignore[method-assign, assignment]
+
+    def undo() -> None:
+        if vars(nn.Module).get("__reduce_ex__") is reduce_ex:
+            del nn.Module.__reduce_ex__
+
+    return undo
+
+
+def _without_hooks(reduced: Any) -> Any:
+    """What a module is made of again, by its state: a dict of attributes, or such a dict and slots."""
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced
+    state = reduced[2]
+    attributes = state[0] if isinstance(state, tuple) and state else state
+    if not isinstance(attributes, dict):
+        return reduced
+    hooks = {name: value for name, value in attributes.items() if name.endswith("_hooks") and _recorders(value)}
+    if not hooks:
+        return reduced
+    attributes = dict(attributes)
+    for name, of_module in hooks.items():
+        ours = _recorders(of_module)
+        for each in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+            if each in attributes:
+                attributes[each] = type(of_module)((k, v) for k, v in attributes[each].items() if k not in ours)
+    return *reduced[:2], (attributes, *state[1:]) if isinstance(state, tuple) else attributes, *reduced[3:]
+
+
+def _recorders(hooks: Any) -> set[int]:
+    """The keys of the recorder's own hooks."""
+    if not isinstance(hooks, dict):
+        return set()
+    return {key for key, hook in hooks.items() if getattr(hook, "is_recorders", False)}
 
 
 @contextmanager
@@ -94,7 +140,8 @@ def _around_compiled(
     try:
         yield
     finally:
-        root._compiled_call_impl = compiled
+        if root._compiled_call_impl is call:
+            root._compiled_call_impl = compiled
 
 
 def _has_own_call(root: nn.Module) -> bool:

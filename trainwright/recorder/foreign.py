@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.recorder.listener import has_listeners, tell
@@ -26,7 +26,7 @@ class ForeignOptimizer(Optimizer):
     @staticmethod
     def can_stand_for(given: object) -> bool:
         """Whether ``given`` has a method that may make an update."""
-        return _updating(given) is not None
+        return not isinstance(given, nn.Module) and _updating(given) is not None
 
     @property
     def reason(self) -> str:

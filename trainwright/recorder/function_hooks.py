@@ -16,8 +16,14 @@ def hear_functions() -> Callable[[], None]:
     ``Function.apply`` may be bound to a name long before a loop is watched. What it calls in turn is looked up each
     time: the same method of the class below it.
     """
-    setattr(_SingleLevelFunction, "apply", classmethod(_apply))  # noqa: B010  it has none of its own
-    return lambda: delattr(_SingleLevelFunction, "apply")
+    ours = classmethod(_apply)
+    setattr(_SingleLevelFunction, "apply", ours)  # noqa: B010  it has none of its own
+
+    def undo() -> None:
+        if vars(_SingleLevelFunction).get("apply") is ours:
+            delattr(_SingleLevelFunction, "apply")
+
+    return undo
 
 
 def _apply(cls: type[Any], /, *args: object, **kwargs: object) -> object:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol, TypeAlias
+from types import CellType
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from trainwright.recorder.calls import call_hooks
+from trainwright.recorder.calls import call_hooks, leave_out_of_pickles
 from trainwright.recorder.function_hooks import hear_functions
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
@@ -127,25 +129,67 @@ class _LoaderIterator(Protocol):
 
 
 class _Patches:
-    """Replaces functions and methods of torch, and puts them back."""
+    """Replaces functions and methods of torch, and puts them back where nobody else has replaced them since."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._left: dict[tuple[int, str], object] = {}  # ours, which somebody has put a function of his own around
 
     def enter(self) -> None:
         for owner, name, wrap in _WRAPPERS:
             original = owner.__dict__.get(name) if isinstance(owner, type) else getattr(owner, name, None)
-            if original is not None:  # else this version of torch does not have it
-                setattr(owner, name, functools.wraps(original)(wrap(original)))
-                self._undo.append(functools.partial(setattr, owner, name, original))
-        for handle in (register_optimizer_step_pre_hook(_on_step), register_optimizer_step_post_hook(_on_stepped)):
-            self._undo.append(handle.remove)
-        self._undo.append(hear_functions())
+            if original is not None and not is_within(self._left.get((id(owner), name)), original):
+                self._replace(owner, name, original, functools.wraps(original)(wrap(original)))
+        for register, hook in (
+            (register_optimizer_step_pre_hook, _on_step),
+            (register_optimizer_step_post_hook, _on_stepped),
+        ):
+            self._undo.append(register(_not_compiled(hook)).remove)
+        self._undo += [hear_functions(), leave_out_of_pickles(), _deepen()]
+
+    def _replace(self, owner: Any, name: str, original: object, ours: object) -> None:
+        def undo() -> None:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+            else:
+                self._left[id(owner), name] = ours
+
+        setattr(owner, name, ours)
+        self._undo.append(undo)
 
     def exit(self) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+
+
+def is_within(inner: object, outer: object, depth: int = 4) -> bool:
+    """Whether a function is another one, or calls it as a variable of an enclosing function."""
+    if inner is None or depth == 0:
+        return False
+    cells = [cell.cell_contents for cell in getattr(outer, "__closure__", None) or () if _is_filled(cell)]
+    around = [*cells, getattr(outer, "__wrapped__", None), getattr(outer, "__func__", None)]
+    return inner is outer or any(is_within(inner, each, depth - 1) for each in around if callable(each))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _deepen() -> Callable[[], None]:
+    """Lets the stack be deeper: hooks add a frame to each call of a module that calls itself."""
+    before = sys.getrecursionlimit()
+    ours = before + before // 2 + 200
+    sys.setrecursionlimit(ours)
+
+    def undo() -> None:
+        if sys.getrecursionlimit() == ours:
+            sys.setrecursionlimit(before)
+
+    return undo
 
 
 _patches = _Patches()
@@ -202,6 +246,21 @@ def _on_stepped(stepping: Optimizer, args: Args, kwargs: Kwargs) -> None:
     optimizer = same_optimizer(stepping)
     if has_listeners() and _updates.ends(optimizer, stepping):
         tell("on_stepped", optimizer)
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the step of an optimizer is compiled, torch would compile the recorder with it."""
+    compiled_apart: list[Callable[..., Any]] = []
+
+    def call(*args: object) -> object:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+            return hook(*args)
+        if not compiled_apart:
+            compiled_apart.append(torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]
+        return compiled_apart[0](*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 _OF_BACKWARD = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")

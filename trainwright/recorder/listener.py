@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from trainwright.errors import TrainwrightError
+from trainwright.recorder.pausable import has_users_modes, without_users_modes
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 from trainwright.recorder.user_warnings import without_warnings
 from trainwright.runlog.json_values import Event
@@ -129,6 +131,9 @@ def tell(event: str, *arguments: object) -> None:
     methods = _methods.get((thread, event))
     if methods is None or thread in _muted:
         return
+    if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
+        call_each(methods, *arguments)
+        return
     for listener, call, rests in methods:  # as ``call_each``, without the call: an event is told many times a step
         if listener.failed is None and not (rests and listener.is_resting):
             try:
@@ -142,8 +147,12 @@ def tell(event: str, *arguments: object) -> None:
 def call_each(methods: Methods, *arguments: object) -> None:
     """Calls methods of listeners: an exception in one calls ``fail`` of its listener and does not reach the loop.
 
-    A TrainwrightError is raised on purpose and passes.
+    A TrainwrightError is raised on purpose and passes. Modes of the user's do not see what the methods compute.
     """
+    if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
+        with without_users_modes():
+            call_each(methods, *arguments)
+        return
     for listener, call, rests in methods:
         if listener.failed is None and not (rests and listener.is_resting):
             try:

@@ -17,7 +17,7 @@ def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
     The weights rise from 0 to 1: a change of sign or of order gives other sums, also of gradients that add up to 0.
     """
     there = [own_part(t.detach()) for t in tensors if t is not None]
-    dense = [t.to_dense() if t.layout != torch.strided else t for t in there]
+    dense = [_real(t.to_dense() if t.layout != torch.strided else t) for t in there]
     device = dense[0].device if dense else torch.device("cpu")
     sums = torch.full((len(tensors), 2), torch.nan, dtype=torch.float64, device=device)
     if dense:
@@ -25,6 +25,11 @@ def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
         norms = torch.stack([each.to(device).double() for each in torch._foreach_norm(dense)])
         sums[at] = torch.stack([norms, torch.stack([_weighted(t).to(device) for t in dense])], dim=1)
     return sums
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _weighted(tensor: Tensor) -> Tensor:

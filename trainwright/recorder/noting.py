@@ -194,12 +194,14 @@ class NotingRecorder(LoopRecorder):
         if tape.operations:
             step.notes.append((_write_operations, tape.operations))
             tape.operations = []
-        positional, by_name = tape.plainly(args, kwargs) or (tape.write(args), tape.write(kwargs))
+        plainly = tape.plainly(args, kwargs)
+        positional, by_name = plainly or (tape.write(args), tape.write(kwargs))
         rng, (modes, wanted) = self._state.rng(step.step), self._state.modes_and_wanted()
         index, part = self._root_of[id(root)], self._paths[id(root)]
         self._call = call = Call(
             index, positional, by_name, rng, modes, autocast_now("cpu"), [], len(step.ids) - 1, part, wanted
         )
+        call.held = None if plainly else self._held_by(args, kwargs)
         step.note_call(call, root.training)
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:

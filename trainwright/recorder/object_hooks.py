@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainwright.recorder.callers import calling_frame
 from trainwright.recorder.listener import has_listeners, inside, tell
 from trainwright.recorder.user_types import TorchFunction
+from trainwright.recorder.user_warnings import is_of_the_recorder
 
 
 def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
@@ -67,6 +68,8 @@ def _wrap_deepcopy(original: TorchFunction) -> TorchFunction:
 def _wrap_showwarning(original: TorchFunction) -> TorchFunction:
     @functools.wraps(original)
     def showwarning(message: object, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
+        if is_of_the_recorder():
+            return
         frame = calling_frame()
         place = (filename, lineno) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         tell("on_warning", category.__name__, str(message), f"{Path(place[0]).name}:{place[1]}")

@@ -1,16 +1,28 @@
-"""A mode for torch functions that can be started and stopped from anywhere, however many modes are above it."""
+"""Modes for torch functions: one that can be started and stopped from anywhere, and how to be without the user's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class PausableMode(TorchFunctionMode):
     """Off until ``start``. ``running``: torch functions are to be looked at; a subclass passes them on where not.
 
-    ``pushed``: it is in torch's stack of modes. Where it is not, ``stop`` has nothing to do.
+    ``pushed``: it is in torch's stack of modes. Where it is not, ``stop`` has nothing to do. It is always below the
+    user's modes: one of these removes the mode on top of the stack when it ends, whichever that is.
     """
 
     def __init__(self) -> None:
@@ -20,8 +32,10 @@ class PausableMode(TorchFunctionMode):
     def start(self) -> None:
         self.running = True
         if not self.pushed:
+            above = _pop_users_modes()
             _push_on_torch_function_stack(self)
             self.pushed = True
+            _push(above)
 
     def stop(self) -> None:
         """Removes this mode from torch's stack of modes, wherever it is in it."""
@@ -38,6 +52,43 @@ class PausableMode(TorchFunctionMode):
         above = []
         while (top := _pop_torch_function_stack()) is not self:
             above.append(top)
-        for mode in reversed(above):
-            _push_on_torch_function_stack(mode)
+        _push(above)
         self.pushed = False
+
+
+def _is_users(mode: object) -> bool:
+    """Whether a mode is neither the recorder's nor the default device, which is at the bottom of the stack."""
+    return not isinstance(mode, PausableMode | DeviceContext)
+
+
+def _pop_users_modes() -> list[TorchFunctionMode]:
+    """Removes the user's modes, which are on top of the stack. Returns them, the top one first."""
+    modes = []
+    while (count := _len_torch_function_stack()) and _is_users(_get_function_stack_at(count - 1)):
+        modes.append(_pop_torch_function_stack())
+    return modes
+
+
+def _push(modes: list[TorchFunctionMode]) -> None:
+    for mode in reversed(modes):
+        _push_on_torch_function_stack(mode)
+
+
+def has_users_modes() -> bool:
+    """Whether a mode of the user's handles torch functions or operators now. Takes 0.1 us."""
+    count = _len_torch_function_stack()
+    return bool(_len_torch_dispatch_stack()) or (count > 0 and _is_users(_get_function_stack_at(count - 1)))
+
+
+@contextmanager
+def without_users_modes() -> Iterator[None]:
+    """Inside, the user's modes do not see what the recorder computes."""
+    if not has_users_modes():
+        yield
+        return
+    modes = _pop_users_modes()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _push(modes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from trainwright.recorder.plain_tensors import version_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runlog.json_values import Event, Facts
+from trainwright.state.reach import ReachableState, is_followed
 
 Ids = tuple[int, ...] | None
 """Dataset positions of one batch; None where they are not known."""
@@ -51,7 +53,7 @@ class Call:
 
     ``training`` holds the mode of every module of every root, ``wanted`` the ``requires_grad`` of every parameter;
     ``batch`` is the index in the step's ``ids`` of the batch that it reads; ``part`` is the path, in its root, of the
-    module that was called.
+    module that was called. ``held`` is the state of the arguments that are neither tensors nor plain values.
     """
 
     root: int
@@ -64,6 +66,7 @@ class Call:
     batch: int = -1
     part: str = ""
     wanted: tuple[bool, ...] = ()
+    held: ReachableState | None = None
 
 
 @dataclass(slots=True)
@@ -243,6 +246,37 @@ def mapped(value: object, change: Callable[[Any], object]) -> Any:
     if isinstance(value, Mapping) and hasattr(value, "keys"):  # HF's BatchEncoding and ModelOutput
         return {key: mapped(value[key], change) for key in value}
     return change(value)
+
+
+def others_in(value: object) -> list[tuple[str, object]]:
+    """The leaves of nested containers that are neither tensors nor plain values, with the names of their classes."""
+    found: list[tuple[str, object]] = []
+
+    def note(leaf: object) -> None:
+        if not isinstance(leaf, Tensor | Constant | Slot) and is_followed(leaf):
+            found.append((type(leaf).__name__, leaf))
+
+    mapped(value, note)
+    return found
+
+
+def others_of(program: Iterable[Instruction]) -> list[tuple[str, object]]:
+    """The user's functions in a program, and arguments of functions that may hold state."""
+    found: list[tuple[str, object]] = []
+    for each in program:
+        if isinstance(each, Operation):
+            found += others_in((each.args, each.kwargs))
+        if isinstance(each, Operation | ClipGradients) and _is_users(each.function):
+            found.append((str(getattr(each.function, "__qualname__", "a function")), each.function))
+    return found
+
+
+def _is_users(function: object) -> bool:
+    """Whether it is neither of torch nor one that an experiment has put there."""
+    if isinstance(function, types.MethodType):  # ``apply`` of an autograd Function
+        function = function.__self__ if isinstance(function.__self__, type) else type(function.__self__)
+    is_written = isinstance(function, types.FunctionType | type)
+    return is_written and not str(function.__module__).startswith(("torch.", "trainwright."))
 
 
 def tensors_of(value: object, depth: int = 6) -> list[Tensor]:

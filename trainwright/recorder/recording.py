@@ -16,10 +16,11 @@ from trainwright.recorder.fetched import FetchedBatches
 from trainwright.recorder.gradients import GradientRecorder, owned_by
 from trainwright.recorder.listener import inside
 from trainwright.recorder.live_sums import sums_of
-from trainwright.recorder.program import Call, OptimizerStep, RecordedStep
+from trainwright.recorder.program import Call, OptimizerStep, RecordedStep, others_in
 from trainwright.recorder.ranks import num_collectives
 from trainwright.recorder.tape import autocast_now
 from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.state.reach import ReachableState
 
 LONGEST = 4096
 """Calls, operations, events, ... that one step may have."""
@@ -89,11 +90,18 @@ class LoopRecorder(GradientRecorder):
         written, rng = (self.tape.write(args), self.tape.write(kwargs) if kwargs else {}), state.rng(step.step)
         modes, wanted = state.modes_and_wanted()
         self._call = call = Call(index, *written, rng, modes, autocast_now(self._kind), wanted=wanted)
-        call.part, call.batch = self._paths[id(root)], len(step.ids) - 1
+        call.part, call.batch, call.held = self._paths[id(root)], len(step.ids) - 1, self._held_by(args, kwargs)
         if self.tape.operations:
             step.program += self.tape.operations
             self.tape.operations = []
         step.program.append(call)
+
+    def _held_by(self, args: Args, kwargs: Kwargs) -> ReachableState | None:
+        """The state of arguments that are neither tensors nor plain values, as the call finds it."""
+        others = others_in((args, kwargs))
+        if not others:
+            return None
+        return ReachableState(others, [*self._state.modules, *self.parameters], is_brief=True, copies=False)
 
     def _shorten(self) -> None:
         """A loop that calls the model again and again and never makes an update would fill the memory."""

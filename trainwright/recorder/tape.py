@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from trainwright.recorder.callers import caller
-from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.pausable import PausableMode, without_users_modes
 from trainwright.recorder.plain_tensors import num_bytes as bytes_of
 from trainwright.recorder.plain_tensors import version_of
 from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
@@ -77,16 +78,22 @@ class Tape(PausableMode):
         try:
             result = function(*args, **(kwargs or {}))
         except Exception:
-            self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
+            with without_users_modes():
+                self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
         if self.listener is not None:
-            self._tell(self.listener, function, args, kwargs or {}, result)
-        if isinstance(result, Tensor) and function != READS_GRADIENT:
-            self._note(function, args, kwargs or {}, [result])
+            with without_users_modes():
+                self._tell(self.listener, function, args, kwargs or {}, result)
+        made: list[Tensor] = []
+        if isinstance(result, Tensor):
+            made = [result] if function != READS_GRADIENT else []
         elif isinstance(result, tuple | list):
             made = [each for each in result if isinstance(each, Tensor)]
-            if made:
+        if made and _len_torch_dispatch_stack():
+            with without_users_modes():
                 self._note(function, args, kwargs or {}, made)
+        elif made:
+            self._note(function, args, kwargs or {}, made)
         return result
 
     def _tell(

@@ -1,4 +1,4 @@
-"""The warnings of the user's code: a replay does not show them again, and none names a file of this package."""
+"""The warnings of the user's code: a replay does not show them again, and none is of the recorder's own operations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from types import FrameType
 
 import torch.overrides
 
-from trainwright.recorder.callers import calling_frame
+from trainwright.recorder.callers import calling_frame, is_users
 
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_ROOMS = frozenset({"recorder", "replay", "watching", "doctor"})
+_PASSING_ON = frozenset(
+    {"hooks.py", "object_hooks.py", "function_hooks.py", "rank_hooks.py", "calls.py", "user_warnings.py"}
+)
+"""Files of the recorder with functions that call what they have replaced."""
 _TAPE, _OVERRIDES = str(Path(__file__).with_name("tape.py")), str(torch.overrides.__file__)
 ShowWarning = Callable[..., None]
 
@@ -31,7 +37,24 @@ def without_warnings() -> Iterator[None]:
     try:
         yield
     finally:
-        warnings.showwarning = shown
+        if warnings.showwarning is show:  # else somebody else has replaced it
+            warnings.showwarning = shown
+
+
+def is_of_the_recorder() -> bool:
+    """Whether the code that runs is this package's own, and not the user's that it passes a call on to."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE):
+            room, _, file = code.co_filename.removeprefix(_PACKAGE).partition("/")
+            passes_on = room == "recorder" and (file in _PASSING_ON or code.co_name == "__torch_function__")
+            if room in _ROOMS and not passes_on:
+                return True
+        elif is_users(frame):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def at_the_caller(original: ShowWarning) -> ShowWarning:

@@ -40,10 +40,11 @@ from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
+from trainwright.runlog.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runlog.json_values import Facts, plain, strict
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.storage import make_subfolder, storage_error
 from trainwright.state.codec import decode, encode
-from trainwright.state.manifest import fsync, name_of, step_of, verify, write_manifest
+from trainwright.state.manifest import NOT_WHAT_WE_WRITE, fsync, name_of, step_of, verify, write_manifest
 from trainwright.state.rng import RngBag, preserved_rng
 from trainwright.state.snapshot import LiveObjects, Snapshot, is_plain
 from trainwright.state.staging import on_host
@@ -162,7 +163,7 @@ def write_bundle(
     tensors, body = encode(_body(subject, names, snapshot, steps))
     aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
     with _storage_errors(target, aside):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_subfolder(folder)  # not the run folder around it: where that was renamed, this would be another one
         _sweep(folder)
         aside.mkdir()
         write_tensors(on_host(tensors), aside / _TENSORS)
@@ -191,7 +192,7 @@ def _body(
     first, last = snapshot.step, steps[-1].step
     if [each.step for each in steps] != list(range(first, last + 1)):
         writer.lost.append(f"the state right before step {last} is not there, only that before step {first}")
-    state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name != "rng"}
+    state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name not in ("rng", "reach")}
     return {
         "structure": vars(Structure.of(subject, names)),
         "device": str(subject.parameters[0].device if subject.parameters else "cpu"),
@@ -239,16 +240,16 @@ def prune(folder: Path, keep: int = 8) -> None:
 def kind_of(path: Path) -> str | None:
     """The kind of a bundle: "step", "crash-loop", or None when the folder is no bundle."""
     try:
-        about = json.loads((path / NAME).read_text())
-        return str(about.get("kind", CRASH_LOOP)) if isinstance(about, dict) else None
-    except (OSError, ValueError, RecursionError):
+        about = read_json(path / NAME, BUNDLE)
+    except UnreadableFile:
         return None
+    return str(about.get("kind", CRASH_LOOP)) if isinstance(about, dict) else None
 
 
 def steps_of(path: Path) -> list[int]:
     """The steps that a bundle lists, ascending."""
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        return sorted(int(each) for each in json.loads((path / NAME).read_text())["steps"])
+    with suppress(UnreadableFile, ValueError, LookupError, TypeError):
+        return sorted(int(each) for each in read_json(path / NAME, BUNDLE)["steps"])
     return []
 
 
@@ -264,7 +265,7 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
             verify(path, (_TENSORS, NAME))
         except CheckpointError as error:
             raise BundleError(error.message, remedy="take another bundle, or replay the run itself") from None
-        head = json.loads((path / NAME).read_text())
+        head = read_json(path / NAME, BUNDLE)
         if (head["kind"], head["format"]) != (KIND, FORMAT):
             raise ValueError(f"it is of kind {head['kind']!r} and format {head['format']!r}")
         body = decode(load_file(path / _TENSORS), head["body"])
@@ -295,9 +296,7 @@ def _errors_as_forged(path: Path) -> Iterator[None]:
         yield
     except BundleError:
         raise
-    except (
-        OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError, SafetensorError,
-    ) as error:  # fmt: skip
+    except (UnreadableFile, *NOT_WHAT_WE_WRITE) as error:
         raise BundleError(
             f"{path} is no bundle of Trainwright ({text_of(error)[:300]})",
             remedy="trust nothing in it; take another bundle, or replay the run itself",
@@ -318,7 +317,7 @@ def _snapshot(reader: Reader, body: Facts) -> Snapshot:
     rng = RngBag.from_state_dict(reader.value(body["rng"]))
     with preserved_rng():
         rng.restore()  # raises if a generator refuses its state
-    return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng)
+    return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng, reach=None)
 
 
 def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[RecordedStep]) -> None:

@@ -129,7 +129,7 @@ class EngineBench:
         self._taken.clear()
         recorder.current = RecordedStep(step)
         self._listening.enter_context(listening([recorder, *self.probes], recorder.roots))
-        self._listening.callback(recorder.tape.stop)
+        self._listening.callback(recorder.stop_modes)
 
     def _finished(self) -> RecordedStep:
         """The step that was recorded just now. Raises what the recorder raised."""

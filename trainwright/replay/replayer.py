@@ -30,6 +30,7 @@ from trainwright.recorder.program import (
     ZeroGrad,
     constants_of,
     mapped,
+    others_of,
     tensors_of,
 )
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -37,8 +38,10 @@ from trainwright.replay.deadline import Deadline
 from trainwright.replay.dtypes import DTYPES, cast_to
 from trainwright.replay.functions import InputHandler, OpHandler
 from trainwright.replay.stage import NotReplayable as NotReplayable
-from trainwright.replay.stage import fresh, staged
-from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.replay.stage import staged
+from trainwright.state.isolation import NotIsolated
+from trainwright.state.reach import ReachableState
+from trainwright.state.snapshot import LiveObjects, Snapshot, copied
 
 Upto: TypeAlias = Literal["forward", "backward", "step"]
 ParamGroup: TypeAlias = dict[str, Any]
@@ -102,14 +105,21 @@ class Replayer:
     def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
         self.subject, self.names, self.deadline = subject, list(names), Deadline()
         self.rows: Sequence[int] | None = None
+        self._now: ReachableState | None = None
+        self._then: ReachableState | None = None
         self.known = frozenset(id(p) for p in subject.parameters)
         self.device = subject.parameters[0].device if subject.parameters else torch.device("cpu")
 
     @contextmanager
     def stage(self, snapshot: Snapshot) -> Iterator[None]:
         """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were."""
-        with self._away_from_autocast(), staged(self.subject, snapshot):
-            yield
+        before = self._now, self._then
+        with self._away_from_autocast(), staged(self.subject, snapshot) as now:
+            self._now, self._then = now, snapshot.reach
+            try:
+                yield
+            finally:
+                self._now, self._then = before
 
     @contextmanager
     def only(self, rows: Sequence[int] | None) -> Iterator[None]:
@@ -131,7 +141,28 @@ class Replayer:
         self, recorded: RecordedStep, intervention: Intervention = AS_IT_WAS, *, upto: Upto = "step"
     ) -> ReplayResult:
         """Runs one step, within ``stage``. What the user's code raises comes back as ``error``."""
+        self._keep_others(recorded)
         return _Run(self, recorded, intervention, upto).run()
+
+    def _keep_others(self, recorded: RecordedStep) -> None:
+        """Captures what the step uses beside models and optimizers: arguments of the models, functions of the loss.
+
+        Raises:
+            NotReplayable: If such a thing has state that is not known.
+        """
+        assert self._now is not None, "run within ``stage``"
+        for call in recorded.calls:
+            if call.held is not None:
+                self._now.include(call.held.roots)
+                if call.held.gaps:
+                    raise NotIsolated(call.held.gaps[0])
+        others = others_of(recorded.program)
+        if others:
+            self._now.include(others)
+            if self._now.gaps:
+                raise NotIsolated(self._now.gaps[0])
+            if self._then is not None and not self._then.knows(ReachableState(others, self.subject.modules)):
+                raise NotReplayable(f"{others[0][0]} has state that was not kept before this step")
 
 
 @dataclass
@@ -192,6 +223,8 @@ class _Run:
     def _call(self, call: Call) -> None:
         root = self.replayer.subject.roots[call.root].get_submodule(call.part)
         args, kwargs = self._read(call.args), self._read(call.kwargs)
+        if call.held is not None and (lost := call.held.put_back()):
+            raise NotReplayable(f"{lost[0]} was written to after it was used")
         if self.intervention.inputs is not None:
             args, kwargs = self.intervention.inputs(self.calls, args, kwargs)
         self.calls += 1
@@ -276,7 +309,7 @@ class _Run:
             raise NotReplayable("the optimizer calls a closure")
         optimizer = self.replayer.subject.optimizers[step.optimizer]
         for group, recorded in zip(optimizer.param_groups, step.groups):
-            group.update({k: fresh(v) for k, v in recorded.items() if k != "params"})
+            group.update({k: copied(v) for k, v in recorded.items() if k != "params"})
             group["lr"] = group["lr"] * self.intervention.lr if self.intervention.lr != 1.0 else group["lr"]
             group.update(
                 self.intervention.group(self.recorded.step, group) if self.intervention.group is not None else {}

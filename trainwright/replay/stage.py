@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +16,11 @@ from torch.utils._pytree import tree_map_only
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.ranks import COMMUNICATES, has_others
 from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.state.isolation import NotIsolated, isolated
+from trainwright.state.reach import ReachableState
 from trainwright.state.rng import preserved_rng
-from trainwright.state.snapshot import TORCHS_OWN, LiveObjects, Snapshot
+from trainwright.state.snapshot import LiveObjects, Snapshot, copied
 
-T = TypeVar("T")
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Where torch registers the operators of its communication library."""
 
@@ -31,18 +30,29 @@ class NotReplayable(Exception):
 
 
 @contextmanager
-def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
+def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]:
     """Inside, the live objects are in the state of ``snapshot``; afterwards they are as before.
 
-    Parameters refer to copies of their data meanwhile, so no live tensor is written to.
+    Parameters refer to copies of their data meanwhile, so no live tensor of these is written to. Yields what the step
+    can reach, as it was before. Where something cannot be put back, nothing is staged from then on.
     """
     _require_same(subject, snapshot)
-    with muted(), preserved_rng(), not_compiled(), with_autograd(), ExitStack() as undo:
-        _set_aside(subject, undo)
-        _load(subject, snapshot)
-        if has_others():
-            undo.enter_context(_Alone())  # type: ignore[no-untyped-call]
-        yield
+    if subject.is_closed is not None:
+        raise NotReplayable(subject.is_closed)
+    with muted(), preserved_rng(), not_compiled(), with_autograd():
+        now = subject.reach()
+        if snapshot.reach is not None:
+            now.include_parts_of(snapshot.reach)
+        try:
+            with isolated(now), ExitStack() as undo:
+                _set_aside(subject, undo)
+                _load(subject, snapshot)
+                if has_others():
+                    undo.enter_context(_Alone())  # type: ignore[no-untyped-call]
+                yield now
+        except NotIsolated as error:
+            subject.close(str(error))
+            raise NotReplayable(str(error)) from error
 
 
 @contextmanager
@@ -87,31 +97,24 @@ def _set_aside(subject: LiveObjects, undo: ExitStack) -> None:
         undo.callback(_point, parameter, parameter.data)
         undo.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.grad = None
-    for module in subject.modules:
-        undo.callback(_put_back, vars(module), dict(vars(module)))
-        undo.callback(_put_back, module._buffers, dict(module._buffers))
-        for name, value in vars(module).items():
-            if type(value) in (list, dict, set, deque) and name not in TORCHS_OWN:  # a forward pass may add to it
-                undo.callback(_refill, value, copy(value))
-    for optimizer in subject.optimizers:
-        undo.callback(_put_back, vars(optimizer), dict(vars(optimizer)))
-        for group in optimizer.param_groups:
-            undo.callback(group.update, {k: v for k, v in group.items() if k != "params"})
 
 
 def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
     for parameter, data in zip(subject.parameters, snapshot.parameters):
         parameter.data = data.clone()
+    if snapshot.reach is None:  # it was read from a bundle
+        _load_attributes(subject, snapshot)
+    elif lost := snapshot.reach.put_back():
+        raise NotIsolated(f"{lost[0]} has changed and cannot be put back")
     for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
         module._buffers[name] = None if buffer is None else buffer.clone()
-    _load_attributes(subject, snapshot)
     for optimizer, state, groups in zip(subject.optimizers, snapshot.states, snapshot.groups):
         fresh_state: Any = type(optimizer.state)(dict)
         for number, own in state.items():
-            fresh_state[subject.parameters[number]] = {k: fresh(v) for k, v in own.items()}
+            fresh_state[subject.parameters[number]] = {k: copied(v) for k, v in own.items()}
         optimizer.state = fresh_state
         for group, kept in zip(optimizer.param_groups, groups):
-            group.update({k: fresh(v) for k, v in kept.items()})
+            group.update({k: copied(v) for k, v in kept.items()})
     snapshot.rng.restore()
 
 
@@ -140,22 +143,9 @@ def _point(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
 
 
-def _put_back(live: dict[str, T], before: dict[str, T]) -> None:
-    for name in live.keys() - before.keys():
-        del live[name]
-    live.update(before)
-
-
 def _refill(live: Any, before: Any) -> None:
     live.clear()
-    if isinstance(live, list | deque):
+    if isinstance(live, list):
         live.extend(before)
     else:
         live.update(before)
-
-
-def fresh(value: object) -> object:
-    """A copy of a value of an optimizer, whose step may write to tensors and lists."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return list(value) if isinstance(value, list) else value

@@ -51,6 +51,7 @@ _INSTRUCTIONS: dict[str, type[Instruction]] = {
     "Step": OptimizerStep,
 }
 """By the names that they have on disk."""
+_NOT_WRITTEN = ("function", "held")
 _NAMES = {each: name for name, each in _INSTRUCTIONS.items()}
 _TAKES_CODE = frozenset(
     {"apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "set_", "module_load"}
@@ -121,7 +122,7 @@ class Writer:
 
     def _instruction(self, each: Instruction) -> dict[str, object]:
         name, what = _NAMES[type(each)], "the inputs" if isinstance(each, Call) else "the loss"
-        stored = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name != "function"}
+        stored = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name not in _NOT_WRITTEN}
         if isinstance(each, Operation):
             function: str | None = _name_of(each.function)
             if function not in _functions():
@@ -300,7 +301,7 @@ def function_of(name: object) -> TorchFunction:
 @cache
 def _hints(cls: type) -> dict[str, object]:
     hints = typing.get_type_hints(cls)
-    kept = [each.name for each in fields(cls) if each.name != "function" or cls is Operation]
+    kept = [each.name for each in fields(cls) if each.name not in _NOT_WRITTEN or cls is Operation]
     return {name: hints[name] for name in kept}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from trainwright.runlog.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runlog.json_values import JsonValue, strict
 
 NAME = "errors.json"
@@ -122,12 +124,13 @@ class BadCases:
         return list(_lines(self))
 
 
-def bad_cases_in(text: str) -> BadCases | None:
-    """The content of ``errors.json``; None where it is not such a file, which anybody may have written."""
+def read_bad_cases(path: Path) -> BadCases:
+    """Reads ``errors.json``. Raises UnreadableFile where it is not as ``trainwright errors`` writes it."""
+    value = read_json(path, BUNDLE)
     try:
-        return TypeAdapter(BadCases).validate_json(text)
-    except ValidationError:
-        return None
+        return TypeAdapter(BadCases).validate_python(value)
+    except ValidationError as error:
+        raise UnreadableFile(path, f"{error.error_count()} of its values are not those of a list of errors") from None
 
 
 def _lines(cases: BadCases) -> Iterator[str]:
@@ -137,9 +140,12 @@ def _lines(cases: BadCases) -> Iterator[str]:
     yield f"{of}{cases.count:,} samples of {cases.data}, loss {cases.loss:.4g}{right}"
     yield from _listed("the largest losses", cases.worst, cases)
     yield from _listed("the model is most sure of these mistakes", cases.mistakes, cases)
-    likely = cases.likely_wrong
-    title = f"labels that are likely wrong: {likely:,}" if likely else "no label is likely wrong; these come first"
-    yield from _listed(title, cases.labels, cases)
+    likely = [each for each in cases.labels if each.likely]
+    first = f", the first {len(likely):,} of them" if len(likely) < cases.likely_wrong else ""
+    yield from _listed(f"labels that are likely wrong: {cases.likely_wrong:,}{first}", likely, cases)
+    others = [each for each in cases.labels if not each.likely]
+    title = "not likely wrong, and next in order" if likely else "no label is likely wrong; these come first"
+    yield from _listed(title, others, cases)
     for grouping in dict.fromkeys(each.grouping for each in cases.slices):
         yield f"loss by {grouping}, the worst first"
         for each in [one for one in cases.slices if one.grouping == grouping][:IN_WORDS]:

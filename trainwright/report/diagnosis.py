@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from trainwright.report.examination import Examination
 from trainwright.report.findings import exit_code, lines_of
 from trainwright.report.verdict import verdict_of
 from trainwright.runlog.ending import state_of
+from trainwright.runlog.files import read_text
 from trainwright.runlog.findings import findings_in
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
@@ -119,7 +121,7 @@ class Report:
 def diagnosis_of(folder: RunFolder) -> Report:
     """Reads the findings from the log, and applies every check to its records again."""
     kinds = (Watched, Examined, Unexamined, Found, Withdrawn, Ended)
-    log = read_newest(folder.log, kinds) if folder.log.is_file() else LogContents((), 0, torn=False)
+    log = read_newest(folder.log, kinds) if os.path.lexists(folder.log) else LogContents((), 0, torn=False)
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
@@ -150,4 +152,4 @@ def _added(again: Sequence[Found], known: Sequence[Found]) -> Iterator[Found]:
 
 def _can_be_trained_again(folder: RunFolder) -> bool:
     """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
-    return folder.recipe.is_file() and "use: live:" not in folder.recipe.read_text(encoding="utf-8")
+    return folder.recipe.is_file() and "use: live:" not in read_text(folder.recipe)

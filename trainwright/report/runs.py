@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from trainwright.report.verdict import evaluations_in, verdict_of
 from trainwright.runlog.ending import state_of
 from trainwright.runlog.figures import figure
+from trainwright.runlog.files import reason_of
 from trainwright.runlog.folder import RunFolder, runs_in
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.reader import read_end
@@ -53,12 +55,21 @@ class RunTable:
 
 def list_runs(folder: Path) -> RunTable:
     """Reads the end of the log of each run in ``folder``; a run that has no log yet is listed, too."""
-    rows = [_row(RunFolder(path)) for path in runs_in(folder)]
+    rows = [_row_or_reason(RunFolder(path)) for path in runs_in(folder)]
     return RunTable(folder, tuple(sorted(rows, key=lambda row: row.began_s)))
 
 
+def _row_or_reason(folder: RunFolder) -> RunRow:
+    """The row of a run; of one that cannot be read, whatever the reason, that reason is the state."""
+    try:
+        return _row(folder)
+    except Exception as error:
+        state = f"cannot be read: {reason_of(error)}"
+        return RunRow(folder.path, 0.0, state, RunVerdict(word="-", sentence=state), 0, None, None)
+
+
 def _row(folder: RunFolder) -> RunRow:
-    records = read_end(folder.log) if folder.log.is_file() else ()
+    records = read_end(folder.log) if os.path.lexists(folder.log) else ()
     began_s = min(sign.stat().st_mtime for sign in (folder.recipe, folder.plan, folder.log) if sign.exists())
     steps = [record for record in records if isinstance(record, Step | Watched)]
     evaluated = evaluations_in(records)
@@ -74,7 +85,10 @@ def _row(folder: RunFolder) -> RunRow:
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
-    began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M")
+    try:
+        began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M") if row.began_s else "-"
+    except (ValueError, OverflowError, OSError):  # a file from the year 10,000
+        began = "-"
     return (str(row.run), began, row.state, row.verdict.word, f"{row.step:,}", _number(row.loss), _number(row.val_loss))
 
 

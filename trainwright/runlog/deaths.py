@@ -14,7 +14,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Record, Started, Step
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.storage import make_subfolder, storage_error
 
 CRASH_LOOP = "crash-loop"  # what --accept calls it
 
@@ -79,7 +79,7 @@ def write_bundle(
     }
     try:
         shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed while it wrote
-        folder.bundles.mkdir(exist_ok=True)
+        make_subfolder(folder.bundles)
         aside.mkdir()  # raises for a link, which rmtree does not follow
         (aside / "checkpoint").mkdir()
         for file in checkpoint.iterdir() if checkpoint else ():

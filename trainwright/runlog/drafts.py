@@ -27,7 +27,7 @@ def remove_leftovers(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob(".*.draft"):
             if _is_abandoned(path):
-                _remove(path)
+                remove(path)
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -51,7 +51,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file, a link or a whole folder. Never raises."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import UsageError
-from trainwright.runlog.drafts import draft_of
 from trainwright.runlog.json_values import strict
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.storage import make_subfolder, storage_error, write_atomically
 
-_SIGNS = ("log.jsonl", "recipe.yaml", "plan.json")  # any of these makes a folder a run folder
+_SIGNS = ("log.jsonl", "plan.json")
+"""Either makes a folder a run folder. A ``recipe.yaml`` alone does not: people keep theirs in the project's root."""
+_BEGUN = ("recipe.yaml", "lock")
+"""Both are there before any other file of a run that has only just begun."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RunFolder:
         there = ", ".join(map(str, _newest(path.parent)))
         remedy = f"give a run folder, such as {there}" if there else "give a run folder: runs/<name>"
         if meant:
-            remedy = f"did you mean {' or '.join(str(run) for run in meant)}?"
+            remedy = f"did you mean {' or '.join(str(run if run.name else run.resolve()) for run in meant)}?"
         raise UsageError(f"{path} {what}", remedy=remedy)
 
     def write_text(self, name: str, text: str) -> Path:
@@ -106,20 +106,14 @@ class RunFolder:
         Raises StorageError when the disk is full or the folder may not be written.
         """
         path = self.path / name
-        draft = draft_of(path)
         try:
-            path.parent.mkdir(exist_ok=True)
-            draft.unlink(missing_ok=True)  # of an earlier process with the same id
-            with draft.open("x", encoding="utf-8", newline="\n") as file:  # follows no link
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-            _sync_folder(path.parent)
+            if path.parent == self.path:
+                self.path.mkdir(exist_ok=True)
+            else:
+                make_subfolder(path.parent)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
             raise storage_error(error, path, "write") from error
+        write_atomically(path, text)
         return path
 
     def write_json(self, name: str, value: object) -> Path:
@@ -128,7 +122,10 @@ class RunFolder:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / sign).is_file() for sign in _SIGNS)
+    try:
+        return any((path / sign).is_file() for sign in _SIGNS) or all((path / sign).is_file() for sign in _BEGUN)
+    except OSError:  # it may not be searched: whoever opens it says so
+        return path.is_dir()
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -140,7 +137,7 @@ def runs_in(root: Path) -> list[Path]:
 
 
 def _written_ns(run: Path) -> int:
-    return max((run / sign).stat().st_mtime_ns for sign in _SIGNS if (run / sign).exists())
+    return max((run / sign).stat().st_mtime_ns for sign in (*_SIGNS, *_BEGUN) if (run / sign).exists())
 
 
 def _meant(path: Path) -> list[Path]:
@@ -155,12 +152,3 @@ def _meant(path: Path) -> list[Path]:
 def _newest(root: Path) -> list[Path]:
     """The three runs in a folder that were written last."""
     return sorted(runs_in(root), key=_written_ns, reverse=True)[:3]
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes a rename in ``path`` survive a power failure."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -25,7 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from trainwright.errors import UsageError
+from trainwright.errors import StorageError, UsageError
+from trainwright.runlog.files import UnreadableFile, open_file, parse_json
 from trainwright.runlog.storage import open_own, storage_error
 
 SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
@@ -165,6 +166,34 @@ class RunLock:
         with contextlib.suppress(OSError):
             os.close(fd)
 
+    def require_place(self, path: Path) -> None:
+        """Raises StorageError unless ``path`` is still the folder of this lock, or that folder was deleted.
+
+        A folder that was renamed or unmounted takes its open files along.
+        """
+        held = os.fstat(self._fd)
+        try:
+            there = (path / "lock").lstat()
+        except FileNotFoundError:
+            if held.st_nlink == 0:
+                return
+        else:
+            if (there.st_dev, there.st_ino) == self._identity:
+                return
+        raise StorageError(
+            f"{path} is no longer the folder of this run: it was renamed, replaced or unmounted{self._now_at()}",
+            remedy=f"put it back as {path}: the next save goes there",
+        )
+
+    def _now_at(self) -> str:
+        """Where the folder is now, as far as the system says."""
+        try:
+            now = Path(f"/proc/self/fd/{self._fd}").readlink()
+            seen = now.lstat()
+        except OSError:  # not Linux, or not reachable
+            return ""
+        return f", its log is in {now.parent}" if (seen.st_dev, seen.st_ino) == self._identity else ""
+
     def _write(self, step: int | None) -> None:
         self._step, first, number = step, self._first_step, _padded(step)
         starting = step is not None and first is not None and step < first + FEW_STEPS
@@ -195,9 +224,10 @@ class NoLock:
 def is_held(path: Path) -> bool | None:
     """Whether a process trains in the run folder ``path``. None: there is no lock file, or no locks on that disk."""
     try:
-        fd = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        file = open_file(path / "lock")
+    except UnreadableFile:
         return None
+    fd = file.fileno()
     try:
         if _identity(fd) in _held:
             return True
@@ -206,7 +236,7 @@ def is_held(path: Path) -> bool | None:
     except OSError as error:
         return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
     finally:
-        os.close(fd)
+        file.close()
     return False
 
 
@@ -264,9 +294,9 @@ def _lock(fd: int, path: Path) -> bool:
 def _holder(fd: int) -> Holder | None:
     """The content of the file; None when it is new or not valid."""
     try:
-        fields = json.loads(os.pread(fd, SIZE, 0))
+        fields = parse_json(os.pread(fd, SIZE, 0).decode())
         holder = Holder(**{**fields, "dead": tuple(fields["dead"])})
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     steps = [step for step in (holder.step, holder.died_in_step) if step is not None]
     numbers = all(type(each) is int and each > 0 for each in (holder.pid, *steps, *holder.dead))

@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import TypeVar
 
 from trainwright.runlog.json_values import JsonValue
+from trainwright.runlog.secrets import masked
 
 T = TypeVar("T")
 _Definition = FunctionType | type[object]
@@ -59,7 +60,7 @@ def provenance(
     their classes and functions may be defined elsewhere, often in ``__main__``.
     """
     return {
-        "command": list(command),
+        "command": masked(list(command)),
         "working_directory": _known(lambda: str((folder or Path.cwd()).resolve())),
         "git": _known(lambda: _git_state(folder or Path.cwd())),
         "sources": sources(modules, live),
@@ -154,7 +155,9 @@ def _sha256(text: str) -> str:
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that can change a run's numbers or speed, by name; nothing that looks like a secret."""
     return {
-        name: value for name, value in sorted(variables.items()) if _VARIABLES.match(name) and not _SECRET.search(name)
+        name: masked(value)
+        for name, value in sorted(variables.items())
+        if _VARIABLES.match(name) and not _SECRET.search(name)
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from trainwright.errors import UsageError
+from trainwright.runlog.files import MAX_LINE_BYTES, is_too_long, lines_of, open_file
 from trainwright.runlog.records import (
     KINDS,
     Ended,
@@ -24,7 +25,6 @@ from trainwright.runlog.records import (
     Withdrawn,
     from_json,
 )
-from trainwright.runlog.storage import storage_error
 
 T = TypeVar("T")
 FIRST, END_BYTES = 64, 256 * 2**10
@@ -35,6 +35,8 @@ MOST = 8192
 @dataclass(frozen=True)
 class LogContents:
     """The content of a log. ``broken_lines`` counts the lines that hold no record, except a torn last one.
+
+    A line longer than ``files.MAX_LINE_BYTES`` is broken, and what follows it is not read.
 
     ``torn``: the last line was cut off (a kill, a full disk). ``unknown`` counts the records of kinds that only another
     version knows.
@@ -49,7 +51,7 @@ class LogContents:
 def read(path: Path | str) -> LogContents:
     """Reads every record. Raises UsageError when there is no such log."""
     with _open(Path(path)) as file:
-        return decoded(file)
+        return decoded(lines_of(file))
 
 
 def decoded(lines: Iterable[bytes]) -> LogContents:
@@ -60,7 +62,7 @@ def decoded(lines: Iterable[bytes]) -> LogContents:
         record = _record(line)
         if record is not None:
             records.append(record)
-        elif not line.endswith(b"\n"):
+        elif not line.endswith(b"\n") and not is_too_long(line):
             torn = True
         elif line.strip():  # a full disk may leave an empty line, which is no loss
             broken_lines += 1
@@ -79,7 +81,7 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
     lines: list[bytes] = []
     broken_lines, torn, unknown = 0, False, 0
     with _open(Path(path)) as file:
-        for line in file:
+        for line in lines_of(file):
             if line.startswith(_beginning(Started)):
                 lines = []
             if line.startswith(wanted):
@@ -114,7 +116,7 @@ def read_course(path: Path | str) -> tuple[Record, ...]:
     of_steps = tuple(map(_beginning, (Step, Watched)))
     lines: list[bytes] = []
     with _open(Path(path)) as file:
-        for line in file:
+        for line in lines_of(file):
             if line.startswith(kinds):
                 lines.append(line)
             if len(lines) > MOST:
@@ -163,14 +165,14 @@ def follow(
     with _open(Path(path)) as file:
         ended, unfinished, last_s = False, b"", clock()
         while True:
-            line = unfinished + file.readline()
+            line = unfinished + file.readline(MAX_LINE_BYTES)
             if line.endswith(b"\n"):
                 unfinished, last_s = b"", clock()
                 record = _record(line)
                 if record is not None:
                     ended = isinstance(record, Ended)
                     yield record
-            elif (ended and not line) or clock() - last_s >= idle_s:
+            elif (ended and not line) or is_too_long(line) or clock() - last_s >= idle_s:
                 return
             else:
                 unfinished = line
@@ -193,18 +195,13 @@ def steps(records: Iterable[Record]) -> list[Step]:
 
 
 def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise UsageError(
-            f"{path} is not a log", remedy="give the log.jsonl of a run folder (runs/<name>/log.jsonl)"
-        ) from error
-    except OSError as error:
-        raise storage_error(error, path, "read") from error
+    if path.is_dir() or not os.path.lexists(path):
+        raise UsageError(f"{path} is not a log", remedy="give the log.jsonl of a run folder (runs/<name>/log.jsonl)")
+    return open_file(path)
 
 
 def _record(line: bytes) -> Record | None:
     try:
         return from_json(line.decode())
-    except (ValueError, RecursionError):  # RecursionError: garbage with thousands of open brackets
+    except ValueError:
         return None

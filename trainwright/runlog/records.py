@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from trainwright.errors import OomReport
+from trainwright.runlog.files import parse_json
 from trainwright.runlog.json_values import NOT_IN_JSON, Event, Facts, JsonValue, plain, strict
+from trainwright.runlog.secrets import masked
 
 FORMAT_VERSION = 1  # of the run folder as a whole
 
@@ -358,6 +361,9 @@ KINDS: Mapping[str, type[Record]] = {
     )
 }
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
+_WITH_TEXT = (Started, NotSaved, Skipped, OutOfMemory, Quarantined, Found, Examined, Replayed, Ended)
+"""Records that hold a command line, or the text of an exception."""
+_MAY_HOLD_SECRET = re.compile("://|token|auth|bearer|passw|pwd|passphrase|secret|credential|key", re.IGNORECASE)
 
 
 def to_json(record: Record) -> str:
@@ -367,14 +373,18 @@ def to_json(record: Record) -> str:
     else:
         line = {"kind": _KIND_OF[type(record)], **record.__dict__}
     try:
-        return _encode(line)
+        text = _encode(line)
     except ValueError:  # NaN or infinity somewhere: rare, so only these lines pay for the walk
-        return _encode(strict(line))
+        line = strict(line)
+        text = _encode(line)
+    if type(record) in _WITH_TEXT and _MAY_HOLD_SECRET.search(text):
+        return _encode(masked(strict(line)))
+    return text
 
 
 def from_json(line: str) -> Record:
     """The record of one line. Raises ValueError if it is not one."""
-    fields = json.loads(line)
+    fields = parse_json(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("a record is a JSON object with a 'kind'")
     kind = fields.pop("kind")
@@ -443,4 +453,6 @@ def _float(value: object) -> float:
 def _of(wanted: type[T], value: object) -> T:
     if type(value) is not wanted:
         raise ValueError(f"expected {wanted.__name__}, not {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"expected an integer of 64 bits, not {value}")
     return value

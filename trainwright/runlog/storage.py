@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from pathlib import Path
 
 from trainwright.errors import StorageError
+from trainwright.runlog.drafts import draft_of
 
 _MEANING = {
     errno.ENOSPC: (
@@ -58,6 +60,51 @@ def open_own(path: Path, flags: int) -> int:
         f"cannot write {path}: it is a hard link, so another file would be written too",
         remedy=f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}",
     )
+
+
+def make_subfolder(path: Path) -> None:
+    """Makes a folder inside of a run folder. Raises OSError, and StorageError where a link has its place.
+
+    A link may lead anywhere: in a run folder of somebody else, to a folder of the user's own. Checkpoints, which are
+    large, are the exception: their folder may be a link to another disk.
+    """
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise StorageError(
+            f"cannot write into {path}: it is a symbolic link",
+            remedy="remove that link",
+        )
+
+
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Writes a text file as a whole. Raises StorageError. A ``durable`` one survives a power failure.
+
+    A link at its place, or at that of the draft, is replaced and not followed.
+    """
+    draft = draft_of(path)
+    try:
+        draft.unlink(missing_ok=True)  # of an earlier process with the same id
+        with draft.open("x", encoding="utf-8", newline="\n") as file:  # follows no link
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+        if durable:
+            _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise storage_error(error, path, "write") from error
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes a rename in ``path`` survive a power failure."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def deleted_error(path: Path) -> StorageError:

@@ -50,10 +50,14 @@ class LogWriter:
             raise storage_error(error, self.path, "write") from error
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Closes the file; a second call does nothing. Raises StorageError: a network mount may write only now."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            os.close(fd)
+        except OSError as error:
+            raise storage_error(error, self.path, "close") from error
 
 
 def _last_byte(fd: int) -> bytes:

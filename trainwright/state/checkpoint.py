@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, StorageError
+from trainwright.runlog.files import STATE
 from trainwright.state.codec import StateDict, Tree, encode
 from trainwright.state.contents import read_contents
 from trainwright.state.cursor import Cursor
@@ -30,6 +31,7 @@ from trainwright.state.manifest import (
     fsync,
     name_of,
     raising_checkpoint_error,
+    read_state,
     verify,
     write_manifest,
 )
@@ -39,7 +41,7 @@ from trainwright.state.rng import RngBag
 from trainwright.state.shards import holds_parts, whole
 from trainwright.state.stages import StagePart, bring_together
 from trainwright.state.staging import Staging, num_bytes, on_host
-from trainwright.state.store import Best, sweep
+from trainwright.state.store import Best, delete, draft_of_step, is_own, sweep
 from trainwright.state.tensor_file import write_tensors
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, unwrapped
@@ -142,33 +144,49 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{path}.{name}"), buffer
 
 
-def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None) -> tuple[Path, int]:
-    """Writes ``folder/step-XXXXXXXX``; ``best`` is stored in its manifest. Returns its path and its size in bytes.
+def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run: str = "") -> tuple[Path, int]:
+    """Writes ``folder/step-XXXXXXXX``; ``best`` and the identity of the run are stored in its manifest.
 
-    A kill at any time leaves either the whole checkpoint or none. Raises StorageError when it cannot be written, and
-    CheckpointError for a state that is not finite; both remove what was written.
+    Returns its path and its size in bytes. A kill at any time leaves either the whole checkpoint or none. Raises
+    StorageError when it cannot be written, as where a folder that is not of this run is in the way, and CheckpointError
+    for a state that is not finite; both remove what was written.
     """
     _require_finite(snapshot)
     values = json.dumps(snapshot.values)
+    if len(values) > STATE.num_bytes:
+        raise CheckpointError(
+            f"the state without its tensors takes {len(values):,} bytes, more than {STATE.num_bytes:,}",
+            remedy="keep large values in tensors, or leave them out of what state_dict() and get_extra_state() return",
+        )
     target = folder / name_of(snapshot.step)
-    aside = folder / f".{target.name}.{os.getpid()}.tmp"
+    replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed while we replace it
+    aside = draft_of_step(folder, snapshot.step, run)
     with _storage_errors(aside):
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
+        sweep(folder, run)
+        for path in (target, replaced):
+            _require_own(path, run)
         _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values) + _SPARE_BYTES)
         aside.mkdir()
         write_tensors(snapshot.model, aside / "model.safetensors")
         write_tensors(snapshot.rest, aside / "rest.safetensors")
         (aside / "state.json").write_text(values)
-        written = write_manifest(aside, snapshot.step, asdict(best) if best else None)
-        replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed right here
+        written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
         if target.exists():  # the same step again, after a resume
-            shutil.rmtree(replaced, ignore_errors=True)
+            delete(replaced, run)
             target.rename(replaced)
         aside.rename(target)
         fsync(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        delete(replaced, run)
     return target, written
+
+
+def _require_own(path: Path, run: str) -> None:
+    if os.path.lexists(path) and not is_own(path, run):
+        raise StorageError(
+            f"{path} is in the way: it is no checkpoint of this run",
+            remedy="move it away, or give each run a folder of its own for its checkpoints",
+        )
 
 
 def save_checkpoint(
@@ -227,7 +245,7 @@ def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 def read_run_metadata(path: Path) -> StateDict:
     """Recipe, plan and provenance that a verified checkpoint was saved with."""
     with raising_checkpoint_error(path):
-        metadata = json.loads((path / "state.json").read_text())["papers"]
+        metadata = read_state(path)["papers"]
         return {name: metadata[name] for name in ("recipe", "plan", "provenance")}
 
 
@@ -235,7 +253,7 @@ def misfits(state: TrainState, path: Path) -> list[str]:
     """Returns one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
     with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
-        names = json.loads((path / "state.json").read_text())["model"]
+        names = read_state(path)["model"]
         shapes = {
             name: tuple(file.get_slice(value["__tensor__"]).get_shape())
             for name, value in names.items()

@@ -5,7 +5,6 @@ A sum that fits proves that nothing was damaged since. It does not prove that th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.state.codec import StateDict, Tree, decode
-from trainwright.state.manifest import not_ours, raising_checkpoint_error, read_manifest, verify
+from trainwright.state.manifest import not_ours, raising_checkpoint_error, read_manifest, read_state, verify
 from trainwright.state.rng import RngBag
 from trainwright.state.rules import AMOUNT, ANYTHING, FLOAT, NATURAL, TENSOR, TEXT, Maybe, Rule, wrong
 
@@ -90,7 +89,7 @@ def read_contents(path: Path) -> Contents:
     """Reads a verified checkpoint. Raises CheckpointError unless every part is there and of the right type."""
     with raising_checkpoint_error(path):
         tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
-        values = _values(path / "state.json")
+        values = read_state(path)
         for problem in wrong(values, dict.fromkeys(PARTS, ANYTHING), "state.json"):
             raise not_ours(path, problem)
         model, rest = (_decoded(path, part, tensors[part], values[part]) for part in PARTS)
@@ -108,13 +107,6 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         return dict(load_file(file))
     except (SafetensorError, ValueError) as error:
         raise not_ours(file.parent, f"{file.name} is no safetensors file: {error}") from None
-
-
-def _values(file: Path) -> Tree:
-    try:
-        return json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise not_ours(file.parent, f"{file.name} cannot be decoded: {error}") from None
 
 
 def _decoded(path: Path, part: str, tensors: Mapping[str, Tensor], values: Tree) -> StateDict:

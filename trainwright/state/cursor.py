@@ -100,13 +100,15 @@ class StepBatch:
 
     ``cursor`` is where the stream stands once this batch has been trained on. ``bad`` are the samples that were
     found on the way here, left out, and go into quarantine with it. ``of_all`` are the dataset positions of all ranks,
-    None where there is one.
+    None where there is one. ``read_s`` is how long reading took the processes that read it, in seconds; 0 where the
+    batches come ready.
     """
 
     micro: tuple[MicroBatch, ...]
     cursor: Cursor = Cursor()
     bad: tuple[BadSample, ...] = ()
     of_all: Ids | None = None
+    read_s: float = field(default=0.0, compare=False)
 
     @property
     def data(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from trainwright.errors import CheckpointError
 from trainwright.state.codec import StateDict, Tree, same_bits
 from trainwright.state.contents import PARTS, Contents, read_contents
-from trainwright.state.manifest import NAME, read_manifest, step_of, verify
+from trainwright.state.manifest import NAME, read_manifest, read_state, step_of, verify
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
         for name in sorted({*ours, *theirs}):
             if (found := _between(ours.get(name), theirs.get(name))) is not None:
                 yield CheckpointDifference(f"{part} {name}", *found)
-    ours, theirs = (json.loads((each / "state.json").read_text()) for each in (one, two))
+    ours, theirs = map(read_state, (one, two))
     for name in sorted({*ours, *theirs} - {"papers"}):
         yield from _unequal(name, ours.get(name), theirs.get(name))
 

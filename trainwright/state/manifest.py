@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from trainwright.errors import CheckpointError, text_of
+from trainwright.runlog.files import STATE, UnreadableFile, open_file, read_json
 from trainwright.state.codec import StateDict, Tree
 
 NAME = "manifest.json"
@@ -27,17 +29,17 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step that a checkpoint's folder says; None for a folder of another name."""
-    number = path.name.removeprefix("step-").removesuffix(".old")
-    return int(number) if path.name.startswith("step-") and number.isdecimal() else None
+    found = re.fullmatch(r"step-([0-9]{8,18})(\.old)?", path.name)  # step-100 is a name of other programs
+    return int(found[1]) if found else None
 
 
-def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None) -> int:
+def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
     """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all.
 
-    ``best`` says by which metric and value the state is the best so far.
+    ``best`` says by which metric and value the state is the best so far, ``run`` is the identity of the run.
     """
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
-    body = {"format": FORMAT, "step": step, "best": best, "files": files}
+    body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
     (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
     for name in (*files, NAME):
@@ -53,12 +55,12 @@ class NotReadableHere(CheckpointError):
 def read_manifest(folder: Path) -> StateDict:
     """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
     try:
-        manifest: StateDict = json.loads((folder / NAME).read_text())
+        manifest: StateDict = read_json(folder / NAME, follow_links=True)
         if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
             raise TypeError("files is no mapping, or step no number")
-    except PermissionError as error:
-        raise not_permitted(folder / NAME, error) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except UnreadableFile as error:
+        raise _unreadable(folder / NAME, error) from None
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
     if manifest.pop("sha256", None) != _sum(manifest):
         raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
@@ -68,6 +70,32 @@ def read_manifest(folder: Path) -> StateDict:
             remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
         )
     return manifest
+
+
+def run_of(folder: Path) -> str | None:
+    """The identity of the run that a checkpoint is of; None where its manifest does not say so or cannot be read."""
+    try:
+        run = read_manifest(folder).get("run")
+    except CheckpointError:
+        return None
+    return run if isinstance(run, str) else None
+
+
+def read_state(checkpoint: Path) -> StateDict:
+    """Reads state.json. Raises CheckpointError when it cannot be read."""
+    try:
+        state: StateDict = read_json(checkpoint / "state.json", STATE, follow_links=True)
+    except UnreadableFile as error:
+        raise not_ours(checkpoint, f"state.json: {error.reason}") from None
+    if not isinstance(state, dict):
+        raise not_ours(checkpoint, "state.json is no mapping")
+    return state
+
+
+def _unreadable(path: Path, error: UnreadableFile) -> CheckpointError:
+    if isinstance(error.__cause__, PermissionError):
+        return not_permitted(path, error.__cause__)
+    return CheckpointError(error.message, remedy=_REMEDY)
 
 
 def not_permitted(path: Path, error: PermissionError) -> NotReadableHere:
@@ -88,14 +116,14 @@ def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
     manifest = read_manifest(folder)
     for name, expected in {**dict.fromkeys(needed), **manifest["files"]}.items():
         path = folder / name
+        if Path(name).name != name or not os.path.lexists(path):
+            raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
         try:
-            if Path(name).name != name or not path.is_file():
-                raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
-            if _entry(path) != expected:
+            if not _is(path, expected):
                 raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
-        except PermissionError as error:
-            raise not_permitted(path, error) from None
-        except (OSError, ValueError) as error:
+        except UnreadableFile as error:
+            raise _unreadable(path, error) from None
+        except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
     if step_of(folder) not in (None, manifest["step"]):
         raise CheckpointError(f"{folder} holds step {manifest['step']}: a folder was renamed", remedy=_REMEDY)
@@ -142,6 +170,13 @@ def fsync(path: Path) -> None:
 
 
 def _entry(path: Path) -> dict[str, str | int]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    with open_file(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _is(path: Path, expected: Tree) -> bool:
+    """Whether a file is as its entry says. The size is compared first: what took the place of a file may be endless."""
+    with open_file(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+    return isinstance(expected, dict) and size == expected.get("bytes") and _entry(path) == expected

@@ -21,12 +21,13 @@ def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Returns the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
     A parameter that does not belong to the model is named by its position: ``#3``. Of several optimizers classes,
-    defaults and state of their own are kept in the order of the parts.
+    defaults and state of their own are kept in the order of the parts. The learning rate is that before any schedule: a
+    scheduled one follows from the step, and is already the next step's where a save comes in the middle of it.
     """
     if isinstance(optimizer, ChainedOptimizer):
         return _joined([moments(model, part) for part in optimizer.parts])
     saved, names = optimizer.state_dict(), parameter_names(model, optimizer)
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
+    groups = [{**_unscheduled(group), "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
     state = {names[i]: each for i, each in saved["state"].items() if isinstance(i, int)}
     own = {key: each for key, each in saved["state"].items() if not isinstance(key, int)}
     parts = {"state": state, "own": own, "param_groups": groups}
@@ -119,8 +120,13 @@ def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, 
     before: StateDict = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
     changed = {key for key, value in built.items() if value != saved["built"].get(key, value)}
     kept = {key: value for key, value in before.items() if key not in {*_SET_BY_RECIPE, *changed, "params"}}
-    base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # "lr" is a scheduled rate once it has trained
-    return {**{key: value for key, value in group.items() if key != "initial_lr"}, **base, **kept}
+    return {**_unscheduled(group), **kept}
+
+
+def _unscheduled(group: Mapping[str, Tree]) -> StateDict:
+    """The group with the learning rate that it had before the first step, as schedulers of torch keep it."""
+    base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+    return {**{key: value for key, value in group.items() if key != "initial_lr"}, **base}
 
 
 def _built(optimizer: Optimizer) -> StateDict:

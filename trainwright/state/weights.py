@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainwright.errors import CheckpointError, UsageError
 from trainwright.state.codec import StateDict, Tree, decode
-from trainwright.state.manifest import raising_checkpoint_error, verify
+from trainwright.state.manifest import raising_checkpoint_error, read_state, verify
 from trainwright.state.names import plain_name
 from trainwright.state.shards import divided_like
 
@@ -75,7 +74,7 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
     """
     verify(checkpoint)
     with raising_checkpoint_error(checkpoint):
-        state = json.loads((checkpoint / "state.json").read_text())
+        state = read_state(checkpoint)
         weights: StateDict = decode(load_file(checkpoint / "model.safetensors"), state["model"])
         if not average:
             return weights

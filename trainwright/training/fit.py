@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
 
@@ -15,13 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.build.assemble import Parts, build_loss
 from trainwright.build.model import require_ready
 from trainwright.build.ready import AGAIN, ReadyBatches
-from trainwright.build.unwrap import Unwrapped, noting_what_looks_like_batches, unwrap
+from trainwright.build.resolve import imported
+from trainwright.build.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import OfModel, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
 from trainwright.observe.signals import hand_over
 from trainwright.plan.make import Note
-from trainwright.recipe import Loaded, from_mapping
+from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.rng import RngBag
@@ -30,6 +32,7 @@ from trainwright.training.asked_metrics import MetricsLike, split_metrics
 from trainwright.training.made_by import PASSED, Rebuild, made_by, seeded
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
+from trainwright.training.ready_lists import ready_if_batches
 from trainwright.training.result import Result
 from trainwright.training.run import train
 
@@ -226,15 +229,14 @@ def fit(
         "restore_best": restore_best,
     }
     loaded, parts = fit_objects(model, data, loss, options)
-    with noting_what_looks_like_batches(data):
-        result = train(
-            loaded,
-            parts=parts,
-            resume=None if resume is None else RunFolder.open(resume),
-            accept=(accept,) if isinstance(accept, str) else tuple(accept),
-            quiet=quiet,
-            serve=serve,
-        )
+    result = train(
+        loaded,
+        parts=parts,
+        resume=None if resume is None else RunFolder.open(resume),
+        accept=(accept,) if isinstance(accept, str) else tuple(accept),
+        quiet=quiet,
+        serve=serve,
+    )
     if result.interrupted_by and on_interrupt == "raise":
         go_on = f"tw.fit(..., resume={str(result.run)!r})"
         hand_over(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
@@ -287,8 +289,9 @@ def _fit_objects(
     }
     by_path = {path: asked[key] for key, path in SHORT_NAMES.items() if asked.get(key) is not None}
     data, val = _split(data, options.get("val"))
-    train_data = _unwrapped(data, "data")
-    sets = {name: _unwrapped(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
+    take = partial(_unwrapped, model, judge)
+    train_data = take(data, "data")
+    sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
     val_name, val_data = next(iter(sets.items()), ("val", None))
     _require_usable(train_data, sets.values(), batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
@@ -341,7 +344,11 @@ def _by_name(val: object) -> dict[str, object]:
     return dict(val)
 
 
-def _unwrapped(data: object, argument: str) -> Unwrapped:
+def _unwrapped(model: nn.Module, judge: str | Callable[..., object], data: object, argument: str) -> Unwrapped:
+    if judge in LOSSES:
+        judge = imported(LOSSES[str(judge)].factory)
+    if judge is not no_loss and not isinstance(judge, str):
+        data = ready_if_batches(data, model, judge, argument)
     try:
         return unwrap(data)
     except UsageError as error:

@@ -29,6 +29,7 @@ from trainwright.build.count_epoch import with_epoch_counted
 from trainwright.build.resolve import find, parameters_of
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, time_evaluation
+from trainwright.engine.guard import LARGEST_TABLE
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
@@ -47,6 +48,7 @@ from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.parallel import solve_layout
+from trainwright.plan.reading import ReadingPace
 from trainwright.plan.run_time import (
     LAST_EVALUATION,
     EvaluationCost,
@@ -61,7 +63,9 @@ from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.cursor import StepBatch
 from trainwright.state.ema import Ema
+from trainwright.state.isolation import NotIsolated
 from trainwright.state.rng import seed_all, set_deterministic
+from trainwright.state.shards import locals_of
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, first_of, require_same_data
@@ -70,6 +74,8 @@ from trainwright.training.header import run_header
 from trainwright.training.layout import NOT_TRIED, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
+from trainwright.training.problems import all_at_once
+from trainwright.training.reading import time_workers
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.watching.budget import predicted_end_s, predicted_s
@@ -97,8 +103,8 @@ AMPLE = 16
 class Job:
     """All that a run needs, live and planned; nothing of it has been trained.
 
-    ``accepted`` are the differences to an earlier part of the run that were wanted; ``read_s`` is the part of a planned
-    step in which it waits for its data; ``peak_samples_s`` the pace of all ranks at the peak rate of their devices.
+    ``accepted`` are the differences to an earlier part of the run that were wanted; ``reading`` is how the dry run
+    measured the reading of data; ``peak_samples_s`` the pace of all ranks at the peak rate of their devices.
     """
 
     loaded: Loaded
@@ -114,7 +120,7 @@ class Job:
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
     evaluation_cost: EvaluationCost | None = None
-    read_s: float = 0.0
+    reading: ReadingPace = field(default_factory=ReadingPace)
     peak_samples_s: float | None = None
 
     @property
@@ -183,12 +189,24 @@ def prepare(
 ) -> Job:
     """Builds and plans a run and does a dry run; nothing is trained and the random generators stay as they are.
 
-    Of several ranks the first one decides; the others do as it does.
+    Of several ranks the first one decides. Raises RecipeError with all problems of the recipe.
 
     The batch of the dry run is the first that will be trained on: a stream is read only once. What an ``earlier`` part
     of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead of what the recipe
     names. ``say`` is told what the data have to say, also later on.
     """
+    with all_at_once(loaded, parts, world.size):
+        return _prepared(loaded, parts, earlier, world, launch, say)
+
+
+def _prepared(
+    loaded: Loaded,
+    parts: Parts | None,
+    earlier: Earlier | None,
+    world: World,
+    launch: Launch,
+    say: Callable[[str], None],
+) -> Job:
     machine = read_machine()
     mind_limits()
     with at_recipe(loaded, "device"):
@@ -241,22 +259,36 @@ def prepare(
     loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=mesh.data)
     data, begin_s = training_batches(parts, loading, state.data, say), time.perf_counter()
     first = next(batches := iter(data), None)
-    read_s = 0.0 if recipe.data.workers else time.perf_counter() - begin_s  # workers read while a step computes
+    start_s = time.perf_counter() - begin_s
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     plan = replace(plan, notes=(*plan.notes, *notes_of_data(provenance, data.resumed)))
     stream = chain([first], batches)
     matmul = MatmulMode.asked(recipe.precision)
-    job = Job(
-        loaded, parts, plan, live, device, machine, stream, provenance, matmul, accepted, mesh, stages, read_s=read_s
-    )
+    job = Job(loaded, parts, plan, live, device, machine, stream, provenance, matmul, accepted, mesh, stages)
     loader = parts.train.loader if parts.train.order is None and not job.draws_as_a_loop else None
     if loader is not None and loader.has_generator:
         why = "the order follows from the seed of the run, on any number of processes"
         job.plan = replace(job.plan, notes=(*job.plan.notes, Note("not used", "generator of the DataLoader", why)))
+    if not data.reads_in_workers:
+        read_s = start_s / data.at_once
+        job.reading = ReadingPace(wait_s=read_s, read_s=read_s, start_s=start_s)
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
-    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else job.plan)
+    plan = job.plan
+    if takes_part:
+        plan = _tried(job, facts, first, precision)
+        if data.reads_in_workers and not data.looks_at_training and plan.step_s is not None:
+            job.reading, job.batches = time_workers(
+                stream,
+                workers=loading.workers,
+                prefetch=loading.prefetch,
+                compute_s=plan.step_s,
+                start_s=start_s,
+                most=None if loading.loader is None else _left_of_epoch(plan, state, loading.batch_size) - 1,
+            )
+        plan = _with_times(plan, job, kept)
+    job.plan = first_of(world, plan)
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
     if not earlier:
@@ -335,6 +367,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | Non
         plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
     plan = replace(plan, notes=(*plan.notes, *memory_note(job.recipe, seen.optimizer_bytes)))
     share = tensor_share(job.parts.model, plan.degrees)
+    average_bytes, buffer_bytes = _average_and_buffers_bytes(job.state)
     return with_dry_run(
         plan,
         precision=asked,
@@ -349,6 +382,9 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | Non
             parameters=round(facts.parameters * share),
             trainable=round(facts.trainable * share),
             activations=seen.activation_bytes,
+            average=average_bytes,
+            buffers=buffer_bytes,
+            inputs=sum(tensor.nbytes for tensor in first.tensors),
             offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
             shard=plan.degrees.shard,
             zero=job.recipe.parallel.zero,
@@ -357,24 +393,50 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | Non
     )
 
 
-def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None, kept: Kept) -> Plan:
+def _left_of_epoch(plan: Plan, state: TrainState, batch_size: int) -> int:
+    """Steps until the next epoch, whose order must not be drawn before the last step of this one is taken."""
+    return (plan.steps_per_epoch or 0) - state.data.position // batch_size
+
+
+def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
+    """Bytes of the averaged weights, and of the buffers with the engine's copies of them, which undo a failed step."""
+    average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, Ema) else []
+    modules = [state.model, *([state.loss] if state.loss is not None else [])]
+    sizes = {id(buffer): buffer.nbytes for module in modules for buffer in module.buffers()}.values()
+    return sum(each.nbytes for each in average), sum(size * (2 if size <= LARGEST_TABLE else 1) for size in sizes)
+
+
+def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Plan:
+    """The plan with what the dry run measured; ``step_s`` is the time of a step without its data."""
     if job.parts.advance is not None:
         return untried(job.plan, job.recipe)
     if job.stages is not None:
         chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
         return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, NOT_TRIED))
     together = job.world if job.divides_weights else SOLO
-    plan = first_of(
-        together, _after_dry_run(job, facts, first, asked)
-    )  # ranks that compute together may time otherwise
+    tried, why = job.plan, ""
+    try:
+        tried = _after_dry_run(job, facts, first, asked)
+    except NotIsolated as error:
+        why = f"the dry run would leave a trace: {error}"
+    if not together.least(int(not why)):
+        chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
+        no_run = Note("dry run", "none", f"{why or 'another rank makes none'}; no times, no first loss")
+        return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, no_run))
+    plan = first_of(together, tried)  # ranks that compute together may time otherwise
     if not job.divides_weights:
         pace = peak_samples_s(job.parts, first.micro[0], known_device(job.device), plan.precision)
         job.peak_samples_s = pace and pace * job.world.size
-    return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + job.read_s), job, kept)
+    return plan
 
 
 def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
     """The plan with how long the run takes, and how much of the validation set is evaluated in its course."""
+    if plan.step_s is None:
+        return plan
+    reading = job.reading
+    notes = (*plan.notes, *reading.notes())
+    plan = replace(plan, step_s=plan.step_s + reading.wait_s, wait_s=reading.wait_s, notes=notes)
     cost = job.evaluation_cost = _evaluation_cost(plan, job)
     if cost is not None and job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
         within_s = job.loaded.within_s
@@ -396,7 +458,10 @@ def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
         return None
     mode = Mode(job.precision_of(plan.precision), plan.threads)
     together = job.world if job.divides_weights else SOLO
-    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
+    try:
+        batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
+    except NotIsolated:
+        return None
     return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, Ema)), batches.count)
 
 

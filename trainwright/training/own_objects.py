@@ -18,7 +18,7 @@ from trainwright.engine.named_metrics import LossPerplexity, stated_by
 from trainwright.engine.observer import Observer, as_observer
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.plan.make import Note, Plan
-from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row
+from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
 from trainwright.state.chained import parts_of
 from trainwright.state.train_state import TrainState
 
@@ -86,6 +86,7 @@ def _found(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> ob
     found = find(ask.use, names, path, loaded.source)
     if isinstance(found, type):
         return make(ask.use, ask.args, names, path, loaded.source)
+    require_unmasked(ask.args, f"{path}.args", loaded.source)
     return partial(found, **ask.args) if ask.args else found
 
 

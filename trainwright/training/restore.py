@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.state.manifest import name_of
 from trainwright.state.store import read_best
 from trainwright.state.weights import load_plain_state_dict, read_weights
@@ -15,7 +16,7 @@ def restore_best(job: Job, folder: RunFolder, say: Callable[[str], None]) -> int
     """Loads the weights of the best checkpoint into the model, if the recipe asks for that; returns its step."""
     if not job.recipe.checkpoint.restore_best:
         return None
-    best = read_best(folder.checkpoints)
+    best = read_best(folder.checkpoints, identity_of(folder))
     if best is None:
         say("no best weights to restore: no evaluation gave a finite value")
         return None

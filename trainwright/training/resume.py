@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -21,12 +20,16 @@ from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Duration, Recipe, load
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
+from trainwright.runlog.files import UnreadableFile
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.runlog.lock import NoLock, RunLock
+from trainwright.runlog.secrets import masked
+from trainwright.runlog.shapes import PlanFile, ProvenanceFile, read_as, read_object
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
 from trainwright.state.contents import require_whole
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import not_ours, raising_checkpoint_error, step_of
+from trainwright.state.manifest import not_ours, raising_checkpoint_error, read_state, step_of
 from trainwright.state.rules import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, wrong
 from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.state.train_state import TrainState
@@ -53,7 +56,7 @@ METADATA: Rule = {
         "settled?": Maybe({}),
         "evaluate_batches?": Maybe(NATURAL),
     },
-    "provenance": {},
+    "provenance": {"objects?": {"function": Maybe(TEXT)}},
 }
 """What is read of the metadata of the earlier part, whichever version wrote it."""
 
@@ -137,7 +140,7 @@ class Earlier:
         if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
             state.micro_limit = None  # the micro-batch size of the new recipe is tried first
         if self.checkpoint is not None and not isinstance(self.lock, NoLock):
-            for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
+            for path in set_aside_newer(self.folder.checkpoints, self.checkpoint, identity_of(self.folder)):
                 self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
             state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
@@ -148,7 +151,7 @@ class Earlier:
             **self.run_metadata,
             "recipe": {**self.run_metadata["recipe"], "precision": self.run_metadata["plan"]["precision"]},
         }
-        requested = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
+        requested = {"recipe": {**masked(recipe.model_dump(mode="json")), "precision": precision}, "provenance": now}
         if self.checkpoint is None:
             return compare(then, requested, step=0, misfits=[])
         found = misfits(state, self.checkpoint)
@@ -164,7 +167,7 @@ def _spent(checkpoint: Path | None) -> Spent:
     if checkpoint is None:
         return Spent()
     with raising_checkpoint_error(checkpoint):
-        rest = json.loads((checkpoint / "state.json").read_text())["rest"]
+        rest = read_state(checkpoint)["rest"]
         counters, data = rest["counters"], rest["data"]
         return Spent(counters["step"], counters["num_samples"], counters["num_tokens"], data["epoch"], data["position"])
 
@@ -175,7 +178,7 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     A run that has saved none begins at step 0 again. Raises CheckpointError when none of its checkpoints verifies,
     UsageError when the run dies in the same step again and again.
     """
-    path, broken = newest_valid(folder.checkpoints, _require_resumable)
+    path, broken = newest_valid(folder.checkpoints, _require_resumable, identity_of(folder))
     for message in broken:
         say(f"stepped over: {message}")
     if path is None and (broken or not _is_laid_down(folder)):
@@ -211,9 +214,9 @@ def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
     begun = [path for path in folders if (path / "provenance.json").is_file()]
     for path in sorted(begun, key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True):
         folder = RunFolder(path)
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            made_by = json.loads(folder.provenance.read_text())["launch"]
-            if (made_by["job"], made_by["call"]) == (launch.job, launch.call):
+        with suppress(UnreadableFile):
+            made_by = read_as(folder.provenance, ProvenanceFile).launch
+            if made_by and (made_by.job, made_by.call) == (launch.job, launch.call):
                 return folder
     return None
 
@@ -232,11 +235,10 @@ def _laid_down(folder: RunFolder) -> dict[str, Any]:
     """The metadata of a run that saved no checkpoint, from the files of its folder."""
     recipe = load(folder.recipe, environ={}).recipe.model_dump(mode="json")
     try:
-        plan, provenance = (json.loads(file.read_text()) for file in (folder.plan, folder.provenance))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"plan.json or provenance.json: {error}", remedy=f"start it anew: {anew(folder)}"
-        ) from None
+        plan = read_object(folder.plan, PlanFile)
+        provenance = read_object(folder.provenance, ProvenanceFile)
+    except UnreadableFile as error:
+        raise CheckpointError(error.message, remedy=f"start it anew: {anew(folder)}") from None
     metadata = {"recipe": recipe, "plan": plan, "provenance": provenance}
     for problem in wrong(metadata, METADATA, str(folder.path)):
         raise CheckpointError(f"no run wrote this: {problem}", remedy=f"start it anew: {anew(folder)}")
@@ -247,7 +249,7 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
     """Returns the command that resumes a run, or that starts it anew where nothing of it can be gone on from."""
     if live:
         return f"tw.fit(..., resume={str(folder.path)!r})"
-    if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints)):
+    if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints, identity_of(folder))):
         return f"{program()} resume {shlex.quote(str(folder.path))}"
     return anew(folder)
 
@@ -269,7 +271,7 @@ def in_python(folder: RunFolder) -> CommandWith:
 
 def called(folder: RunFolder) -> str:
     """Returns this command line; ``again`` if this process was not started by ``resume``."""
-    return f"{program()} {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["resume"] else again(folder)
+    return f"{program()} {shlex.join(masked(sys.argv[1:]))}" if sys.argv[1:2] == ["resume"] else again(folder)
 
 
 def program() -> str:

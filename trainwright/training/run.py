@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
@@ -34,13 +33,15 @@ from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.observe.sinks.factories import sink_factories
+from trainwright.observe.terminal import Console
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
-from trainwright.recipe import Loaded
+from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import ensure_identity
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended, Found, RunVerdict
 from trainwright.state.rng import preserved_rng
@@ -59,6 +60,7 @@ from trainwright.training.job import (
 )
 from trainwright.training.layers import layer_observers
 from trainwright.training.layout import require_layout
+from trainwright.training.problems import all_at_once
 from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
 from trainwright.training.resume import Earlier, again, doubled, find_earlier
@@ -76,10 +78,11 @@ Extra = Callable[[Job, RunFolder, Progress], Observer]
 
 @dataclass(frozen=True)
 class Stage:
-    """What a run needs besides its job: its folder and the lock on it, output, signals, and the other ranks."""
+    """What a run needs besides its job: its folder, the lock on it and its identity, output, signals, other ranks."""
 
     folder: RunFolder
     lock: RunLock
+    identity: str
     progress: Progress
     signals: Signals
     world: World
@@ -105,8 +108,10 @@ def train(
     shows it in a browser while it trains. Raises a TrainwrightError for whatever is the user's to mend.
     """
     launch = Launch.read(os.environ)
-    require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
-    require_channels(loaded.recipe.alerts)
+    with all_at_once(loaded, parts, launch.size):
+        require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
+        require_unmasked(loaded.recipe.model_dump(), "", loaded.source)
+        require_channels(loaded.recipe.alerts)
     with (
         process_settings(seeds=parts is None or parts.generators is None),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
@@ -155,9 +160,9 @@ def _lead(
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     if start.serve:
-        serve_beside(folder, progress.say)
+        serve_beside(folder, progress.print)
     world.agree(folder)
-    return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
+    return _run(job, Stage(folder, lock, ensure_identity(folder), progress, signals, world, earlier), extras)
 
 
 @contextmanager
@@ -317,6 +322,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         keeps_last_steps=job.live,  # of a recipe any step can be trained again
         warns_of_spikes=job.recipe.spikes.policy == "warn",
         datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
+        functions=[each for each in (job.parts.loss, job.parts.advance) if each is not None],
     )
 
 
@@ -338,7 +344,8 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         listener=logbook.recorder,
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
-        keep_there=keep_there(stage.folder, job, stage.progress.say),
+        run=stage.identity,
+        keep_there=keep_there(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
         clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # the other ranks are not asked
     )
 

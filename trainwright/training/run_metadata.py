@@ -13,10 +13,14 @@ from trainwright.build.assemble import Parts
 from trainwright.data.fingerprint import fingerprint
 from trainwright.observe.module_tree import model_facts
 from trainwright.plan.make import Note
-from trainwright.recipe import Recipe, dump
+from trainwright.recipe import Recipe, dump_masked
 from trainwright.runlog.drafts import remove_leftovers
+from trainwright.runlog.files import read_text
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import keep_identity
+from trainwright.runlog.lock import RunLock
 from trainwright.runlog.provenance import module_of, modules_of, provenance
+from trainwright.runlog.secrets import masked
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job
@@ -52,7 +56,7 @@ def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]
 def run_metadata(job: Job) -> dict[str, Any]:
     """What each checkpoint keeps, so that a resumed run can say what has changed."""
     return {
-        "recipe": job.recipe.model_dump(mode="json"),
+        "recipe": masked(job.recipe.model_dump(mode="json")),
         "plan": job.plan.to_json(),
         "provenance": job.provenance,
     }
@@ -60,7 +64,7 @@ def run_metadata(job: Job) -> dict[str, Any]:
 
 def lay_down(folder: RunFolder, job: Job) -> None:
     """Writes recipe, plan, provenance and the tree of the model of a run that begins."""
-    folder.write_text("recipe.yaml", dump(job.recipe))
+    folder.write_text("recipe.yaml", dump_masked(job.recipe))
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
@@ -70,7 +74,7 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
     """Writes recipe, plan and provenance of a resumed run; a recipe that differs is kept beside the new one."""
     remove_leftovers(folder.path)
     step = f"step-{job.state.step:08d}"
-    before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
+    before, now = read_text(folder.recipe, follow_links=True), dump_masked(job.recipe)
     if before != now:
         folder.write_text(f"recipe-before-{step}.yaml", before)
         folder.write_text("recipe.yaml", now)
@@ -79,13 +83,21 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
 
 
-def keep_there(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Callable[[], None]:
-    """Returns what to call around each save: it writes the metadata again if the folder was deleted."""
+def keep_there(
+    folder: RunFolder, job: Job, lock: RunLock, identity: str, say: Callable[[str], None]
+) -> Callable[[], None]:
+    """Returns what to call around each save: it writes the metadata again if the folder was deleted.
+
+    It raises StorageError where the folder was renamed or unmounted: log and lock went with it, and what is saved
+    would be in another folder of the same name.
+    """
 
     def look() -> None:
+        lock.require_place(folder.path)
         if not folder.recipe.exists():
             folder.path.mkdir(parents=True, exist_ok=True)
             lay_down(folder, job)
+            keep_identity(folder, identity)
             say(f"{folder.path} was deleted while training: its metadata is written again")
 
     return look

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,12 @@ from torch.utils.data import DataLoader
 from trainwright.build.assemble import Parts, is_live
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe import Loaded, load
+from trainwright.runlog.files import UnreadableFile
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.shapes import ProvenanceFile, read_as
 from trainwright.state.rng import RngBag
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
-from trainwright.training.made_by import LET_A_FUNCTION
+from trainwright.training.made_by import LET_A_FUNCTION, Rebuild
 
 
 class Built(NamedTuple):
@@ -108,18 +109,18 @@ def parts_of_run(
 
     Raises UsageError where nothing is given and its provenance names no function.
     """
-    function, reason, is_seeded, seed = _record(folder)
-    more: FitOptions = {**(options or {}), **({"seed": seed} if is_seeded else {})}
+    made, seed = _record(folder)
+    more: FitOptions = {**(options or {}), **({} if seed is None else {"seed": seed})}
     if model is not None:
         return fit_objects(*copied(model, data, loss, more, val=more.get("val"))).parts
-    if function is None:
+    if made.function is None:
         path = str(folder.path)
         raise UsageError(
-            f"{path} cannot be made again from its folder: {reason}",
+            f"{path} cannot be made again from its folder: {made.reason}",
             remedy=f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, "
             f"loss); or, from the next run on, {LET_A_FUNCTION}",
         )
-    return fit_objects(function, None, None, more).parts
+    return fit_objects(made.function, None, None, more).parts
 
 
 def resumed_parts(folder: RunFolder, loaded: Loaded, allowed: Sequence[str] | None) -> Parts | None:
@@ -129,21 +130,20 @@ def resumed_parts(folder: RunFolder, loaded: Loaded, allowed: Sequence[str] | No
     """
     if not is_live(loaded.recipe):
         return None
-    module = (_record(folder)[0] or "").partition(":")[0]
+    module = (_record(folder)[0].function or "").partition(":")[0]
     if module and allowed is not None and not any(f"{module}.".startswith(f"{each}.") for each in allowed):
         raise UsageError(f"{module}, which makes the objects of the run, is not allowed", remedy=f"--allow {module}")
     return parts_of_run(folder)
 
 
-def _record(folder: RunFolder) -> tuple[str | None, str, bool, int | None]:
-    """What provenance.json says: the function, or the reason why there is none; whether it is seeded, and the seed."""
+def _record(folder: RunFolder) -> tuple[Rebuild, int | None]:
+    """What provenance.json says of the objects, and the seed of a run that seeds the generators."""
     try:
-        provenance = json.loads(folder.provenance.read_text(encoding="utf-8"))
-        found, seed = provenance["objects"], provenance["seeds"]["seed"]
-        function, reason, is_seeded = (found[name] for name in ("function", "reason", "is_seeded"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        function, reason, is_seeded, seed = None, "", False, None
-    if not isinstance(function, str):
-        unknown = "its provenance.json does not say how its objects are made"
-        return None, reason if isinstance(reason, str) and reason else unknown, is_seeded is True, seed
-    return function, "", is_seeded is True, seed if type(seed) is int else None
+        provenance = read_as(folder.provenance, ProvenanceFile)
+    except UnreadableFile as error:
+        return Rebuild(None, error.message), None
+    objects, seeds = provenance.objects, provenance.seeds
+    if objects is None:
+        return Rebuild(None, "its provenance.json does not say how its objects are made"), None
+    seed = seeds.seed if seeds and objects.is_seeded else None
+    return Rebuild(objects.function, objects.reason, objects.is_seeded), seed

@@ -10,6 +10,7 @@ from trainwright.build.ready import ReadyBatches
 from trainwright.engine.loss import takes_model
 from trainwright.observe.step_log import StepLog
 from trainwright.pages.log import LogSoFar
+from trainwright.plan.reading import ReadingPace
 from trainwright.recipe.catalog import LOSSES
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runlog.folder import RunFolder
@@ -60,6 +61,11 @@ def _is_one_objective(job: Job) -> bool:
 
 def _troubles(job: Job, log: StepLog) -> Iterator[str]:
     if log.wait_share > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
-        is_ready = isinstance(job.parts.train.dataset, ReadyBatches)
-        advice = "let the loader read ahead" if is_ready else "raise data.workers"
-        yield f"{log.wait_share:.0%} of the time went into waiting for data ({advice})"
+        yield f"{log.wait_share:.0%} of the time went into waiting for data ({_reads_faster(job, log)})"
+
+
+def _reads_faster(job: Job, log: StepLog) -> str:
+    """What to do about waiting for data, from what this run measured."""
+    if isinstance(job.parts.train.dataset, ReadyBatches):
+        return "time a loop over the loader alone, with num_workers=0 and with more"
+    return ReadingPace(job.recipe.data.workers, log.wait_s, log.read_s).advice()

@@ -20,6 +20,7 @@ from trainwright.errors import UsageError, text_of
 from trainwright.recipe import DATASETS, Loaded, load
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.state.manifest import step_of
 from trainwright.state.store import read_best
 from trainwright.state.weights import load_plain_state_dict, read_weights
@@ -66,7 +67,7 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
     folder = RunFolder.open(of)
     loaded = load(folder.recipe, environ={})
     if not which:
-        which = "last" if read_best(folder.checkpoints) is None else "best"
+        which = "last" if read_best(folder.checkpoints, identity_of(folder)) is None else "best"
     checkpoint, _ = chosen_checkpoint(folder, which)
     weights = read_weights(checkpoint, average=average)
     if model is None:

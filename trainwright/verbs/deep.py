@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,6 +16,7 @@ from trainwright.replay.bundle import kind_of
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Examined, Found, Record, Unexamined, Watched
 from trainwright.runlog.writer import LogWriter
@@ -61,12 +63,15 @@ def _trained_step(folder: RunFolder, records: Sequence[Record]) -> int:
     last = max(steps, default=0)
     if not last:
         raise UsageError(f"{folder.path} has no step that could be examined", remedy="train it for a few steps")
-    older = [step for each in checkpoints(folder.checkpoints) if (step := step_of(each) or 0) < last]
+    older = [
+        step for each in checkpoints(folder.checkpoints, identity_of(folder)) if (step := step_of(each) or 0) < last
+    ]
     return min(max(older, default=0) + HISTORY, last)
 
 
 def _last_steps(folder: RunFolder, records: Sequence[Record]) -> str:
-    kept = [each.bundle for each in records if isinstance(each, Unexamined) and each.bundle]
+    bundles = [each.bundle or "" for each in records if isinstance(each, Unexamined)]
+    kept = [name for name in bundles if re.fullmatch("step-[0-9]+", name)]  # no path out of the folder
     if not kept:
         had_time = any(isinstance(each, Unexamined) and not each.experiments for each in records)
         why = "everything found time" if had_time else "its last steps were larger than 64 MiB, or it did not end"

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 
 from trainwright.errors import UsageError
 from trainwright.models.generate import generate
 from trainwright.observe.progress import Progress
 from trainwright.observe.samples import TextSamples
+from trainwright.observe.terminal import Console
 from trainwright.recipe import load
 from trainwright.recipe.load import box
 from trainwright.runlog.folder import RunFolder

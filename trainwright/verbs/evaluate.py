@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ def predict_run(run: Path, data: str, *, out: Path | None, which: str, batch: in
     out = out or run / "predictions.npy"
     if out.suffix not in (".npy", ".pt"):
         raise UsageError(f"{out} is neither .npy nor .pt", remedy="give --out predictions.npy")
-    if out.exists():
+    if os.path.lexists(out):
         raise UsageError(f"{out} is there already", remedy="give another file with --out, or remove it")
     found = predict(run, data, which=which, batch=batch, average=average)
     tensors = [each for each in tree_leaves(found) if isinstance(each, Tensor)]

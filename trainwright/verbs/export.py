@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,8 @@ from trainwright.recipe import Loaded, Recipe, load
 from trainwright.recipe.schema import Lora
 from trainwright.runlog.drafts import draft_of, remove_leftovers
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.identity import identity_of
+from trainwright.runlog.storage import make_subfolder, storage_error
 from trainwright.state.contents import require_whole
 from trainwright.state.manifest import fsync, name_of, step_of
 from trainwright.state.rng import preserved_rng
@@ -79,8 +81,13 @@ def export(
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
-    out = out or folder.path / "export" / f"{kind}-{name_of(step)}{'-average' if average else ''}"
-    if out.exists():
+    if out is None:
+        try:
+            make_subfolder(folder.path / "export")
+        except OSError as error:
+            raise storage_error(error, folder.path / "export", "make the folder") from error
+        out = folder.path / "export" / f"{kind}-{name_of(step)}{'-average' if average else ''}"
+    if os.path.lexists(out):
         raise UsageError(f"{out} is there already", remedy="give another folder with --out, or remove it")
     with _draft_of(out) as draft:
         weights = read_weights(checkpoint, average=average)
@@ -111,17 +118,17 @@ def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
 
 def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that ``which`` names, and messages on newer ones that are damaged."""
-    folder = run.checkpoints
-    by_step = {step_of(path): path for path in reversed(checkpoints(folder))}
+    folder, identity = run.checkpoints, identity_of(run)
+    by_step = {step_of(path): path for path in reversed(checkpoints(folder, identity))}
     if which == "last" or not by_step:
-        newest, damaged = newest_valid(folder, require_whole)
+        newest, damaged = newest_valid(folder, require_whole, identity)
         if newest is None:
             lines = [*damaged, f"{run.path} has no checkpoint{' that verifies' if by_step else ''}"]
             raise CheckpointError("\n".join(lines), remedy=f"train it: {anew(run) if by_step else again(run)}")
         return newest, tuple(damaged)
     remedy = f"--which last, or a step that is there: {', '.join(map(str, by_step))}"
     if which == "best":
-        best = read_best(folder)
+        best = read_best(folder, identity)
         if best is None:
             raise UsageError(f"{run.path} has no best checkpoint: none was evaluated, or it is gone", remedy=remedy)
         return by_step[best.step], ()
@@ -195,7 +202,7 @@ def _save_adapter(weights: Mapping[str, object], lora: Lora, folder: Path, about
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        raise MissingExtra("peft", extra="lora", needed_for="--adapter") from None
+        raise MissingExtra("peft", needed_for="--adapter") from None
     all_tensors = _tensors(weights)
     tensors = {name: value for name, value in all_tensors.items() if name.endswith(_ADAPTER)}
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.errors import StorageError, UsageError
-from trainwright.plan.parallel import solve_layout
+from trainwright.errors import RecipeError, StorageError, UsageError
 from trainwright.recipe import Loaded
 from trainwright.recipe.yaml_core import write_all
+from trainwright.training.problems import problems_of
 
 RESTARTS = 3
 """How often torchrun starts the ranks again before the job fails; each time they resume from the newest checkpoint."""
@@ -170,7 +170,7 @@ def kubernetes_job(
     ``volume`` names the PersistentVolumeClaim for the runs. Raises RecipeError
     where the layout of the recipe does not suit the ranks, UsageError for a grace that is too short.
     """
-    _require(loaded, shape, grace_s)
+    _require(loaded, shape, grace_s, elsewhere=True)
     name, recipe = _dns_label(loaded.recipe.name), Path(loaded.source.name).read_text("utf-8")
     documents = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"recipe.yaml": recipe}},
@@ -256,8 +256,13 @@ def _container(
     )
 
 
-def _require(loaded: Loaded, shape: Shape, grace_s: int) -> None:
-    solve_layout(loaded.recipe, shape.nodes * shape.each)
+def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = False) -> None:
+    """Raises RecipeError with all for which the ranks would refuse the recipe, UsageError for a short grace.
+
+    ``elsewhere``: the ranks run in a container, which may have modules and data that this machine lacks.
+    """
+    if found := problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere):
+        raise RecipeError(found)
     if grace_s < LEAST_GRACE_S:
         rule = f"{MARGIN_S} s of it are for torchrun to end, the rest for the last step and its checkpoint"
         raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {LEAST_GRACE_S}")

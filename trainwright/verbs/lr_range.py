@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import LrRange, lr_range
 from trainwright.errors import StorageError, UsageError
+from trainwright.observe.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text

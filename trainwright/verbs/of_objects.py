@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar, Unpack
 
-from rich.console import Console
-
-from trainwright.build.unwrap import noting_what_looks_like_batches
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import UsageError
+from trainwright.observe.terminal import Console
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions
@@ -66,7 +64,7 @@ def check(
     Example:
         >>> tw.check(model, loader, nn.CrossEntropyLoss(), lr=3e-4)
     """
-    with _without_a_trace(data):
+    with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
         return check_recipe(loaded, parts, tell=_say(quiet))
 
@@ -95,7 +93,7 @@ def plan(
     Returns:
         The forecast; ``exit_code`` is 3 when the training does not fit as it stands.
     """
-    with _without_a_trace(data):
+    with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
         return _printed(show_plan(loaded, parts, recipe="", device=on, memory=memory), quiet)
 
@@ -124,7 +122,7 @@ def profile(
     Returns:
         The profile, and the run folder with its trace.
     """
-    with _without_a_trace(data):
+    with _without_a_trace():
         build = subject(model, data, loss, options).build
         console = Console(file=io.StringIO()) if quiet else Console()
         return _printed(profile_recipe(build, for_s=seconds, budget_s=budget_s, console=console), quiet)
@@ -158,7 +156,7 @@ def lr_range(
         >>> found = tw.lr_range(model, loader, nn.CrossEntropyLoss())
         >>> tw.fit(model, loader, nn.CrossEntropyLoss(), lr=found.suggestion)
     """
-    with _without_a_trace(data):
+    with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
         return run_lr_range(loaded, parts, steps=steps, lowest=lowest, highest=highest)[0]
 
@@ -191,7 +189,7 @@ def batch_size(
     Returns:
         The largest size, and what was tried.
     """
-    with _without_a_trace(data):
+    with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
         limit = None if memory is None else parse_bytes(memory)
         how = {"margin": margin, "budget_s": budget_s}
@@ -229,7 +227,7 @@ def replay(
         >>> tw.replay("runs/run", 120, make_model(), loader, nn.CrossEntropyLoss())
     """
     folder = Path(run)
-    with _without_a_trace(data):
+    with _without_a_trace():
         if model is None or not (folder / "recipe.yaml").is_file():
             if not isinstance(model, str | None):
                 raise UsageError(f"{run} has no recipe.yaml", remedy="of a bundle, give model='file.py:function'")
@@ -268,14 +266,14 @@ def verify_resume(
     chosen = subject(model, data, loss, options)
     trial = ResumeTrial(Path(chosen.name or "tw.fit"), steps, workers, then_workers, kill=chosen.name is not None)
     run_part = in_new_python if chosen.name else in_this_process(chosen.build)
-    with _without_a_trace(data):
+    with _without_a_trace():
         return _printed(verify_resume_of(trial, say=_say(quiet), run_part=run_part, build=chosen.build), quiet)
 
 
 @contextmanager
-def _without_a_trace(data: object) -> Iterator[None]:
+def _without_a_trace() -> Iterator[None]:
     """Inside, threads, matmul mode and random generators may change: they are as before afterwards."""
-    with process_settings(), noting_what_looks_like_batches(data):
+    with process_settings():
         yield
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.build.assemble import Parts
-from trainwright.errors import StorageError
+from trainwright.errors import StorageError, TrainwrightError, text_of
 from trainwright.forecast.local_device import named_device
 from trainwright.forecast.run_forecast import Forecast, Point, forecast, frontier
 from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
-from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, step_in_words
 from trainwright.plan.layout import Option
+from trainwright.plan.make import Plan
+from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
+from trainwright.training.job import prepare
 from trainwright.training.own_step import require_loss
+from trainwright.training.problems import all_at_once
+from trainwright.training.run import process_settings
+
+LONGEST_S = 2.0
+"""By the roofline: a step that takes longer is not tried by a plan."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,9 @@ class ShownPlan:
     points: tuple[Point, ...]
     planned_s: float
     recipe: str
+    measured: Plan | None = None
+    """The plan of a run on this machine, with its dry run; None where the forecast is for another device."""
+    why_not_measured: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -46,14 +58,30 @@ class ShownPlan:
             f"device      {usable_line(device)}",
             f"  figures   {device.source}",
             *layout_lines(made.written, device, "as written"),
+            *self._measured(),
             "",
             *timeline_text(made.trace, device.usable_bytes, self.title),
             *held_lines(made.trace),
+            f"if all were held at once {held_in_words({str(kind): size for kind, size in made.trace.held.items()})}",
             "",
             *self._choice(),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
         ]
         return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.planned_s)}"]
+
+    def _measured(self) -> list[str]:
+        """What a dry run on this machine measures, as ``train`` does before its first step, and what is not counted."""
+        beside = "evaluation, checkpoints, the doctor and logging come on top"
+        plan = self.measured
+        if plan is None or plan.step_s is None:
+            why = f"; not measured: {self.why_not_measured}" if self.why_not_measured else ""
+            return [f"  without   reading data and the time of the interpreter{why}; {beside}"]
+        lines = [f"  measured  {step_in_words(plan.step_s, plan.wait_s)} in a dry run here; {beside}"]
+        return lines + [
+            f"  {note.topic:<9} {note.choice}: {note.why}"
+            for note in plan.notes
+            if note.topic in ("precision", "workers")
+        ]
 
     @property
     def title(self) -> str:
@@ -126,6 +154,8 @@ class ShownPlan:
             "remedies": [{**vars(each), "settings": list(each.settings)} for each in made.remedies],
             "notes": [vars(note) for note in made.notes],
             "frontier": [vars(point) for point in self.points],
+            "held": dict(made.trace.held),
+            "measured": _measured(self.measured),
             "planned_s": self.planned_s,
             "exit": self.exit_code,
         }
@@ -149,6 +179,29 @@ def _option(option: Option) -> dict[str, object]:
     }
 
 
+def _measured(plan: Plan | None) -> dict[str, object] | None:
+    if plan is None or plan.step_s is None:
+        return None
+    held = dict(plan.memory_bytes or {})
+    return {"step_s": plan.step_s, "wait_s": plan.wait_s, "precision": plan.precision, "memory_bytes": held}
+
+
+def _dry_run(loaded: Loaded, parts: Parts | None, made: Forecast) -> tuple[Plan | None, str]:
+    """The plan of a run on this machine, tried with one batch as ``train`` does; or why it was not tried."""
+    if not made.written.fits:
+        return None, "the recipe does not fit"
+    if in_one_process(loaded).recipe != loaded.recipe:
+        return None, "the recipe is for several ranks"
+    if made.written.step_s > LONGEST_S:
+        return None, f"a step takes longer than {human_seconds(LONGEST_S)}"
+    with process_settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return prepare(loaded, parts).plan, ""
+        except Exception as error:  # raised by the user's code: `train` shows it with its place
+            return None, error.message if isinstance(error, TrainwrightError) else text_of(error, lines=1)
+
+
 def show_plan(
     loaded: Loaded,
     parts: Parts | None = None,
@@ -162,15 +215,20 @@ def show_plan(
 ) -> ShownPlan:
     """Forecasts the recipe, or ``parts`` in place of what it names, and writes the picture to ``svg``.
 
+    For this machine a dry run measures a step as well; ``parts`` are used up.
+
     Raises UsageError for an unknown device or size, StorageError where the picture cannot be written.
     """
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
     target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
     require_loss(parts, "plan")
-    made = forecast(loaded, target, parts=parts)
+    with all_at_once(loaded, parts):
+        made = forecast(loaded, target, parts=parts)
     points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
-    shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe)
+    is_here = device is None and memory is None
+    measured, why_not = _dry_run(loaded, parts, made) if is_here else (None, "")
+    shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe, measured, why_not)
     if svg is not None:
         try:
             title = f"{made.name} on {target.name}, {shown.title}"

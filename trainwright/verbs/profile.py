@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from trainwright.engine.observer import Observer, Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.forecast.local_device import local_device
 from trainwright.observe.progress import Progress
+from trainwright.observe.terminal import Console
 from trainwright.pages.report import write_report
 from trainwright.plan.parallel import in_one_process
 from trainwright.profiling.facts import ProfileFacts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -25,6 +25,17 @@ BLOCK_S = 0.1
 """How long a block is at least, where that is more than one step."""
 MOST_IN_A_BLOCK = 100
 WARM_STEPS = 4
+OVERRUN = 0.25
+"""Fraction of the budget by which a trial may overrun it: preparing it (compiling, starting workers) may take all of
+the budget, and the measurement is short beside that."""
+COMPILES = "model.compile=true"
+
+
+def num_rounds(round_s: float, left_s: float, budget_s: float, later: int) -> int:
+    """How many rounds a trial may take; 0 where not even the fewest fit. ``later`` trials share what is left."""
+    if FEWEST * round_s > max(0.0, left_s) + OVERRUN * budget_s:
+        return 0
+    return max(FEWEST, min(ROUNDS, int(left_s / (1 + later) / round_s)))
 
 
 class Trials:
@@ -43,25 +54,31 @@ class Trials:
         block_s: float = BLOCK_S,
     ) -> None:
         self._build, self._job, self._say, self._block_s = build, job, say, block_s
-        self._end_s = time.perf_counter() + budget_s
+        self._budget_s, self._end_s = budget_s, time.perf_counter() + budget_s
 
-    def of(self, advice: Sequence[Advice]) -> Iterator[TriedAdvice]:
-        """The advice with what came of it."""
-        for each in advice:
-            if not each.settings:
-                yield TriedAdvice(each, None, "")
-                continue
-            self._say(f"trying {each.name} ...")
-            try:
-                seen, why_not = self._try(each)
-            except (TrainwrightError, StopIteration, RuntimeError) as error:
-                is_large = isinstance(error, OutOfMemoryError | torch.OutOfMemoryError)
-                text = "does not fit into memory" if is_large else f"{type(error).__name__}: {error}"
-                seen, why_not = None, " ".join(text.split())[:160]
-            yield TriedAdvice(each, seen, why_not)
+    def of(self, advice: Sequence[Advice]) -> list[TriedAdvice]:
+        """The advice with the result of each trial. Compiling takes longest to prepare and is tried last."""
+        found: dict[int, TriedAdvice] = {}
+        order = sorted(range(len(advice)), key=lambda n: COMPILES in advice[n].settings)
+        for done, n in enumerate(order):
+            found[n] = self._tried(advice[n], later=len(order) - done - 1)
+        return [found[n] for n in range(len(advice))]
 
-    def _try(self, advice: Advice) -> tuple[SpeedUp | None, str]:
-        if "model.compile=true" in advice.settings and self._job.device.type == "cpu" and not shutil.which("g++"):
+    def _tried(self, advice: Advice, later: int) -> TriedAdvice:
+        if not advice.settings:
+            return TriedAdvice(advice, None, "")
+        self._say(f"trying {advice.name} ...")
+        try:
+            seen, why_not = self._try(advice, later)
+        except (TrainwrightError, StopIteration, RuntimeError) as error:
+            is_large = isinstance(error, OutOfMemoryError | torch.OutOfMemoryError)
+            text = "does not fit into memory" if is_large else f"{type(error).__name__}: {error}"
+            seen, why_not = None, " ".join(text.split())[:160]
+        return TriedAdvice(advice, seen, why_not)
+
+    def _try(self, advice: Advice, later: int) -> tuple[SpeedUp | None, str]:
+        """``later`` is the number of trials that follow."""
+        if COMPILES in advice.settings and self._job.device.type == "cpu" and not shutil.which("g++"):
             return None, "torch.compile needs a C++ compiler here"
         if time.perf_counter() > self._end_s:
             return None, "the time for trials was over (--budget)"
@@ -78,9 +95,10 @@ class Trials:
         other.warm(WARM_STEPS + settle)
         of_both_s = base.settle(settle, 1) + other.settle(settle, 1)
         left_s = self._end_s - time.perf_counter()
-        rounds = min(ROUNDS, int(left_s / (2 * of_both_s)))
-        if rounds < FEWEST:
-            return None, f"{FEWEST} rounds of it would take {human_seconds(2 * FEWEST * of_both_s)} (--budget)"
+        rounds = num_rounds(2 * of_both_s, left_s, self._budget_s, later)
+        if not rounds:
+            left = f"{human_seconds(left_s)} are left" if left_s > 0 else "the time for trials was over"
+            return None, f"{FEWEST} rounds of it would take {human_seconds(2 * FEWEST * of_both_s)}, {left} (--budget)"
         return compared(base.block, other.block, rounds), ""
 
     def _variant(self, settings: Sequence[str]) -> _Variant:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class EngineSession:
     it replays a step, with hooks and tape on. ``write`` is called with every record, ``say`` with a line to print.
     ``examine``: what the budget allows, or everything. ``keeps_last_steps``: at the end they are written to ``bundles``
     where something found no time. ``warns_of_spikes`` is true where the step function has no SpikeGuard. ``datasets``
-    are those of training and validation, if there is one.
+    are those of training and validation, if there is one; ``functions`` those of the user that a step calls.
     """
 
     def __init__(
@@ -70,10 +70,12 @@ class EngineSession:
         keeps_last_steps: bool = True,
         warns_of_spikes: bool = True,
         datasets: tuple[object, object] | None = None,
+        functions: Sequence[object] = (),
     ) -> None:
         self._datasets = datasets
-        self._state, self.step = state, state.step
+        self._state, self.step, self._say = state, state.step, say
         self._bench = EngineBench(state, make_step)
+        self._bench.objects.further = {id(each): each for each in functions}
         objects = self._bench.objects
         self.device = objects.parameters[0].device
         self.budget = ExaminationBudget(self.device, examine)
@@ -194,6 +196,7 @@ class EngineSession:
                 repeats=self._schedule.is_repeat_due,
             )
         self._schedule.plan_next(made_s + overhead_s, self.runner)
+        self._end_replays()
 
     def _take_live(self, step: int) -> None:
         """Keep the program of a step that was recorded while it trained, until it is examined."""
@@ -267,6 +270,13 @@ class EngineSession:
             if not is_out_of_memory(error):
                 raise
             self.let_go()
+        self._end_replays()
+
+    def _end_replays(self) -> None:
+        """From here on no step is replayed, if something cannot be put back."""
+        if self._blind is None and self._bench.objects.is_closed is not None:
+            self._blind = self._bench.objects.is_closed
+            self._say(f"doctor: no step of this run is replayed: {self._blind}")
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step; at the one that raised ``error`` too."""
@@ -331,6 +341,7 @@ class EngineObserver:
         keeps_last_steps: bool = True,
         warns_of_spikes: bool = True,
         datasets: tuple[object, object] | None = None,
+        functions: Sequence[object] = (),
     ) -> None:
         self._folder, self._say = folder.path, say
         self._journal = Journal(LogWriter(folder.log), say)
@@ -349,6 +360,7 @@ class EngineObserver:
             keeps_last_steps=keeps_last_steps,
             warns_of_spikes=warns_of_spikes,
             datasets=datasets,
+            functions=functions,
         )
 
     @property

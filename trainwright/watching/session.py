@@ -29,8 +29,9 @@ from trainwright.recorder.light import LightSteps
 from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.numbers import Numbers, lateness
 from trainwright.recorder.optimizers import watching
+from trainwright.recorder.pausable import without_users_modes
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import RecordedStep, others_of
 from trainwright.recorder.program_changes import ProgramChanges
 from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.resting import Resting
@@ -66,7 +67,7 @@ def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
         ring.keep_state(objects, step)
     except Exception as error:  # a kind of tensor that torch cannot copy so
         return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
-    return None
+    return objects.is_closed
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,20 @@ class WatchSession:
         self._group = [self.recording, self._closing, objects.sites, *self._probes]
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
-        self._blind = next((each for each in reasons if each), None)  # why no step can be run again
+        self._say, self._blind = say, next((each for each in reasons if each), None)  # why no step can be replayed
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self.budget.begin()
-        begin_all(self._probes, self._site)
-        self._open.enter_context(watching(self._objects.optimizers))
-        hooks = self._open.enter_context(listening(self._group, self._roots))
-        self._light = LightSteps(self.recording, [hooks], is_off=self.budget.is_lifted)
-        for each in self._foreign:
-            self._open.enter_context(each.listening())
-        self._prepare_next(self.step)
+        with without_users_modes():
+            begin_all(self._probes, self._site)
+            self._open.enter_context(watching(self._objects.optimizers))
+            hooks = self._open.enter_context(listening(self._group, self._roots))
+            self._light = LightSteps(self.recording, [hooks], is_off=self.budget.is_lifted)
+            for each in self._foreign:
+                self._open.enter_context(each.listening())
+            self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
         """Listens to the direct children of the roots too: a loop may call these and never the root."""
@@ -163,6 +165,10 @@ class WatchSession:
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
+        with without_users_modes():
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         self.recording.stop_modes()
         self._light.end()
         self._closing.tell()
@@ -273,6 +279,7 @@ class WatchSession:
             self.runner.begin_again()
         if self._schedule.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
             self._examine(step.step, "incident" if bad else "checkup")
+            self._end_replays(self._objects.is_closed)
         if bad:
             with self.budget.spending():
                 self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
@@ -303,10 +310,18 @@ class WatchSession:
             self._resting.rest()
         if is_due and not self.ring.refused_bytes and self._blind is None:
             begin_s = time.perf_counter()
+            newest = self.ring.steps[-1].program if self.ring.steps else []
+            self._objects.further = {id(each): each for _, each in others_of(newest)}
             with self.budget.spending():
-                self._blind = _why_not_kept(self.ring, self._objects, step + 1)
+                self._end_replays(_why_not_kept(self.ring, self._objects, step + 1))
             self._snapshots.paid(step, time.perf_counter() - begin_s, self.budget.trained_s / max(1, step))
         self._changes.prepare_next(step)
+
+    def _end_replays(self, why: str | None) -> None:
+        """From here on no step is replayed. ``why`` is None where nothing speaks against it."""
+        if why is not None and self._blind is None:
+            self._blind = why
+            self._say(f"watch: no step of this run is replayed: {why}")
 
     @property
     def failures(self) -> list[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.doctor.diagnose import choose_laws
@@ -22,6 +23,7 @@ from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import StorageError, UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
+from trainwright.observe.terminal import Console
 from trainwright.pages.report import NAME as REPORT_NAME
 from trainwright.pages.report import leave_report
 from trainwright.recorder.comparisons import EvaluationSites
@@ -35,8 +37,10 @@ from trainwright.report.verdict import VerdictFacts, evaluations_in, judge, loss
 from trainwright.runlog import records
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
+from trainwright.runlog.printing import printable
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
+from trainwright.runlog.secrets import masked
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
@@ -57,8 +61,8 @@ class Watch:
         self,
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        objects: LoopObjects,
-        options: WatchOptions,
+        objects: Callable[[], LoopObjects],
+        options: Callable[[], WatchOptions],
         *,
         folder: RunFolder | None,
         console: Console | None,
@@ -70,20 +74,50 @@ class Watch:
         self._open = ExitStack()
         self._log: Journal | None = None
         self._source = CallerSource()
-        self.session = WatchSession(
-            roots,
-            optimizers,
+        self._roots, self._optimizers, self._objects, self._options = roots, optimizers, objects, options
+        self._has_begun = self._listens_to_children = False
+        if not self._is_lazy():
+            self.session  # noqa: B018  raises here what it raises
+
+    @cached_property
+    def session(self) -> WatchSession:
+        """The session that records and examines the loop."""
+        return WatchSession(
+            self._roots,
+            self._optimizers,
             replace(
-                objects,
+                self._objects(),
                 modules=self._source.modules,
                 values=self._source.values,
                 code=self._source.code,
                 sites=EvaluationSites(self._source.code),
             ),
-            options,
+            self._options(),
             write=self._write,
             say=self._say,
         )
+
+    def _is_lazy(self) -> bool:
+        """Whether parameters have no shape before the first forward pass (torch.nn.LazyLinear)."""
+        return any(is_lazy(p) for root in self._roots for p in root.parameters())
+
+    def _begin(self, *step: object) -> None:
+        """Begins the session, with lazy parameters at the end of the first ``step`` of an optimizer."""
+        if not self._has_begun and not self._is_lazy():
+            self._has_begun = True
+            self.session.begin()
+            for line in self.session.limits:
+                self._say(line)
+            if step:
+                self.session.recording.current.blind = "the parameters of the model were made in this step"
+            if self._listens_to_children:
+                self.session.listen_to_children()
+
+    def listen_to_children(self) -> None:
+        """Also records calls of the children of the models: a loop may call these and never the model."""
+        self._listens_to_children = True
+        if self._has_begun:
+            self.session.listen_to_children()
 
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
@@ -93,9 +127,9 @@ class Watch:
                 self._open.callback(RunLock.acquire(self.folder.path).release, True)
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
-        self.session.begin()
-        for line in self.session.limits:
-            self._say(line)
+        self._begin()
+        for optimizer in () if self._has_begun else self._optimizers:
+            self._open.callback(optimizer.register_step_post_hook(self._begin).remove)
         return self
 
     def __exit__(
@@ -103,6 +137,9 @@ class Watch:
     ) -> None:
         self._open.callback(self._source.forget)
         with self._open:
+            if not self._has_begun:
+                self._say("watch: nothing was watched: the model has lazy parameters, and no update was made")
+                return
             if self.session.is_forked:
                 self.session.leave()
                 return
@@ -176,26 +213,27 @@ class Watch:
         """
         numbers = {name: _figure(name, value) for name, value in figures.items()}
         at = self.step if step is None else step
-        self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
+        if self._has_begun:
+            self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
 
     @property
     def step(self) -> int:
         """Optimizer steps that were seen."""
-        return self.session.step
+        return self.session.step if self._has_begun else 0
 
     @property
     def records(self) -> list[Record]:
         """The records that are kept in memory: of a long run not every step."""
-        return self.session.findings_log.records
+        return self.session.findings_log.records if self._has_begun else []
 
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
-        return self.session.held_bytes
+        return self.session.held_bytes if self._has_begun else 0
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
-        return self.session.findings()
+        return self.session.findings() if self._has_begun else []
 
     def _write(self, record: Record) -> None:
         if self._log is not None:
@@ -207,7 +245,7 @@ class Watch:
             with suppress(
                 OSError, ValueError
             ):  # stderr was closed: no reason to end the loop, or to hide its exception
-                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+                self._console.print(printable(masked(line)), highlight=False, markup=False, soft_wrap=True)
 
 
 def watch(
@@ -291,29 +329,30 @@ def watch(
         folder.write_json("model.json", model_facts(roots))
     optimizers = _optimizers(optimizer, roots)
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
-    by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
-    further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
-    options = WatchOptions(
-        "observe" if any(isinstance(each, ForeignOptimizer) for each in optimizers) else on_nonfinite,
-        on_spike,
-        keep,
-        memory_bytes or enough_bytes(roots),
-        folder.bundles if folder else None,
-        _to_skip(skip),
-        *judged_by,
-        examine,
-    )
-    return Watch(
-        roots,
-        optimizers,
-        LoopObjects(
+    bundles, to_skip = folder.bundles if folder else None, _to_skip(skip)
+    are_foreign = any(isinstance(each, ForeignOptimizer) for each in optimizers)
+
+    def objects() -> LoopObjects:
+        by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
+        further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
+        return LoopObjects(
             loaders=_listed(loader),
             scalers=_listed(scaler),
             schedulers=_listed(scheduler),
             accumulation=accumulation,
             patience_s=patience_s,
             probes=tuple(each for each in further if each is not None),
-        ),
+        )
+
+    def options() -> WatchOptions:
+        held_bytes = memory_bytes or enough_bytes(roots)
+        nonfinite = "observe" if are_foreign else on_nonfinite  # no update of theirs can be left out
+        return WatchOptions(nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *judged_by, examine)
+
+    return Watch(
+        roots,
+        optimizers,
+        objects,
         options,
         folder=folder,
         console=None if quiet else Console(stderr=True),

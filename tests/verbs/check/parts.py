@@ -305,3 +305,17 @@ def cut(output: Tensor, target: Tensor) -> Tensor:
 
 def logarithm(output: Tensor, target: Tensor) -> Tensor:
     return F.nll_loss(output.relu().log(), target)
+
+
+def sixteen_fail(output: Tensor, target: Tensor) -> Tensor:
+    """Fails for a batch of 16 samples, which only the training on one batch takes."""
+    if len(output) == 16:
+        raise RuntimeError("16 samples failed")
+    return F.cross_entropy(output, target)
+
+
+def eight_fail(output: Tensor, target: Tensor) -> Tensor:
+    """Fails for a batch of 8 samples, which a trace of 2 and 4 samples does not take."""
+    if len(output) == 8:
+        raise RuntimeError("8 samples failed")
+    return F.cross_entropy(output, target)

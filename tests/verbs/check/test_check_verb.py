@@ -19,7 +19,7 @@ from trainwright.doctor.pages import page
 from trainwright.recipe import Loaded, load
 from trainwright.training.run import train
 from trainwright.verbs.check.check import Budget, check
-from trainwright.verbs.check.verdict import WIDTH, Checkup, Verdict, lines_of
+from trainwright.verbs.check.verdict import WIDTH, Verdict, lines_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SHORT = Budget(read_s=0.2, range_s=0.3, one_batch_s=0.2, smoke_s=0.4, most_samples=256)
@@ -70,7 +70,7 @@ def test_a_healthy_recipe_passes_on_one_screen(place: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert 10 <= len(lines) <= 40 and all(len(line) <= WIDTH for line in lines[:-1])
-    assert "nothing stands in the way" in lines[-1]
+    assert lines[-1].startswith("this would train (")
 
 
 @pytest.mark.slow
@@ -147,16 +147,6 @@ def test_a_verdict_is_wrapped_with_its_remedy_below() -> None:
     lines = lines_of(verdict)
     assert lines[0].startswith("warn  inputs") and all(len(line) <= WIDTH for line in lines)
     assert lines[-1].strip() == "-> subtract the mean"
-
-
-def test_what_it_all_comes_to() -> None:
-    checkup = Checkup("recipe.yaml")
-    checkup.add(Verdict("ok", "model", ""))
-    assert checkup.exit_code == 0 and "nothing stands in the way" in checkup.summary()
-    checkup.add(Verdict("warn", "inputs", "", "mend"))
-    assert checkup.exit_code == 0 and "look at the warnings" in checkup.summary()
-    checkup.add(Verdict("fail", "labels", "", "mend"))
-    assert checkup.exit_code == 3 and "would not train (1 ok, 1 warn, 1 fail" in checkup.summary()
 
 
 def test_every_code_has_its_page() -> None:

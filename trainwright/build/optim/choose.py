@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 
 import torch
@@ -15,7 +15,7 @@ from trainwright.build.optim.groups import GroupRule, GroupSettings, param_group
 from trainwright.build.optim.offload import offloaded
 from trainwright.build.optim.own import Factory, arguments_of, as_one, makes_own_groups, require_plain_step
 from trainwright.build.resolve import imported
-from trainwright.errors import UsageError, require_choice, suggest
+from trainwright.errors import Problem, UsageError, require_choice, unknown_args
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
 from trainwright.state.shards import holds_parts, is_divided
@@ -87,16 +87,19 @@ def accepted_args(name: str) -> list[str]:
 
 
 def _require_known(name: str, args: Mapping[str, object]) -> None:
-    accepted = accepted_args(name)
-    for arg in args:
-        if arg in ("lr", "weight_decay"):
-            raise UsageError(
-                f"{arg} of the optimizer is given twice", remedy=f"set optimizer.{arg}, not optimizer.args.{arg}"
-            )
-        if arg not in accepted:
-            near = suggest(arg, accepted)
-            known = "" if near.startswith("known") else f"; known are: {', '.join(accepted)}"
-            raise UsageError(f"the optimizer {name!r} has no argument {arg!r}", remedy=near + known)
+    for found in wrong_args(name, args):
+        raise UsageError(found.rule, remedy=found.remedy)
+
+
+def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:
+    """The problems of arguments that the optimizer ``name`` does not take."""
+    args = list(args)
+    twice = [arg for arg in args if arg in ("lr", "weight_decay")]
+    for arg in twice:
+        remedy = f"set optimizer.{arg}, not optimizer.args.{arg}"
+        yield Problem(f"optimizer.args.{arg}", f"{arg} of the optimizer is given twice", remedy=remedy)
+    rest = [arg for arg in args if arg not in twice]
+    yield from unknown_args(f"the optimizer {name!r}", "optimizer.args", rest, accepted_args(name))
 
 
 def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) -> dict[str, bool]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypedDict
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.errors import UsageError, suggest
+from trainwright.errors import Problem, UsageError, suggest
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
 
@@ -80,8 +80,8 @@ def param_groups(
         raise UsageError(
             "the model has no trainable parameter", remedy="set requires_grad=True on what should be trained"
         )
-    for rule in rules:
-        _require_match(rule, names)
+    for found in unmatched_rules(model, rules):
+        raise UsageError(found.rule, remedy=found.remedy)
     normed = norm_parameters(model)
     default = Role("", lr)
     groups: dict[tuple[float | None, float | None, Role, object], Group] = {}
@@ -137,20 +137,21 @@ def _group_name(role: Role, lr: float | None, decay: float | None, usual_decay: 
     return " ".join(filter(None, parts))
 
 
-def _require_match(rule: GroupRule, names: dict[nn.Parameter, list[str]]) -> None:
-    matched = [parameter for parameter, its_names in names.items() if matches(rule.match, its_names)]
-    if any(parameter.requires_grad for parameter in matched):
-        return
-    if matched:
-        raise UsageError(
-            f"the group rule {rule.match!r} matches only frozen parameters",
-            remedy="drop the rule, or set requires_grad=True on them",
-        )
-    known = [name for its_names in names.values() for name in its_names]
-    raise UsageError(
-        f"the group rule {rule.match!r} matches no parameter",
-        remedy=f"{suggest(rule.match, dict.fromkeys(_globs(known)))}; a rule is a glob on whole names",
-    )
+def unmatched_rules(model: nn.Module, rules: Sequence[GroupRule]) -> Iterator[Problem]:
+    """The problems of rules that match no trainable parameter."""
+    names = _names(model)
+    for number, rule in enumerate(rules):
+        path = f"optimizer.groups.{number}.match"
+        matched = [parameter for parameter, its_names in names.items() if matches(rule.match, its_names)]
+        if any(parameter.requires_grad for parameter in matched):
+            continue
+        if matched:
+            remedy = "drop the rule, or set requires_grad=True on them"
+            yield Problem(path, f"the group rule {rule.match!r} matches only frozen parameters", remedy=remedy)
+            continue
+        known = [name for its_names in names.values() for name in its_names]
+        remedy = f"{suggest(rule.match, dict.fromkeys(_globs(known)))} (a rule is a glob on whole names)"
+        yield Problem(path, f"the group rule {rule.match!r} matches no parameter", remedy=remedy)
 
 
 def _globs(names: Sequence[str]) -> Iterator[str]:

@@ -227,7 +227,8 @@ def data_are_there_in_time(case: Case) -> Iterator[Verdict]:
         case.last_step,
         symptom=f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data",
         cause="the loader reads or prepares slower than the model computes",
-        remedy="more workers (num_workers), prefetching, or data that are prepared once",
+        remedy="time a loop over the loader alone, with num_workers=0 and with more: where a sample is read fast, "
+        "handing batches over from workers costs more than it saves; where it is slow, add workers or prepare the data",
         sure=0.9,
         stage="input",
         evidence=[("share of a step that is waited", round(wait / step, 2), f"below {WAIT_SHARE:g}")],

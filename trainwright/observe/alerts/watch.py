@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from types import TracebackType
 from trainwright.engine.step import StepResult
 from trainwright.observe.alerts.channels import Channel, NotDeliveredError
 from trainwright.observe.alerts.rules import Alert, AlertRules, Batcher, RuleState
+from trainwright.runlog.files import UnreadableFile, lines_of, open_file
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import decoded
 from trainwright.runlog.records import Record
@@ -55,7 +57,7 @@ class AlertWatch:
     ) -> None:
         self._folder, self._channels, self._warn = folder, channels, warn
         self._poll_s, self._retry_s = poll_s, retry_s
-        self._log = _NewRecords(folder.log)
+        self._log = NewRecords(folder.log)
         self._rules = RuleState(rules, time.monotonic())
         self._batcher = Batcher(every_s)
         self._letters: list[_Letter] = []
@@ -134,23 +136,23 @@ class AlertWatch:
             self._warn(f"alerts: the {letter.channel.name} took none of {letter.tries + 1} tries: {error.message}")
 
 
-class _NewRecords:
+class NewRecords:
     """The records that a log gets from now on."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rest = path, b""
+        self._path = path
         self._at = path.stat().st_size if path.is_file() else 0
 
     def read(self) -> Iterator[Record]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                new = file.read()
-        except OSError:  # not there yet, or not readable for now
-            return
-        self._at += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        yield from decoded(line + b"\n" for line in lines).records
+        lines: list[bytes] = []
+        with suppress(OSError, UnreadableFile), open_file(self._path) as file:  # not there yet, or not readable for now
+            file.seek(self._at)
+            for line in lines_of(file):
+                if not line.endswith(b"\n"):
+                    break  # read again when it is complete
+                lines.append(line)
+                self._at += len(line)
+        yield from decoded(lines).records
 
 
 def _free_bytes(path: Path) -> int | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainwright.runlog.drafts import draft_of
+from trainwright.runlog.files import lines_of, open_file
 
 NAME = "metrics.csv"
 HEAD = ("step", "name", "value")
@@ -21,7 +24,8 @@ class CsvFile:
     def open(self) -> None:
         path, earlier = self._path, _rows_until(self._path, self._from_step)
         draft = draft_of(path)
-        with draft.open("w", encoding="utf-8", newline="") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("x", encoding="utf-8", newline="") as file:  # follows no link
             csv.writer(file, lineterminator="\n").writerows([HEAD, *earlier])
         draft.replace(path)
         self._file = path.open("a", encoding="utf-8", newline="", buffering=1)
@@ -41,6 +45,11 @@ def _rows_until(path: Path, step: int) -> list[list[str]]:
     """The whole rows of an earlier process; a kill may have torn the last one."""
     if not step or not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))[1:]
-    return [row for row in rows if len(row) == len(HEAD) and row[0].isdecimal() and int(row[0]) <= step and row[2]]
+    with open_file(path) as file:
+        rows = csv.reader(line.decode("utf-8", errors="replace") for line in lines_of(file))
+        return [row for row in rows if len(row) == len(HEAD) and _step_of(row) <= step and row[2]]
+
+
+def _step_of(row: Sequence[str]) -> float:
+    """Infinite for what is no step, as the head."""
+    return int(row[0]) if re.fullmatch("[0-9]{1,18}", row[0]) else math.inf

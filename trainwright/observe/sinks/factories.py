@@ -15,7 +15,6 @@ def sink_factories(names: Sequence[str]) -> dict[str, SinkFactory]:
     """Returns the factories of these sinks, by name. Raises MissingExtra where the package is not installed."""
     rows = [SINKS[name] for name in dict.fromkeys(names)]
     for row in rows:
-        module = row.module or row.extra
-        if module and importlib.util.find_spec(module) is None:
-            raise MissingExtra(module, extra=row.extra, needed_for=f"the sink {row.name!r}")
+        if row.package and importlib.util.find_spec(row.package) is None:
+            raise MissingExtra(row.package, needed_for=f"the sink {row.name!r}")
     return {row.name: pkgutil.resolve_name(row.factory) for row in rows}

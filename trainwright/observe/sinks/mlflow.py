@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from trainwright.errors import MissingExtra
+from trainwright.runlog.files import UnreadableFile, read_json
 
 AT_ONCE = 500
 """Metrics that are sent together; MLflow takes at most 1000 in a call."""
@@ -35,7 +36,7 @@ class MLflow:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
         except ImportError as error:
-            raise MissingExtra("mlflow", extra="mlflow", needed_for="the mlflow sink") from error
+            raise MissingExtra("mlflow", needed_for="the mlflow sink") from error
         self._make, self._metric, self._param = MlflowClient, Metric, Param
         self._folder, self._config, self._from_step = folder, config, from_step
 
@@ -62,8 +63,8 @@ class MLflow:
         return str(found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts))
 
     def _resumed(self, folder: Path) -> str | None:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            run_id = str(json.loads((folder / RUN_ID).read_text())["run_id"])
+        with suppress(UnreadableFile, KeyError, TypeError):
+            run_id = str(read_json(folder / RUN_ID)["run_id"])
             with suppress(Exception):  # it may be of another server, or deleted: then this is a new one
                 self._client.update_run(run_id, status="RUNNING")
                 return run_id

@@ -27,7 +27,7 @@ class OpenMetrics:
         try:
             import prometheus_client
         except ImportError as error:
-            raise MissingExtra("prometheus_client", extra="openmetrics", needed_for="the openmetrics sink") from error
+            raise MissingExtra("prometheus_client", needed_for="the openmetrics sink") from error
         self._prometheus, self._run = prometheus_client, folder.name
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}

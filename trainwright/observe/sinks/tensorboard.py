@@ -16,7 +16,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise MissingExtra("tensorboard", extra="tensorboard", needed_for="the tensorboard sink") from error
+            raise MissingExtra("tensorboard", needed_for="the tensorboard sink") from error
         self._make, self._folder, self._config, self._from_step = SummaryWriter, folder, config, from_step
 
     def open(self) -> None:

@@ -18,7 +18,7 @@ class Trackio:
         try:
             import trackio
         except ImportError as error:
-            raise MissingExtra("trackio", extra="trackio", needed_for="the trackio sink") from error
+            raise MissingExtra("trackio", needed_for="the trackio sink") from error
         for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal is ours
             vars(importlib.import_module(module))["print"] = _silent
         self._trackio, self._folder, self._config, self._from_step = trackio, folder, config, from_step

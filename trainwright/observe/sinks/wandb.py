@@ -20,7 +20,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise MissingExtra("wandb", extra="wandb", needed_for="the wandb sink") from error
+            raise MissingExtra("wandb", needed_for="the wandb sink") from error
         self._wandb, self._folder, self._config = wandb, folder, config
 
     def open(self) -> None:

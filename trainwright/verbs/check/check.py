@@ -24,6 +24,7 @@ from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.job import Job, prepare
 from trainwright.training.own_step import require_loss
+from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 from trainwright.verbs.check import data, learning, resources
 from trainwright.verbs.check.alignment import alignment, contradictions
@@ -37,6 +38,7 @@ from trainwright.verbs.check.first_batch import (
     right_loss,
 )
 from trainwright.verbs.check.learning import BatchFit
+from trainwright.verbs.check.rate import RateEvidence, learning_rate
 from trainwright.verbs.check.samples import DatasetSample, read
 from trainwright.verbs.check.sandbox import Sandbox, untouched
 from trainwright.verbs.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
@@ -108,7 +110,8 @@ def check(
         warnings.simplefilter("ignore")
         progress = _Progress(quick, choose_device(recipe.device), budget, checkup, given)
         try:
-            checkup.complete = _check_all(progress)
+            with all_at_once(quick, given):
+                checkup.complete = _check_all(progress)
         except _CannotContinue:
             checkup.complete = False
         except (RecipeError, MissingExtra):
@@ -116,6 +119,9 @@ def check(
         except TrainwrightError as error:
             checkup.complete = False
             checkup.add(Verdict("fail", "run", error.message, error.remedy))
+        except Exception as error:  # raised by the user's model, loss or data in one of the short trainings
+            checkup.complete = False
+            checkup.add(Verdict("fail", "run", text_of(error, lines=1), "call the model and the loss by hand"))
         if progress.open_question and all(each.what != progress.open_question.what for each in checkup.verdicts):
             checkup.add(progress.open_question)
     checkup.seconds = time.perf_counter() - begin_s
@@ -247,24 +253,28 @@ def _check_training(progress: _Progress, job: Job) -> None:
     torch.set_num_threads(job.plan.threads)
     sandbox.keep(budget.read_s)
     step_s = _step_s(job)
-    computing_s = step_s - job.read_s
-    progress.add(resources.speed(sandbox, progress.train, computing_s))
+    computing_s = step_s - job.reading.wait_s
+    progress.add(resources.speed(sandbox, computing_s))
     found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
     moved = learning.first_update(sandbox)
-    progress.checkup.add(learning.learning_rate(found, job.lr, _num_steps(job, step_s), moved))
+    fits = _learn_one_batch(progress, sandbox, found)
+    run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=_guess(progress))
+    lr = job.lr
+    rate = RateEvidence(lr, _num_steps(job, step_s), moved, found, fits, run)
+    progress.checkup.add(learning_rate(rate))
     chance = seen.loss_call.chance() if seen.loss_call else None
-    fit = _learn_one_batch(progress, sandbox, found)
-    progress.add(learning.by_heart(fit, inputs_vary=_vary(progress.train), chance=chance))
-    run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s)
-    progress.add(trained(run))
-    progress.add(_unrelated(progress, run, fit))
-    progress.add(diagnosed(run, {each.code for each in progress.checkup.verdicts if each.code}))
+    progress.add(learning.by_heart(fits, lr, inputs_vary=_vary(progress.train), chance=chance))
+    progress.add(trained(run, lr))
+    progress.add(_unrelated(progress, run, learning.best_of(fits)))
+    progress.add(diagnosed(run, progress.checkup))
     progress.add(afterwards(run))
+    by_heart = any(fit.lr == lr and fit.fell >= learning.LEARNED for fit in fits)
+    progress.checkup.learns = by_heart if run.learned is None else run.learned
 
 
 def _step_s(job: Job) -> float:
     """Seconds of a step by the dry run: reading, forward and backward, which is nearly all of it."""
-    return max(job.plan.step_s or 0.0, 1e-4 + job.read_s)
+    return max(job.plan.step_s or 0.0, 1e-4 + job.reading.wait_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:
@@ -272,14 +282,34 @@ def _num_steps(job: Job, step_s: float) -> float:
     return job.plan.extent.steps or (job.plan.extent.seconds or 0.0) / step_s
 
 
-def _learn_one_batch(progress: _Progress, sandbox: Sandbox, found: LrRange | None) -> BatchFit:
-    """Learns one batch by heart at the most plausible rate, and where that fails at another."""
+def _guess(progress: _Progress) -> float | None:
+    """The loss of the best model that ignores its input, from the targets that were read.
+
+    None where it is unknown: for a loss function that is not known, or that adds something to it.
+    """
+    seen, train = progress.seen, progress.train
+    call = seen.loss_call if seen is not None else None
+    chance = call.chance() if call is not None else None
+    if seen is None or call is None or chance is None:
+        return None
+    if abs(seen.loss - call.value()) > 0.05 * abs(call.value()):
+        return None
+    labels, numbers = train.labels(), train.numbers()
+    if call.classes is not None and labels is not None:
+        chance = min(chance, data.entropy(labels, call.ignored))
+    elif call.op == "mse_loss" and numbers is not None:
+        chance = min(chance, float(numbers.var(0).mean()))
+    return chance if math.isfinite(chance) and chance > 0 else None
+
+
+def _learn_one_batch(progress: _Progress, sandbox: Sandbox, found: LrRange | None) -> list[BatchFit]:
+    """Learns one batch by heart at the most plausible rate, and where that fails at others."""
     tried: list[BatchFit] = []
     for lr in learning.plausible(found, sandbox.job.lr):
         tried.append(learning.learn_by_heart(sandbox, lr=lr, budget_s=progress.budget.one_batch_s))
         if tried[-1].fell >= learning.LEARNED:
             break
-    return max(tried, key=lambda each: each.fell)
+    return tried
 
 
 def _vary(train: DatasetSample) -> bool:

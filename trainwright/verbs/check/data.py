@@ -285,7 +285,8 @@ def majority(labels: NDArray[np.int64]) -> float:
     return float(np.unique(labels, return_counts=True)[1].max() / len(labels))
 
 
-def entropy(labels: NDArray[np.int64]) -> float:
-    """The entropy of the class frequencies, in nats."""
-    share = np.unique(labels[labels != IGNORE], return_counts=True)[1] / max(1, (labels != IGNORE).sum())
+def entropy(labels: NDArray[np.int64], ignored: int = IGNORE) -> float:
+    """The entropy of the class frequencies, in nats. ``ignored`` is the label that is not counted."""
+    counted = labels[labels != ignored]
+    share = np.unique(counted, return_counts=True)[1] / max(1, len(counted))
     return float(-(share * np.log(share)).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,10 @@ BY_HEART, HEART_STEPS, ENOUGH_STEPS = 16, 200, 100
 takes fewer in the time, and then nothing is said."""
 LEARNED, NOT_AT_ALL = 0.5, 0.05
 """The fall of the loss, as a share of its first value, that is success; below the second, nothing was learned."""
-MOVES = 10.0
-"""The size of the first update over the size of the weights from which on it destroys them."""
-TOO_HIGH, SLOWLY, FALL = 10.0, 5.0, 0.05
-"""Rate over that at which the loss explodes; sum of rates over that which helps; relative fall that is clear."""
+DIVERGED = 2.0
+"""Loss over its first value, from which on a training on one batch diverges."""
+FALL = 0.05
+"""Fall of the loss in a range test, as a fraction of its first value, that is clear."""
 
 
 def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange | None:
@@ -83,35 +83,6 @@ def first_update(sandbox: Sandbox) -> float:
     return moved / size if size else 0.0
 
 
-def learning_rate(found: LrRange | None, lr: float, num_steps: float, moved: float) -> Verdict:
-    """The peak rate of the recipe against the test and the first update.
-
-    Small updates add up: if the sum of the rates of all steps is less than the rate at which the loss began to fall,
-    the run ends before the loss falls.
-    """
-    if moved > MOVES:
-        message = f"{lr:.3g}: the first update changes the weights by {moved:,.3g} times their size"
-        return Verdict("fail", "learning rate", message, "start with a thousandth of it", "opt.lr_too_high")
-    if found is None:
-        return Verdict("cannot tell", "learning rate", f"{lr:.3g}; a step takes too long for a range test here")
-    good, start = found.suggestion, falls_from(found)
-    if good is None or start is None:
-        return Verdict("cannot tell", "learning rate", f"{lr:.3g}; the loss falls at no rate of the range test")
-    end = f"it explodes at {found.stopped_at:.1g}" if found.stopped_at else "it never explodes"
-    message = f"{lr:.3g}; in a range test the loss falls from {start:.1g} on, {end}"
-    remedy = f"try optimizer.lr between {min(start, good):.1g} and {good:.1g} (trainwright lr-range draws the curve)"
-    if found.stopped_at is not None and lr > TOO_HIGH * found.stopped_at:
-        return Verdict("fail", "learning rate", message, remedy, "opt.lr_too_high")
-    if lr > 2 * (found.stopped_at or math.inf):
-        return Verdict("warn", "learning rate", message, remedy, "opt.lr_too_high")
-    if lr * num_steps < start:
-        message = f"{message}: nothing would move in {num_steps:,.0f} steps"
-        return Verdict("fail", "learning rate", message, remedy, "opt.lr_too_low")
-    if lr * num_steps < SLOWLY * start:
-        return Verdict("warn", "learning rate", f"{message}: it would learn slowly", remedy, "opt.lr_too_low")
-    return Verdict("ok", "learning rate", message)
-
-
 def plausible(found: LrRange | None, lr: float) -> list[float]:
     """Learning rates for one batch: the recipe's own first, unless the range test contradicts it.
 
@@ -130,12 +101,15 @@ def plausible(found: LrRange | None, lr: float) -> list[float]:
 class BatchFit:
     """The result of learning a few samples by heart. ``constant``: all predictions are equal afterwards.
 
+    ``best`` is the lowest finite loss and ``last`` the last one.
+
     ``dead`` are layers whose units are all 0, ``zero_grads`` parameters whose gradient was 0 in each step that was
     checked, ``zeros`` those of them that are 0 and so stay 0.
     """
 
     first: float = math.nan
     best: float = math.nan
+    last: float = math.nan
     steps: int = 0
     lr: float = 0.0
     constant: bool = False
@@ -145,8 +119,19 @@ class BatchFit:
 
     @property
     def fell(self) -> float:
-        """The fall of the loss as a share of its first value."""
-        return (self.first - self.best) / max(abs(self.first), 1e-12)
+        """The fall of the loss as a fraction of its first value; 0 where no loss was finite."""
+        fall = (self.first - self.best) / max(abs(self.first), 1e-12)
+        return fall if math.isfinite(fall) else 0.0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss ended far above its first value, or was not finite."""
+        return bool(self.steps) and not self.last <= self.first + (DIVERGED - 1) * abs(self.first)
+
+    @property
+    def took_all_steps(self) -> bool:
+        """Whether no lack of time ended it."""
+        return self.steps >= HEART_STEPS
 
 
 def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
@@ -163,7 +148,9 @@ def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
             loss = float(result.loss)
             fit.steps += 1
             fit.first = loss if fit.steps == 1 else fit.first
-            fit.best = loss if not fit.best <= loss else fit.best
+            fit.last = loss
+            if math.isfinite(loss) and not fit.best <= loss:
+                fit.best = loss
             if fit.steps <= 8 or fit.steps % 16 == 0:
                 ever |= {
                     name for name, p in state.model.named_parameters() if p.grad is not None and bool(p.grad.any())
@@ -252,22 +239,39 @@ def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[boo
     return spread <= 1e-6 * max(1e-3, float(rows.abs().max())), tuple(dead)
 
 
-def by_heart(fit: BatchFit, *, inputs_vary: bool, chance: float | None) -> Iterator[Verdict]:
-    """The verdict on learning a few samples by heart, and on what was seen meanwhile."""
+def by_heart(fits: Sequence[BatchFit], lr: float, *, inputs_vary: bool, chance: float | None) -> Iterator[Verdict]:
+    """The verdict on learning a few samples by heart, and on what was seen meanwhile.
+
+    ``fits`` are trainings at several rates, of which the best counts; ``lr`` is the recipe's rate.
+    """
+    fit = best_of(fits)
     yield from _symptoms(fit, inputs_vary)
     message = f"loss {fit.first:.4g} -> {fit.best:.4g} in {fit.steps} steps at lr {fit.lr:.2g}"
+    for other in fits:
+        if other.lr == lr != fit.lr:
+            message += f", not in {other.steps} steps at the recipe's lr {lr:.2g}"
     if fit.fell >= LEARNED or (chance is not None and fit.best < 0.1 * chance):
         yield Verdict("ok", "one batch", f"learned by heart: {message}")
+    elif fit.fell < NOT_AT_ALL and fit.diverged:
+        remedy = "take a hundredth of optimizer.lr; if it diverges at that, look for a loss that is not bounded below"
+        yield Verdict("fail", "one batch", f"the loss diverges to {fit.last:.4g}: {message}", remedy)
     elif fit.steps < LEAST_STEPS:
         yield Verdict("cannot tell", "one batch", f"too few steps in the time: {message}")
     elif fit.fell < NOT_AT_ALL and fit.steps >= ENOUGH_STEPS:
-        remedy = "repair this first: what cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
+        remedy = (
+            "fix this first: a model that cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
+        )
         yield Verdict("fail", "one batch", f"cannot be learned by heart: {message}", remedy)
-    elif fit.steps < HEART_STEPS:
+    elif not fit.took_all_steps:
         yield Verdict("cannot tell", "one batch", f"not learned in the time: {message}")
     else:
         remedy = "check that the loss can reach 0 and equal inputs have equal targets; a larger model may be needed"
         yield Verdict("warn", "one batch", f"half learned: {message}", remedy)
+
+
+def best_of(fits: Sequence[BatchFit]) -> BatchFit:
+    """The training in which the loss fell most."""
+    return max(fits, key=lambda each: each.fell)
 
 
 def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,6 @@ from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng
 from trainwright.training.job import Job
-from trainwright.verbs.check.samples import DatasetSample
 from trainwright.verbs.check.sandbox import Sandbox
 from trainwright.verbs.check.verdict import Verdict
 
@@ -108,24 +108,17 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
 
 
-def speed(sandbox: Sandbox, train: DatasetSample, step_s: float) -> Iterator[Verdict]:
-    """The time to read a batch against that of a step. Workers read while the step computes."""
-    job = sandbox.job
-    workers = job.recipe.data.workers
-    if workers == 0 and len(sandbox.load_s) > 1:
+def speed(sandbox: Sandbox, step_s: float) -> Iterator[Verdict]:
+    """The time that a step waits for its batch against that of the step. Workers read while the step computes."""
+    reading = sandbox.job.reading
+    if not reading.workers and len(sandbox.load_s) > 1:  # the first batch finds caches cold
         load_s = statistics.median(sandbox.load_s[1:])
-    elif train.items:
-        load_s = train.seconds / len(train.items) * job.plan.batch.size / max(1, workers)
-    else:
-        yield Verdict("cannot tell", "loading", "a stream: the time to read a batch is not known")
-        return
-    wait_s = max(0.0, load_s - step_s) if workers else load_s
-    message = (
-        f"{_ms(load_s)} to read a batch{f' by {workers} workers' if workers else ''}, {_ms(step_s)} to train on it"
-    )
-    if wait_s > SLOW_S and wait_s > 0.5 * step_s:
-        share = wait_s / (wait_s + step_s)
-        remedy = f"data.workers: {max(2, 2 * workers)} or more; keep decoded samples; read larger pieces"
+        reading = replace(reading, wait_s=load_s, read_s=load_s)
+    by = f" by {reading.workers} workers, a step waits {_ms(reading.wait_s)} for it" if reading.workers else ""
+    message = f"{_ms(reading.read_s)} to read a batch{by}, {_ms(step_s)} to train on it"
+    if reading.wait_s > SLOW_S and reading.wait_s > 0.5 * step_s:
+        share = reading.wait_s / (reading.wait_s + step_s)
+        remedy = f"{reading.advice()}; keep decoded samples; read larger pieces"
         yield Verdict("warn", "loading", f"{message}: {share:.0%} of the time is spent waiting", remedy)
     else:
         yield Verdict("ok", "loading", message)

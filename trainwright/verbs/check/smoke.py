@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from rich.console import Console
-
 from trainwright.build.assemble import build_loading, validation_batches
 from trainwright.build.unwrap import length_of
 from trainwright.engine.evaluate import evaluate
@@ -21,6 +19,7 @@ from trainwright.engine.loop import steps
 from trainwright.engine.witness import SILENT
 from trainwright.errors import TrainwrightError, text_of
 from trainwright.observe.progress import Progress
+from trainwright.observe.terminal import Console
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
@@ -29,7 +28,7 @@ from trainwright.state.train_state import TrainState
 from trainwright.training.job import make_advance, until_of
 from trainwright.training.run import make_engine_observer
 from trainwright.verbs.check.sandbox import Sandbox, within
-from trainwright.verbs.check.verdict import Verdict, Word
+from trainwright.verbs.check.verdict import Checkup, Verdict, Word
 
 STEPS = 100
 LOOKS = 40
@@ -37,13 +36,22 @@ LOOKS = 40
 ENOUGH = 20
 """The number of steps from which on a loss that does not fall is evidence."""
 FELL = 0.02
-"""The fall of the loss, as a share of its first value, that counts as falling."""
+"""The fall of the loss, as a fraction of its first value, that counts as falling."""
+WHY_NOT_FINITE = "see the other lines; look at learning rate, data and precision"
+ABOVE = 1.05
+"""Loss over that of a guess, from which on a model is worse than a guess."""
 
 
 @dataclass
 class SmokeRun:
-    """The results of the first steps. ``error`` is the message that ended them, with its remedy."""
+    """The results of the first steps. ``error`` is the message that ended them, with its remedy.
 
+    ``guess`` is the loss of a model that ignores its input, None where it is unknown; ``peak_lr`` is the highest
+    learning rate of these steps.
+    """
+
+    guess: float | None = None
+    peak_lr: float = 0.0
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     seconds: float = 0.0
@@ -62,10 +70,39 @@ class SmokeRun:
         few = max(1, len(self.losses) // 10)
         return statistics.median(self.losses[:few]), statistics.median(self.losses[-few:])
 
+    @property
+    def falls(self) -> bool:
+        """Whether the loss fell, by more than its noise."""
+        first, last = self.ends
+        return first - last > FELL * abs(first) or first - last > 2 * _noise(self.losses)
 
-def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float) -> SmokeRun:
+    @property
+    def diverges(self) -> bool:
+        """Whether the loss ended far above where it began, or not finite."""
+        if len(self.losses) < ENOUGH:
+            return False
+        first, last = self.ends
+        return not last <= first + max(0.5 * abs(first), 1e-6)
+
+    @property
+    def is_worse_than_a_guess(self) -> bool:
+        """Whether the loss ended clearly above that of a guess."""
+        return len(self.losses) >= ENOUGH and self.guess is not None and not self.ends[1] <= ABOVE * self.guess
+
+    @property
+    def learned(self) -> bool | None:
+        """Whether the loss fell below that of a guess, in validation too; None where too few steps were taken."""
+        if self.error or self.val_error or not all(map(math.isfinite, self.losses)):
+            return False
+        if len(self.losses) < ENOUGH:
+            return None
+        seen = [self.ends[1], *([] if self.val_loss is None else [self.val_loss])]
+        return self.falls and all(loss < (math.inf if self.guess is None else self.guess) for loss in seen)
+
+
+def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | None) -> SmokeRun:
     """Trains, evaluates and saves in a temporary folder. The doctor watches where there is time for that."""
-    run, quiet = SmokeRun(), Progress(Console(file=io.StringIO()), quiet=True)
+    run, quiet = SmokeRun(guess), Progress(Console(file=io.StringIO()), quiet=True)
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.built() as live:
         job, state = replace(sandbox.job, built=live), live.state
@@ -75,6 +112,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float) -> SmokeRun:
         try:
             for result in steps(state, _some(sandbox, budget_s), advance, until=until_of(sandbox.job.plan)):
                 run.losses.append(float(result.loss))
+                run.peak_lr = max(run.peak_lr, result.lr)
                 run.skipped += bool(result.skipped)
                 if observer:
                     observer.observe(result, state)
@@ -129,8 +167,8 @@ def _save(state: TrainState, place: Path, run: SmokeRun) -> None:
         run.save_error = _message_and_remedy(error)
 
 
-def trained(run: SmokeRun) -> Iterator[Verdict]:
-    """The verdict on the first steps."""
+def trained(run: SmokeRun, lr: float) -> Iterator[Verdict]:
+    """The verdict on the first steps. ``lr`` is the peak learning rate of the recipe."""
     count = len(run.losses)
     if run.error:
         yield Verdict("fail", "smoke run", f"step {count + 1} ended with {run.error[0]}", run.error[1])
@@ -140,18 +178,27 @@ def trained(run: SmokeRun) -> Iterator[Verdict]:
         return
     first, last = run.ends
     message = f"{count} steps in {run.seconds:.0f} s, loss {first:.4g} -> {last:.4g}"
-    finite = [loss for loss in run.losses if math.isfinite(loss)]
-    if run.skipped or len(finite) < count:
-        remedy = "see the lines below; look at learning rate, data and precision"
-        message = f"{message}; {run.skipped} updates were not finite"
-        yield Verdict("fail" if run.skipped > count // 4 or not finite else "warn", "smoke run", message, remedy)
-    elif last > first + max(0.5 * abs(first), 1e-6) and count >= ENOUGH:
-        remedy = "take a tenth of optimizer.lr; see the lines above for its range"
-        yield Verdict("fail", "smoke run", f"{message}: it diverges", remedy, "opt.lr_too_high")
-    elif count < ENOUGH or first - last > FELL * abs(first) or first - last > 2 * _noise(run.losses):
+    if run.peak_lr < 0.5 * lr:
+        message += f" at lr up to {run.peak_lr:.2g} of {lr:.2g}"
+    infinite = sum(not math.isfinite(loss) for loss in run.losses)
+    if run.skipped > count // 4 or not math.isfinite(last):
+        yield Verdict("fail", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
+    elif run.diverges:
+        yield Verdict("fail", "smoke run", f"{message}: it diverges", "take a tenth of optimizer.lr", "opt.lr_too_high")
+    elif run.skipped or infinite:
+        yield Verdict("warn", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
+    elif count < ENOUGH:
         yield Verdict("ok" if count >= 3 else "cannot tell", "smoke run", message)
-    else:
+    elif not run.falls:
         yield Verdict("cannot tell", "smoke run", f"{message}: it does not fall yet")
+    elif run.guess is not None and last >= run.guess:
+        yield Verdict("cannot tell", "smoke run", f"{message}: no better than a guess ({run.guess:.4g}) yet")
+    else:
+        yield Verdict("ok", "smoke run", message)
+
+
+def _not_finite(skipped: int, losses: int) -> str:
+    return f"not finite: {skipped} updates, which were skipped, and {losses} losses"
 
 
 def _noise(losses: list[float]) -> float:
@@ -165,6 +212,9 @@ def afterwards(run: SmokeRun) -> Iterator[Verdict]:
         yield Verdict("fail", "evaluation", run.val_error[0], run.val_error[1])
     elif run.val_loss is not None and not math.isfinite(run.val_loss):
         yield Verdict("fail", "evaluation", f"the validation loss is {run.val_loss}", "look for NaN in data.val")
+    elif run.val_loss is not None and run.guess is not None and run.val_loss >= run.guess and run.ends[1] < run.guess:
+        message = f"validation loss {run.val_loss:.4g}, no better than a guess ({run.guess:.4g}); in training it is"
+        yield Verdict("cannot tell", "evaluation", message)
     elif run.val_loss is not None:
         yield Verdict("ok", "evaluation", f"validation loss {run.val_loss:.4g} after these steps")
     if run.save_error:
@@ -173,14 +223,14 @@ def afterwards(run: SmokeRun) -> Iterator[Verdict]:
         yield Verdict("ok", "checkpoint", f"{run.saved_bytes / 2**20:,.1f} MiB, saved and loaded again")
 
 
-def diagnosed(run: SmokeRun, known: set[str]) -> Iterator[Verdict]:
-    """What the doctor found in these steps, except codes that are ``known`` already."""
+def diagnosed(run: SmokeRun, checkup: Checkup) -> Iterator[Verdict]:
+    """The doctor's findings in these steps, without those that ``checkup`` already has, as severe or more so."""
     if not run.watched:
         yield Verdict("cannot tell", "doctor", "a step takes too long to be watched here; the run itself is watched")
     for found in run.findings:
-        if found.severity == "info" or found.code in known:
-            continue
         word: Word = "fail" if found.severity == "critical" else "warn"
+        if found.severity == "info" or (found.code and checkup.has(found.code, word)):
+            continue
         message = f"{found.symptom}: {found.cause}"
         remedy = f"{found.remedy} (trainwright explain {found.code})"
         yield Verdict(word, f"step {found.step}", message, remedy, found.code)

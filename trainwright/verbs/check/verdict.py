@@ -1,4 +1,4 @@
-"""The verdicts of a check: one line each with its remedy; all of them fit on one screen."""
+"""The verdicts of a check, one line each with its remedy, and the conclusion that follows from them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 Word = Literal["ok", "warn", "fail", "cannot tell"]
 
+SEVERITY: dict[Word, int] = {"ok": 0, "cannot tell": 0, "warn": 1, "fail": 2}
 WOULD_NOT_TRAIN = 3
 WIDTH = 118
 
@@ -29,7 +30,11 @@ class Verdict:
 
 @dataclass
 class Checkup:
-    """The verdicts of one recipe in the order in which they were found; each is printed at once by ``tell``."""
+    """The verdicts of one recipe in the order in which they were found; each is printed at once by ``tell``.
+
+    The conclusion (``trains``, ``exit_code``, ``summary``) is computed from the verdicts and from ``learns``, so it
+    cannot contradict them.
+    """
 
     recipe: str
     tell: Callable[[str], None] = lambda text: None
@@ -37,6 +42,8 @@ class Checkup:
     seconds: float = 0.0
     complete: bool = True
     """False where something kept the rest from being checked."""
+    learns: bool = False
+    """Whether a part that trains showed that the loss falls, and no other part showed the contrary."""
 
     def add(self, verdict: Verdict) -> Verdict:
         """Adds a verdict and prints its lines."""
@@ -45,27 +52,48 @@ class Checkup:
             self.tell(line)
         return verdict
 
+    def has(self, code: str, word: Word) -> bool:
+        """Whether a verdict with this code is at least as severe as ``word``."""
+        return any(each.code == code and SEVERITY[each.word] >= SEVERITY[word] for each in self.verdicts)
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the checks that failed."""
+        return list(dict.fromkeys(each.what for each in self.verdicts if each.word == "fail"))
+
+    @property
+    def trains(self) -> bool | None:
+        """Whether the recipe would train; None where nothing failed and no part showed that it learns."""
+        if self.failed:
+            return False
+        return True if self.complete and self.learns else None
+
     @property
     def exit_code(self) -> int:
         """3 when any verdict is ``fail``, else 0."""
-        return WOULD_NOT_TRAIN if any(each.word == "fail" for each in self.verdicts) else 0
+        return WOULD_NOT_TRAIN if self.failed else 0
 
     def summary(self) -> str:
         """The last line."""
         count = {word: sum(each.word == word for each in self.verdicts) for word in ("ok", "warn", "fail")}
         unknown = len(self.verdicts) - sum(count.values())
-        result = "this would not train" if count["fail"] else "nothing stands in the way of training"
-        if not count["fail"] and count["warn"]:
-            result = "this would train; look at the warnings"
+        if self.trains is None:
+            result = "nothing found that keeps it from training, and not shown that it learns"
+        elif self.trains:
+            result = "this would train"
+        else:
+            result = f"do not start this run: {first_of(self.failed)} failed"
+        if count["warn"] and not count["fail"]:
+            result += "; read the warnings first"
         counts = ", ".join(f"{n} {word}" for word, n in count.items() if n)
         rest = "" if self.complete else "; the rest was not checked"
         return f"{result} ({counts}{f', {unknown} cannot tell' if unknown else ''}; {self.seconds:.0f} s){rest}"
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """The object that ``--json`` prints."""
         return {
             "recipe": self.recipe,
-            "trains": self.exit_code == 0,
+            "trains": self.trains,
             "complete": self.complete,
             "verdicts": [asdict(each) for each in self.verdicts],
             "seconds": round(self.seconds, 2),

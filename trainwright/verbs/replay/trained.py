@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -26,13 +25,15 @@ from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.identity import identity_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Examined, Record, Started, Step, Watched
+from trainwright.runlog.shapes import CrashLoopFile, PlanFile, read_as, read_object
 from trainwright.state.checkpoint import read_run_metadata
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.manifest import step_of, verify
+from trainwright.state.manifest import read_manifest, step_of, verify
 from trainwright.state.store import checkpoints
 from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.resume import Earlier
@@ -62,30 +63,29 @@ class Origin:
         if step < 1:
             raise UsageError(f"there is no step {step}", remedy="steps count from 1")
         records = _records(folder.log)
-        last = _plan(folder.plan).get("extent", {}).get("steps") or _last_step(records)
+        last = (_plan(folder.plan).get("extent") or {}).get("steps") or _last_step(records)
         if last is not None and step > last:
             raise UsageError(f"{folder.path} has {last} steps, and no step {step}", remedy="name one of its steps")
-        older = (each for each in checkpoints(folder.checkpoints) if (step_of(each) or 0) < step)
+        older = (each for each in checkpoints(folder.checkpoints, identity_of(folder)) if (step_of(each) or 0) < step)
         later = {_number(each): each for each in folder.path.glob("recipe-before-step-*.yaml")}
         recipe = next((later[at] for at in sorted(later) if step <= at), folder.recipe)
         return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), records)
 
     @classmethod
     def of_crash_loop(cls, path: Path) -> Origin:
-        about = json.loads((path / bundles.NAME).read_text())
-        if type(about.get("step")) is not int or not (path / "recipe.yaml").exists():
+        about = read_as(path / bundles.NAME, CrashLoopFile)
+        if not (path / "recipe.yaml").exists():
             raise BundleError(f"{path} is no whole bundle of a crash loop", remedy="replay the run itself")
-        held = path / "checkpoint" if about.get("checkpoint") else None
+        held = path / "checkpoint" if about.checkpoint else None
         if held:
             verify(held)
         log = path.parent.parent / "log.jsonl"
-        return cls(path, about["step"], path / "recipe.yaml", path / "plan.json", held, _records(log))
+        return cls(path, about.step, path / "recipe.yaml", path / "plan.json", held, _records(log))
 
 
 def _plan(path: Path) -> Facts:
     """Reads plan.json: what was planned, and measured once, when the run began."""
-    plan: Facts = json.loads(path.read_text()) if path.exists() else {}
-    return plan
+    return read_object(path, PlanFile) if os.path.lexists(path) else {}
 
 
 def _number(path: Path) -> int:
@@ -94,7 +94,7 @@ def _number(path: Path) -> int:
 
 
 def _records(log: Path) -> Sequence[Record]:
-    return read(log).records if log.is_file() else ()
+    return read(log).records if os.path.lexists(log) else ()
 
 
 def _last_step(records: Sequence[Record]) -> int | None:
@@ -153,7 +153,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
         job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})), parts)
         job.plan = dataclasses.replace(job.plan, threads=planned.get("threads", job.plan.threads))
         return job
-    number = json.loads((origin.checkpoint / "manifest.json").read_text())["step"]
+    number = read_manifest(origin.checkpoint)["step"]
     held = folder.checkpoints / f"step-{number:08d}"
     held.mkdir(parents=True)
     for file in origin.checkpoint.iterdir():

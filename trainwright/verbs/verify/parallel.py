@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -28,6 +27,7 @@ from trainwright.recipe import Loaded, load
 from trainwright.recipe.parallel import Parallel
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Step
+from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.state.cursor import count_tokens
 from trainwright.state.manifest import name_of
 from trainwright.state.rng import preserved_rng, reseed
@@ -309,7 +309,7 @@ def _read(run: Path, steps: int) -> _Trained:
         [each.grad_norm for each in records],
         [each.step_s for each in records[1:] or records],
         weights,
-        json.loads((run / "plan.json").read_text())["precision"],
+        read_as(run / "plan.json", PlanFile).precision,
     )
 
 

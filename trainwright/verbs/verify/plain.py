@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from trainwright.build.resolve import find, imported
 from trainwright.engine.loss import Loss, OfModel, as_loss_fn
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
+from trainwright.observe.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.runlog.folder import RunFolder

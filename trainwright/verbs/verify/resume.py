@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
-from rich.console import Console
 
 from trainwright.errors import StorageError, TrainwrightError, UsageError
+from trainwright.observe.terminal import Console
 from trainwright.recipe import Recipe
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Evaluated, Record, Started, Step
+from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.state.examine import CheckpointDifference, differences, examine
 from trainwright.state.manifest import name_of
 from trainwright.training.subject import Build, named
@@ -202,7 +203,7 @@ class _TrialRuns:
         """Runs the straight and the interrupted run and compares them."""
         begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
         straight = self._straight("straight")
-        precision = str(json.loads(straight.plan.read_text())["precision"])
+        precision = read_as(straight.plan, PlanFile).precision
         self.shared.append(f"precision={precision}")  # measured once: two processes might measure differently
         halves = self._interrupted()
         upto, log, cause = n, _first_difference(straight, halves, range(1, n + 1), "before its end"), None

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import StorageError
+from trainwright.observe.terminal import Console
 from trainwright.recipe import load
 from trainwright.report.failure import describe
 from trainwright.runlog.folder import RunFolder

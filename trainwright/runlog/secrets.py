@@ -1,0 +1,102 @@
+"""Masks secrets in what is written or shown: values of keys that name a secret, and user names and passwords in URLs.
+
+A run folder is copied, and its report is meant to be sent. Nothing in it may let somebody else log in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TypeVar, cast
+
+T = TypeVar("T")
+MASK = "<masked>"
+
+_ALWAYS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
+"""Words of a key that name a secret wherever they stand."""
+_AT_THE_END = {"token", "auth", "authorization", "bearer"}
+_KINDS_OF_KEY = {"api", "access", "secret", "private", "account", "auth", "service", "encryption", "signing", "ssh"}
+_OF_A_VOCABULARY = {
+    *("pad", "eos", "bos", "unk", "cls", "sep", "mask", "start", "end", "stop", "special", "image", "audio", "video"),
+    *("first", "last", "next", "new", "prompt", "separator", "per"),
+}
+"""``pad_token`` is a part of a vocabulary."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+
+_USER_OF_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)")
+_KEY = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s,;&\"'{}()\[\]]+)"
+_NAMED_VALUE = re.compile(
+    rf"(?P<before>[\"']?(?P<assigned>{_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
+)
+_OPTION = re.compile(rf"(?P<before>--(?P<key>{_KEY})\s+)(?!-)(?P<value>{_VALUE})")
+_HEADER = re.compile(rf"(?P<before>(?P<key>{_KEY}):\s+)\S[^\n]*")
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key names a secret: ``hf_token``, ``apiKey``, ``db-password``; not ``tokenizer`` or ``pad_token``."""
+    words = [each.lower() for each in _WORD.findall(key)]
+    if not words:
+        return False
+    before = words[-2] if len(words) > 1 else ""
+    if words[-1] in _AT_THE_END:
+        return before not in _OF_A_VOCABULARY
+    return bool(_ALWAYS & {*words}) or (words[-1] == "key" and before in _KINDS_OF_KEY)
+
+
+def masked(value: T) -> T:
+    """Returns a copy of a text, or of nested mappings and lists, with MASK in the place of every secret."""
+    if isinstance(value, str):
+        return cast(T, _masked_text(value))
+    if isinstance(value, Mapping):
+        return cast(T, {key: _hidden(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
+    if isinstance(value, list | tuple):
+        before = ("", *value[:-1])  # of a command line: --token VALUE
+        return cast(T, type(value)(_after(option, each) for option, each in zip(before, value)))
+    return value
+
+
+def masked_paths(value: object, path: str = "") -> Iterator[str]:
+    """Yields the dotted paths of nested mappings and lists at which something is masked."""
+    if isinstance(value, str) and MASK in value:
+        yield path
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in items:
+        yield from masked_paths(each, f"{path}.{key}" if path else str(key))
+
+
+def _after(option: object, value: object) -> object:
+    is_value_of_secret = isinstance(option, str) and option.startswith("-") and "=" not in option and is_secret(option)
+    return _hidden(value) if is_value_of_secret else masked(value)
+
+
+def _hidden(value: object) -> object:
+    """Masks every text and number in the value of a key that names a secret."""
+    if isinstance(value, Mapping):
+        return {key: _hidden(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(each) for each in value]
+    return MASK if (isinstance(value, str) and value) or type(value) in (int, float) else value
+
+
+def _masked_text(text: str) -> str:
+    if "@" in text:
+        text = _USER_OF_URL.sub(MASK, text)
+    if "=" in text or ":" in text:
+        text = _NAMED_VALUE.sub(_with_masked_value, text)
+        header = _HEADER.fullmatch(text)
+        if header and is_secret(header["key"]):
+            return f"{header['before']}{MASK}"
+    if "--" in text:
+        text = _OPTION.sub(lambda found: f"{found['before']}{MASK}" if is_secret(found["key"]) else found[0], text)
+    return text
+
+
+def _with_masked_value(found: re.Match[str]) -> str:
+    before, value = found["before"], found["value"]
+    if value == "...":  # as a remedy writes it
+        return found[0]
+    if not is_secret(found["assigned"] or found["mapped"]):
+        return before + _NAMED_VALUE.sub(_with_masked_value, value)  # --set=data.args.token=VALUE
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{before}{quote}{MASK}{quote}"

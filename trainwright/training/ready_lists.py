@@ -1,0 +1,88 @@
+"""A list whose items may be ready batches: whether they are, by their shapes and by what model and loss take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate, default_convert
+
+from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.errors import UsageError, text_of
+from trainwright.forecast.blueprint import fake_copy
+from trainwright.forecast.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
+
+REMEDY = "give ready batches as a function, lambda: batches, and samples as DataLoader(samples, batch_size=32)"
+CPU = torch.device("cpu")
+
+
+def ready_if_batches(data: object, model: nn.Module, loss: Callable[..., Any], argument: str) -> object:
+    """Returns a loader of the items of a list that are ready batches; any other data unchanged.
+
+    Items look like batches where inputs and targets have as many rows as each other. That may be so of samples, too, as
+    of a sequence with a vector for each step. So a list is one of batches where only the last one is shorter, where
+    model and loss take an item and not several items stacked, or where they take both and there is one target a row.
+
+    Raises UsageError where both are possible, or neither.
+    """
+    if not isinstance(data, list | tuple) or (sizes := _rows(data)) is None:
+        return data
+    batches: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    if len(set(sizes[:-1])) == 1 and sizes[-1] < sizes[0]:
+        return batches
+    what = f"fit: {argument} is a {type(data).__name__} whose items have {sizes[0]} rows each"
+    if len(set(sizes)) > 1:
+        remedy = f"{REMEDY[:-1]}, collate_fn=tw.pad())"
+        raise UsageError(
+            f"{what.replace(' each', '')}, and others: batches, or samples of other lengths", remedy=remedy
+        )
+    one, several = _refused(data[:1], model, loss), _refused([data[0], data[-1]], model, loss)
+    if one and several:
+        raise UsageError(f"{what}: model and loss take neither one item nor several stacked: {one}", remedy=REMEDY)
+    if one == "" and (several or _parts(data[0])[1].ndim == 1):  # a target for each row
+        return batches
+    if one or _parts(data[0])[0].ndim > 2:  # pictures of as many channels as rows, say
+        return data
+    raise UsageError(f"{what}: each may be a ready batch or a sample", remedy=REMEDY)
+
+
+def _parts(item: object) -> list[Any]:
+    """The tensors of an item; none where anything else is in it."""
+    parts = [*item.values()] if isinstance(item, Mapping) else [*item] if isinstance(item, tuple | list) else []
+    return parts if all(isinstance(part, Tensor | np.ndarray) for part in parts) else []
+
+
+def _rows(items: Sequence[object]) -> list[int] | None:
+    """How many rows each item has; None where the items do not look like batches of inputs and targets."""
+    found = []
+    for item in items:
+        parts = _parts(item)
+        if len(parts) < 2 or parts[0].ndim < 2 or any(part.ndim < 1 or len(part) != len(parts[0]) for part in parts):
+            return None
+        found.append(len(parts[0]))
+    return found or None
+
+
+def _refused(items: Sequence[object], model: nn.Module, loss: Callable[..., Any]) -> str | None:
+    """What model and loss say of one item, or of several stacked; "" where they take it.
+
+    No values are computed. None: it cannot be told, since they need values or cannot be copied.
+    """
+    converted = [default_convert(item) for item in items]  # type: ignore[no-untyped-call]
+    batch = converted[0] if len(items) == 1 else default_collate(converted)
+    with fake_tensors():
+        try:
+            judge = fake_copy(loss, CPU) if isinstance(loss, nn.Module) else loss
+            copied = fake_copy(model, CPU)
+        except Exception:
+            return None
+        try:
+            found = as_loss_fn(judge)(copied, fake_batch(batch, CPU))
+        except Exception as error:
+            is_fake = isinstance(error, UNTRACEABLE) or "Fake" in str(error)
+            return None if is_fake else text_of(error, lines=1)
+    total = found.total if isinstance(found, Loss) else found
+    return "" if isinstance(total, Tensor) and total.dim() == 0 else "the loss is no number"

@@ -1,0 +1,96 @@
+"""Small healthy programs in the idioms of well-known public training repositories, each as its authors would write it.
+
+Module ``zoo.public.NAME`` has ``main(watch, seed, folder) -> Result``. ``watch(model, optimizer, loader=...)`` is a
+context manager around the training loop, ``watch.lightning()`` and ``watch.transformers()`` are lists of callbacks for
+these trainers. A program writes its files to ``folder`` and prints what the program that it follows prints.
+
+The programs are in two halves. Work on checks may use the open half. The held-out half is measured once, at the end of
+a piece of work, and no check or program is changed because of what it shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+KINDS = {
+    "language": "nanogpt mingpt litgpt awd_lstm",
+    "vision": "mnist imagenet timm_train torchvision_references unet fixmatch",
+    "generative": "vae dcgan wgan_gp ddpm",
+    "reinforcement": "dqn ppo_cleanrl ppo_stable_baselines reinforce actor_critic grpo",
+    "graph": "gcn gin",
+    "sequence": "seq2seq annotated_transformer speech_ctc time_sequence",
+    "representation": "simclr dino word2vec distillation",
+    "tabular": "dlrm ncf saint multitask",
+    "framework": "lora_loop lora_trainer lightning_classifier lightning_gan accelerate_classifier fabric_classifier",
+    "science": "pinn maml",
+}
+"""Names of the programs by kind."""
+
+
+def _split() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Half of each kind: its names in the order of their SHA-256, the first half is open, the rest is held out."""
+    open_half: list[str] = []
+    held_out: list[str] = []
+    for names in KINDS.values():
+        ordered = sorted(names.split(), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+        open_half += ordered[: len(ordered) // 2]
+        held_out += ordered[len(ordered) // 2 :]
+    return tuple(open_half), tuple(held_out)
+
+
+OPEN, HELD_OUT = _split()
+
+
+class Watch(Protocol):
+    """What a program puts around its training."""
+
+    def __call__(self, model: Any, optimizer: Any, **options: Any) -> AbstractContextManager[Any]:
+        """As ``tw.watch``."""
+
+    def lightning(self) -> list[Any]:
+        """Callbacks for a Trainer of Lightning."""
+
+    def transformers(self) -> list[Any]:
+        """Callbacks for a Trainer of transformers."""
+
+
+class NullWatch:
+    """Watches nothing."""
+
+    def __call__(self, model: Any, optimizer: Any, **options: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def lightning(self) -> list[Any]:
+        return []
+
+    def transformers(self) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program leaves behind.
+
+    Attributes:
+        metric: Name of the final metric.
+        value: Its value.
+        bar: What the value must reach for the program to have learned.
+        losses: The training loss of each optimizer step, or of each part of it that the program logs.
+        objects: Everything with a ``state_dict`` that the training changed: models, optimizers, schedulers, scalers.
+        higher_is_better: False for a loss or an error.
+    """
+
+    metric: str
+    value: float
+    bar: float
+    losses: Sequence[float]
+    objects: Mapping[str, Any] = field(repr=False)
+    higher_is_better: bool = True
+
+    @property
+    def learned(self) -> bool:
+        return self.value >= self.bar if self.higher_is_better else self.value <= self.bar
