@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -118,3 +119,22 @@ def test_an_error_that_the_code_makes_of_a_refusal_is_told() -> None:
 def test_code_with_a_gap_does_not_run() -> None:
     with pytest.raises(NotIsolated, match="numbers is an iterator"), isolated(ReachableState([("numbers", iter([]))])):
         pytest.fail("it ran")
+
+
+def test_garbage_is_finalized_afterwards() -> None:
+    """As the iterator of a DataLoader, which ends its workers when it is collected."""
+    ended: list[object] = []
+
+    class Ends:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            ended.append(os.kill(os.getpid(), 0))
+
+    with no_effects() as refused:
+        Ends()
+        _kept = [[] for _ in range(10_000)]  # type: ignore[var-annotated]
+    assert gc.isenabled() and refused == []
+    gc.collect()
+    assert ended == [None]

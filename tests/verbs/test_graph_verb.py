@@ -357,10 +357,10 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_picture_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run")
+    run.log.touch()
     shutil.copy(RECIPES / "gpt-tiny.yaml", run.recipe)
     result = CliRunner().invoke(app, ["graph", str(run.path), "--depth", "1"])
     assert result.exit_code == 0 and (run.path / "graph.svg").read_text().startswith("<svg"), result.output
-    run.log.touch()
     run.recipe.unlink()
     for folder, reason in ((tmp_path, "holds no run"), (run.path, "no recipe.yaml")):
         for verb in ("graph", "plan"):

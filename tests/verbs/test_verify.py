@@ -291,7 +291,7 @@ FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no sparse tensor": (forged("model.extra", {"__sparse__": {"indices": [], "values": 1, "size": "x"}}), "sparse"),
     "deeper than can be read": (
         rewritten(lambda it: (it / "state.json").write_text("[" * 10**5)),
-        "state.json cannot be decoded",
+        "nested too deeply",
     ),
     "a part of a random state": (rewritten(wrong_random_state), "RuntimeError"),
 }
@@ -314,7 +314,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "planted folder": (lambda it: (it / "weights.pt").mkdir(), "weights.pt is not in the manifest"),
     "no header": (rewritten(lambda it: (it / "model.safetensors").write_bytes(b"x" * 99)), "is no safetensors file"),
-    "no json": (rewritten(lambda it: (it / "state.json").write_text("{")), "state.json cannot be decoded"),
+    "no json": (rewritten(lambda it: (it / "state.json").write_text("{")), "state.json: it is not JSON"),
     "no part": (rewritten(lambda it: (it / "state.json").write_text("{}")), "state.json has no 'model'"),
     "no optimizer": (
         rewritten(lambda it: (it / "state.json").write_text('{"model": {}, "rest": {}}')),

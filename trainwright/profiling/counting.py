@@ -27,6 +27,8 @@ _WAITED_FOR |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutive")
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode around one step. What runs outside of passes and update, such as an evaluation, is left out."""
 
+    is_the_watchs = True  # no mode of the user's, which the recorder would stay out of
+
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._paths = [ModulePaths(root) for root in roots]

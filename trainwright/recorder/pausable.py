@@ -15,7 +15,7 @@ from torch._C import (
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 class PausableMode(TorchFunctionMode):
@@ -77,7 +77,12 @@ def _push(modes: list[TorchFunctionMode]) -> None:
 def has_users_modes() -> bool:
     """Whether a mode of the user's handles torch functions or operators now. Takes 0.1 us."""
     count = _len_torch_function_stack()
-    return bool(_len_torch_dispatch_stack()) or (count > 0 and _is_users(_get_function_stack_at(count - 1)))
+    if count > 0 and _is_users(_get_function_stack_at(count - 1)):
+        return True
+    return _len_torch_dispatch_stack() > 0 and not all(
+        getattr(each, "is_the_watchs", False)
+        for each in _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    )
 
 
 @contextmanager

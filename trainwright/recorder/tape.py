@@ -82,8 +82,7 @@ class Tape(PausableMode):
                 self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
         if self.listener is not None:
-            with without_users_modes():
-                self._tell(self.listener, function, args, kwargs or {}, result)
+            self._tell(self.listener, function, args, kwargs or {}, result)
         made: list[Tensor] = []
         if isinstance(result, Tensor):
             made = [result] if function != READS_GRADIENT else []
@@ -101,7 +100,11 @@ class Tape(PausableMode):
     ) -> None:
         """Whatever the listener raises must not reach the loop; then it is called no more."""
         try:
-            listener(getattr(function, "__name__", "?"), args, kwargs, result)
+            if _len_torch_dispatch_stack():
+                with without_users_modes():
+                    listener(getattr(function, "__name__", "?"), args, kwargs, result)
+            else:
+                listener(getattr(function, "__name__", "?"), args, kwargs, result)
         except Exception:
             self.listener = None
 

@@ -299,7 +299,7 @@ def _diverged(facts: VerdictFacts) -> str | None:
 
 
 def _learned_nothing(facts: VerdictFacts) -> str | None:
-    if any(found.code == LEARNED_NOTHING_CODE and found.severity != "info" for found in facts.findings):
+    if any(_says_nothing_is_learned(found) for found in facts.findings if found.severity != "info"):
         return "the loss is no better than that of a constant prediction, or of shuffled targets"
     losses = _finite(facts.losses)
     if facts.step < MIN_STEPS_LEARNING or len(losses) < MIN_LOSSES or _still_falls(losses):
@@ -322,6 +322,11 @@ def _learned_nothing(facts: VerdictFacts) -> str | None:
     if surest.begin - surest.end + SIGNIFICANT * surest.error > MAX_UNSEEN_DROP * abs(surest.begin):
         return None
     return f"the training loss is {end} and was {begin}, which is within its noise"
+
+
+def _says_nothing_is_learned(found: Found) -> bool:
+    """As a finding of its own, or as a consequence of one that names the cause."""
+    return LEARNED_NOTHING_CODE in {found.code, *(each.partition(":")[0] for each in found.consequences)}
 
 
 def _is_a_guess(facts: VerdictFacts, change: _Change) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import io
 import logging
 import os
@@ -33,13 +34,17 @@ class NotIsolated(Exception):
 def no_effects() -> Iterator[list[str]]:
     """Inside, this thread has no effects outside of the process. Yields what was refused, which is filled meanwhile.
 
-    An effect raises NotIsolated. The code may catch that, so the caller must look at what was refused.
+    An effect raises NotIsolated. The code may catch that, so the caller must look at what was refused. Garbage is not
+    collected meanwhile: finalizers of the user's objects may have effects, as that of a DataLoader's iterator ends its
+    workers.
     """
     thread = threading.get_ident()
     if thread in _refused:
         yield _refused[thread]
         return
     refused: list[str] = []
+    collects = gc.isenabled()
+    gc.disable()
     _refused[thread] = refused
     with _changing:
         _patches.enter()
@@ -49,6 +54,8 @@ def no_effects() -> Iterator[list[str]]:
         with _changing:
             _patches.exit()
         del _refused[thread]
+        if collects:
+            gc.enable()
 
 
 _refused: dict[int, list[str]] = {}

@@ -322,6 +322,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         keeps_last_steps=job.live,  # of a recipe any step can be trained again
         warns_of_spikes=job.recipe.spikes.policy == "warn",
         datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
+        quarantine=frozenset(job.recipe.data.quarantine),
         functions=[each for each in (job.parts.loss, job.parts.advance) if each is not None],
     )
 

@@ -54,7 +54,8 @@ class EngineSession:
     it replays a step, with hooks and tape on. ``write`` is called with every record, ``say`` with a line to print.
     ``examine``: what the budget allows, or everything. ``keeps_last_steps``: at the end they are written to ``bundles``
     where something found no time. ``warns_of_spikes`` is true where the step function has no SpikeGuard. ``datasets``
-    are those of training and validation, if there is one; ``functions`` those of the user that a step calls.
+    are those of training and validation, if there is one, ``quarantine`` the training samples that must not be read;
+    ``functions`` are those of the user that a step calls.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class EngineSession:
         keeps_last_steps: bool = True,
         warns_of_spikes: bool = True,
         datasets: tuple[object, object] | None = None,
+        quarantine: frozenset[int] = frozenset(),
         functions: Sequence[object] = (),
     ) -> None:
-        self._datasets = datasets
+        self._datasets, self._quarantine = datasets, quarantine
         self._state, self.step, self._say = state, state.step, say
         self._bench = EngineBench(state, make_step)
         self._bench.objects.further = {id(each): each for each in functions}
@@ -111,7 +113,10 @@ class EngineSession:
 
     def _compare_datasets(self, *, reads: bool) -> None:
         """Compares the validation set with the training set, once. ``reads``: samples may be read."""
-        if self._datasets is not None and (facts := shared_samples(*self._datasets, reads=reads)) is not None:
+        if self._datasets is None:
+            return
+        left_out = self._quarantine | self._state.quarantine
+        if (facts := shared_samples(*self._datasets, reads=reads, left_out=left_out)) is not None:
             self._datasets = None
             self.log.examined(max(1, self.step), {SharedSamplesFacts.experiment: facts})
 
@@ -341,6 +346,7 @@ class EngineObserver:
         keeps_last_steps: bool = True,
         warns_of_spikes: bool = True,
         datasets: tuple[object, object] | None = None,
+        quarantine: frozenset[int] = frozenset(),
         functions: Sequence[object] = (),
     ) -> None:
         self._folder, self._say = folder.path, say
@@ -360,6 +366,7 @@ class EngineObserver:
             keeps_last_steps=keeps_last_steps,
             warns_of_spikes=warns_of_spikes,
             datasets=datasets,
+            quarantine=quarantine,
             functions=functions,
         )
 

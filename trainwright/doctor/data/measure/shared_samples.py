@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,14 +51,15 @@ def by_tensors(train: object, held_out: object) -> SharedSamplesFacts | None:
     return _compared(one.tolist(), other.tolist(), size, number, is_continuous=is_continuous(held))
 
 
-def by_samples(train: object, held_out: object) -> SharedSamplesFacts | None:
+def by_samples(train: object, held_out: object, left_out: Collection[int] = ()) -> SharedSamplesFacts | None:
     """Samples of both are read from copies of the data sets, which takes half a second at most."""
     size, number = length_of(train), length_of(held_out)
     if not size or not number or not all(hasattr(each, "__getitem__") for each in (train, held_out)):
         return None
+    positions = [each for each in _positions(size, MOST_TRAINED) if each not in left_out]
     trained, held = (
-        [digest_of(sample) for sample in peek(dataset, _positions(length, most))]  # type: ignore[arg-type]
-        for dataset, length, most in ((train, size, MOST_TRAINED), (held_out, number, MOST_HELD_OUT))
+        [digest_of(sample) for sample in peek(dataset, chosen)]  # type: ignore[arg-type]
+        for dataset, chosen in ((train, positions), (held_out, _positions(number, MOST_HELD_OUT)))
     )
     return _compared(trained, held, size, number, is_continuous=False) if trained and held else None
 
@@ -101,13 +102,14 @@ def _positions(size: int, most: int) -> list[int]:
     return drawn
 
 
-def shared_samples(train: object, held_out: object, *, reads: bool) -> Facts | None:
+def shared_samples(train: object, held_out: object, *, reads: bool, left_out: Collection[int] = ()) -> Facts | None:
     """Which samples of a validation set are trained on, too. None where that cannot be told.
 
     ``reads``: samples may be read, which is needed where the data are neither parts of one set nor tensors.
+    ``left_out``: positions in the training set that are not read, because they cannot be.
     """
     found = by_position(train, held_out) or by_tensors(train, held_out)
     if found is None and reads:
         with suppress(Exception):  # of the user's data set
-            found = by_samples(train, held_out)
+            found = by_samples(train, held_out, left_out)
     return None if found is None else dict(strict(vars(found)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from trainwright.doctor.update.facts import ShrunkFacts, common_factor
 from trainwright.doctor.update.measure.rates import MAX_STEPS
 from trainwright.doctor.update.measure.replayed import written_before
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import NotReplayable
+from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -27,8 +28,8 @@ def weights_shrunk(session: ReplaySession) -> Facts:
     chosen = [session.parameters[each.name] for each in written]
     length = len(session.train(MAX_STEPS))
     rounds = max(1, MAX_STEPS // max(1, length))
-    with _shrinking(session, chosen, factor):
-        shrunk = session.train(MAX_STEPS, rounds=rounds)
+    changed = Intervention(model=partial(_shrinking, session, chosen, factor))
+    shrunk = session.train(MAX_STEPS, changed, rounds=rounds)
     without = session.train(MAX_STEPS, rounds=rounds)
     elements = sum(each.numel() for each in session.parameters.values())
     share = sum(each.numel() for each in chosen) / max(1, elements)
