@@ -16,7 +16,7 @@ import trainwright as tw
 from tests import forked
 from tests.verbs.made import dataset, make, make_by_name
 from trainwright.cli import app
-from trainwright.errors import UsageError
+from trainwright.errors import RecipeError, UsageError
 from trainwright.verbs import of_objects
 
 NAME = "tests.verbs.made:make"
@@ -54,6 +54,22 @@ def test_plan(objects: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> N
     assert shown.forecast.parameters == 4 * 16 + 16 + 16 * 2 + 2 and shown.exit_code == 0
     assert shown.forecast.trace.resident["optimizer"] >= 2 * 4 * shown.forecast.parameters, "AdamW has two moments"
     assert "114 parameters, 8 samples a step" in capsys.readouterr().out
+
+
+def test_plan_measures_a_step_of_the_objects(objects: tuple[Any, ...]) -> None:
+    model, data, loss, optimizer = objects
+    shown = tw.plan(model, data, loss, optimizer=optimizer, quiet=True)
+    assert shown.why_not_measured == ""
+    assert shown.measured is not None and shown.measured.step_s is not None
+
+
+@pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range, tw.batch_size])
+def test_all_problems_of_the_settings_are_found_at_once(objects: tuple[Any, ...], verb: Any) -> None:
+    model, data, loss, _ = objects
+    settings = {"model.freeze": ["9.*"], "optimizer.groups": [{"match": "head.*"}]}
+    with pytest.raises(RecipeError) as caught:
+        verb(model, data, loss, settings=settings)
+    assert [each.path for each in caught.value.problems] == ["model.freeze.0", "optimizer.groups.0.match"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +210,14 @@ def test_why_a_run_cannot_be_made_again(what: Any, more: dict[str, Any], reason:
 def test_what_is_no_function_of_objects(what: Any, said: str) -> None:
     with pytest.raises((UsageError, tw.TrainwrightError), match=said):
         tw.fit(what, steps=1)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"objects": {"function": 3}}', '{"objects": {"function": null}}'])
+def test_a_damaged_record_of_the_function_is_a_sentence(text: str) -> None:
+    run = tw.fit(NAME, steps=1, quiet=True).run
+    (run / "provenance.json").write_text(text)
+    with pytest.raises(UsageError, match=r"cannot be made again from its folder: .*provenance.json cannot be read"):
+        tw.replay(run, 1, quiet=True)
 
 
 @pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range, tw.batch_size, tw.verify_resume])
