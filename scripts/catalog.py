@@ -18,12 +18,13 @@ from trainwright.plan.devices import Device, known_devices
 HEAD = """# What ships in the box
 
 Every name that a recipe may say, from the rows of `trainwright/recipe/catalog.py` and `trainwright/plan/devices.yaml`;
-`scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, optimizer,
-schedule or observer of these a recipe may name one of its own as `package.module:callable`.
+`scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, metric,
+optimizer, schedule or observer of these a recipe may name one of its own as `package.module:callable`.
 
 To add one: a row, its factory, a test, and this page printed again. The schema of recipes (`trainwright schema`), "did
 you mean", the memory arithmetic of a plan, optimizer offload and the rules of a resume follow from the row.
 """
+METRICS = "[metrics.md](metrics.md) explains the arguments; `options` are further ones of the class in torchmetrics."
 STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
 STATE += "adamw in a forecast; before a run the dry run measures it."
 
@@ -110,6 +111,10 @@ def schedule(row: recipe.Row) -> list[str]:
     return [f"`{row.name}`", row.doc, args]
 
 
+def metric(row: recipe.Row) -> list[str]:
+    return [f"`{row.name}`", row.doc, ", ".join(name for name, *_ in arguments(imported(row.factory)))]
+
+
 def device(each: Device) -> list[str]:
     best = each.training_precision
     memory, flops = f"{each.memory_bytes / 2**30:.1f} GiB", f"{each.flops[best] / 1e12:g} TFLOP/s in {best}"
@@ -134,7 +139,9 @@ def page() -> str:
             "## Sinks",
             table(("name", "what it is", "installed by"), sinks),
             *("## Models", named(recipe.MODELS), "## Datasets", named(recipe.DATASETS)),
-            *("## Losses", named(recipe.LOSSES), "## Devices that a plan may be made for"),
+            *("## Losses", named(recipe.LOSSES), "## Metrics", METRICS),
+            table(("name", "what it is", "args"), map(metric, recipe.METRICS.values())),
+            "## Devices that a plan may be made for",
             table(
                 ("name", "memory", "bandwidth", "training arithmetic", "source"), map(device, known_devices().values())
             ),

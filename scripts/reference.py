@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -104,7 +105,7 @@ def _all(schema: Schema) -> Iterator[tuple[str, str, str, str]]:
 def names() -> Iterator[str]:
     """A section for each public name."""
     for name in sorted(set(tw.__all__) - {"__version__"}, key=str.lower):
-        found = getattr(tw, name)
+        found = getattr(importlib.import_module(tw._HOME[name]), name)  # a package may have the name, too
         yield f"## tw.{name}\n\n```\n{name}{_signature(found)}\n```\n\n{_text(inspect.getdoc(found) or '')}"
 
 

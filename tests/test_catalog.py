@@ -30,6 +30,7 @@ from trainwright.plan.resume_changes import compare_recipes
 from trainwright.recipe import (
     DATASETS,
     LOSSES,
+    METRICS,
     MODELS,
     OBSERVERS,
     OPTIMIZERS,
@@ -203,7 +204,7 @@ def test_every_optimizer_can_be_planned_for_a_device_that_is_not_there() -> None
 
 
 def test_every_row_names_a_factory_and_says_what_it_is() -> None:
-    for rows in (MODELS, DATASETS, LOSSES, OPTIMIZERS, SCHEDULES, OBSERVERS, SINKS):
+    for rows in (MODELS, DATASETS, LOSSES, METRICS, OPTIMIZERS, SCHEDULES, OBSERVERS, SINKS):
         for name, row in rows.items():
             assert row.name == name
             assert callable(imported(row.factory)), name
@@ -222,7 +223,7 @@ def test_a_page_is_as_its_script_prints_it(name: str) -> None:
 
 def test_the_page_of_the_catalog_has_every_row() -> None:
     page = (ROOT / "docs" / "catalog.md").read_text()
-    for name in (*MODELS, *DATASETS, *LOSSES, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
+    for name in (*MODELS, *DATASETS, *LOSSES, *METRICS, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
         assert f"| `{name}` |" in page, name
 
 

@@ -113,7 +113,8 @@ def test_optional_packages_are_those_of_the_extras() -> None:
         ("transformers", 'pip install "transformers>='),
         ("liger_kernel.transformers", 'pip install "liger-kernel>='),
         ("cv2", "pip install opencv-python"),
-        ("torchmetrics.classification", "pip install torchmetrics"),
+        ("torchmetrics.classification", 'pip install "torchmetrics>='),
+        ("timm.models", "pip install timm"),
     ],
 )
 def test_the_remedy_for_a_missing_module_can_work(module: str, remedy: str) -> None:

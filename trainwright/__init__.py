@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trainwright.version import __version__ as __version__
@@ -30,6 +31,8 @@ _HOME = {
     "TrainState": "trainwright.state.train_state",
     "TrainwrightError": "trainwright.errors",
     "bad_cases": "trainwright.verbs.bad_cases",
+    "batch_size": "trainwright.verbs.of_objects",
+    "check": "trainwright.verbs.of_objects",
     "evaluate": "trainwright.verbs.evaluate",
     "files": "trainwright.build.read_files",
     "fit": "trainwright.training.fit",
@@ -37,20 +40,25 @@ _HOME = {
     "for_steps": "trainwright.engine.until",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.state.checkpoint",
-    "lr_range": "trainwright.engine.lr_range",
+    "log": "trainwright.engine.user_log",
+    "lr_range": "trainwright.verbs.of_objects",
     "make_clip": "trainwright.engine.clip",
-    "make_own_step": "trainwright.engine.own_step",
     "make_optimizer": "trainwright.build.optim.choose",
+    "make_own_step": "trainwright.engine.own_step",
     "make_schedule": "trainwright.build.schedule",
     "make_step": "trainwright.engine.step",
     "mix": "trainwright.data.mixture",
     "pad": "trainwright.data.padding",
+    "plan": "trainwright.verbs.of_objects",
     "predict": "trainwright.verbs.evaluate",
+    "profile": "trainwright.verbs.of_objects",
+    "replay": "trainwright.verbs.of_objects",
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
     "verify_plain": "trainwright.verbs.verify.plain",
+    "verify_resume": "trainwright.verbs.of_objects",
     "watch": "trainwright.watching.watch",
 }
 
@@ -69,7 +77,6 @@ if TYPE_CHECKING:
     from trainwright.engine.loop import Outcome as Outcome
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
-    from trainwright.engine.lr_range import lr_range as lr_range
     from trainwright.engine.observer import Observer as Observer
     from trainwright.engine.observer import Stop as Stop
     from trainwright.engine.own_step import make_own_step as make_own_step
@@ -79,6 +86,7 @@ if TYPE_CHECKING:
     from trainwright.engine.step import make_step as make_step
     from trainwright.engine.until import for_seconds as for_seconds
     from trainwright.engine.until import for_steps as for_steps
+    from trainwright.engine.user_log import log as log
     from trainwright.errors import TrainwrightError as TrainwrightError
     from trainwright.observe.early_stopping import EarlyStopping as EarlyStopping
     from trainwright.recipe import Recipe as Recipe
@@ -99,8 +107,23 @@ if TYPE_CHECKING:
     from trainwright.verbs.bad_cases import bad_cases as bad_cases
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
+    from trainwright.verbs.of_objects import batch_size as batch_size
+    from trainwright.verbs.of_objects import check as check
+    from trainwright.verbs.of_objects import lr_range as lr_range
+    from trainwright.verbs.of_objects import plan as plan
+    from trainwright.verbs.of_objects import profile as profile
+    from trainwright.verbs.of_objects import replay as replay
+    from trainwright.verbs.of_objects import verify_resume as verify_resume
     from trainwright.verbs.verify.plain import verify_plain as verify_plain
     from trainwright.watching.watch import watch as watch
+
+
+class _CallablePackage(ModuleType):
+    """A package that has the name of a public function: ``tw.plan(...)`` calls that."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(_HOME[name]), name)(*args, **options)
 
 
 def __getattr__(name: str) -> Any:
@@ -114,3 +137,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+importlib.import_module("trainwright.plan").__class__ = _CallablePackage
+importlib.import_module("trainwright.replay").__class__ = _CallablePackage

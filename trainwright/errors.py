@@ -35,6 +35,7 @@ OPTIONAL = (
     "pillow>=10.0",
     "peft>=0.18",
     "liger-kernel>=0.5",
+    "torchmetrics>=1.4",
     "ipython>=8.20",
     "lightning>=2.5",
     "accelerate>=1.2",

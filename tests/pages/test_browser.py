@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.pages.browser import CHROMIUM, Browser, browser_in
-from tests.pages.runs import ended, evaluated, found, make_run, started, step
+from tests.pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
 from tests.pages.serving import site_of
 from trainwright.pages.report import write_report
-from trainwright.runlog.records import to_json
+from trainwright.runlog.records import Logged, to_json
 
 pytestmark = [
     pytest.mark.process,
@@ -354,3 +355,13 @@ def test_layers_are_a_map_of_colours(browser: Browser, tmp_path: Path) -> None:
     browser.value("document.querySelector('#layers .chart').focus()")
     key(browser, "ArrowRight", 39)
     assert "blocks." in browser.value("document.querySelector('#layers figcaption').textContent")
+
+
+@pytest.mark.parametrize("is_watched", [False, True], ids=["metrics", "watch.log"])
+def test_figures_are_drawn(browser: Browser, tmp_path: Path, is_watched: bool) -> None:
+    steps = [replace(step(number), probed={} if is_watched else {"f1": number / 100}) for number in range(1, 101)]
+    logged = [Logged(time_s=BEGAN_S + at, step=at, figures={"f1": at / 100}) for at in range(1, 101, 9)]
+    folder = make_run(tmp_path, "run", [started(), *steps, *(logged if is_watched else [])])
+    browser.open(f"file://{write_report([folder.path]).path}")
+    assert browser.value("document.querySelector('#metrics-section h2').checkVisibility()")
+    assert browser.value(f"({INK})('f1')") > 0.5

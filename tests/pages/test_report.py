@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from trainwright.pages.report import leave_report, write_report
 from trainwright.pages.view import RunView
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import NotSaved, Quarantined, Saved, Skipped, Telemetry, to_json
+from trainwright.runlog.records import Logged, NotSaved, Quarantined, Saved, Skipped, Telemetry, to_json
 
 
 class Page(HTMLParser):
@@ -264,3 +265,19 @@ def test_a_curve_that_is_never_finite_is_drawn_as_such(tmp_path: Path, field: st
     values = {"loss": math.nan} if field == "loss" else {"loss": 1.0, "grad_norm": math.inf}
     (run,) = curves_of(page_of(make_run(tmp_path, "run", [step(1, **values), step(2, **values)])))
     assert run["columns"][field] == ["n", "n"]
+
+
+def test_figures_are_grouped_by_name(tmp_path: Path) -> None:
+    """The series of training and validation of a metric are in one chart; what a watched loop logs is there too."""
+    steps = [replace(step(number), probed={"f1": number / 100, "kl": 2.0}) for number in (10, 20)]
+    evaluations = [replace(evaluated(20, 0.5), metrics={"f1": 0.3, "noisy.f1": 0.2, "noisy.loss": 0.7})]
+    logged = [Logged(time_s=BEGAN_S + at, step=at, figures={"val_loss": 1.0 / at, "reward": at}) for at in (10, 20)]
+    folder = make_run(tmp_path, "run", [started(), *steps, *evaluations, *logged])
+    (run,) = curves_of(page_of(folder))
+    found = {each["name"]: {one["label"]: one["value"] for one in each["series"]} for each in run["figures"]}
+    assert found == {
+        "f1": {"train": [0.1, 0.2], "validation": [0.3], "noisy": [0.2]},
+        "kl": {"train": [2.0, 2.0]},
+        "loss": {"noisy": [0.7], "val": [0.1, 0.05]},
+        "reward": {"reward": [10.0, 20.0]},
+    }

@@ -22,9 +22,10 @@ from trainwright.errors import UsageError
 from trainwright.pages.profile import ProfilePanel
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
-from trainwright.recipe import Loaded, from_mapping
+from trainwright.recipe import from_mapping
 from trainwright.runlog.files import UnreadableFile
 from trainwright.training.job import prepare
+from trainwright.training.subject import Built, named
 from trainwright.verbs.profile import ProfiledRun, profile
 from trainwright.verbs.profile_trials import Trials, num_rounds
 
@@ -47,8 +48,8 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 
 
 def profiled(tmp_path: Path, *settings: str) -> ProfiledRun:
-    def load(more: Sequence[str]) -> Loaded:
-        return from_mapping(recipe(tmp_path), overrides=[*settings, *more])
+    def load(more: Sequence[str]) -> Built:
+        return Built(from_mapping(recipe(tmp_path), overrides=[*settings, *more]), None)
 
     return profile(load, for_s=0.2, budget_s=0.0)
 
@@ -76,10 +77,10 @@ def test_one_worker(tmp_path: Path) -> None:
 def trial(tmp_path: Path, advice: Sequence[Advice], *own: str, budget_s: float = 300.0) -> list[TriedAdvice]:
     """What came of it, in blocks of a few steps: whether it is faster depends on the machine, that it ends does not."""
 
-    def load(more: Sequence[str]) -> Loaded:
-        return from_mapping(recipe(tmp_path), overrides=[*own, *more])
+    def load(more: Sequence[str]) -> Built:
+        return Built(from_mapping(recipe(tmp_path), overrides=[*own, *more]), None)
 
-    return Trials(load, prepare(load(())), budget_s, lambda line: None, block_s=0.004).of(advice)
+    return Trials(load, prepare(load(()).loaded), budget_s, lambda line: None, block_s=0.004).of(advice)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +184,12 @@ def test_a_run_that_is_too_short(tmp_path: Path) -> None:
         profiled(tmp_path, "until=5steps")
 
 
-def test_a_model_that_was_passed_in_python_is_refused(tmp_path: Path) -> None:
-    given = {**recipe(tmp_path), "model": {"use": "live:Net"}}
-    with pytest.raises(UsageError, match="the model Net was passed in Python"):
-        profile(lambda more: from_mapping(given, overrides=more))
+def test_a_run_whose_model_was_passed_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(json.dumps({**recipe(tmp_path), "model": {"use": "live:Net"}}))
+    with pytest.raises(UsageError, match=r"cannot be made again from its folder(.|\n)*tw.fit\('module:function'\)"):
+        profile(named(run / "recipe.yaml").build)
 
 
 def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:

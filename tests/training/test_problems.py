@@ -176,6 +176,12 @@ def test_a_healthy_recipe_has_none_and_moves_no_generator(folder: Path) -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
+def test_metrics_in_the_box_are_known_with_their_arguments(folder: Path) -> None:
+    write(folder, [("batch:", "metrics: [accuracy, {use: top_k, args: {n: 3}}]\nbatch:")])
+    [problem] = problems_of(load("recipe.yaml"))
+    assert problem.path == "metrics.1.args.n" and "it accepts: k, ignore_index" in problem.remedy
+
+
 def test_a_model_that_cannot_be_built_without_memory_is_no_problem(folder: Path) -> None:
     write(folder, [('use: "mine:Net"', 'use: "mine:Reads"')])
     assert problems_of(load("recipe.yaml")) == []

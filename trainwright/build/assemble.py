@@ -53,7 +53,8 @@ class Parts:
     and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` and ``metrics``
     come before those that the recipe names. ``advance`` is a step of the user's own, in place of one made from
     ``loss``. ``more_val`` are further validation sets by name; the first one's is ``val_name``. ``generators`` is the
-    random state that training begins with, where the run does not seed the generators itself.
+    random state that training begins with, where the run does not seed the generators itself. ``rebuild`` is what the
+    run folder records of how to make the objects again.
     """
 
     model: nn.Module
@@ -70,6 +71,7 @@ class Parts:
     more_val: Mapping[str, Unwrapped] = field(default_factory=dict)
     val_name: str = "val"
     generators: RngBag | None = None
+    rebuild: Mapping[str, object] = field(default_factory=dict)
 
 
 @contextmanager

@@ -9,13 +9,29 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, prints_aside, say_to, verb
+from trainwright.cli.app import (
+    Json,
+    RecipeOrFunction,
+    RecipePath,
+    Settings,
+    answer,
+    app,
+    finish,
+    prints_aside,
+    say_to,
+    subject_of,
+    verb,
+)
 from trainwright.errors import UsageError
 from trainwright.runlog.printing import printable
 from trainwright.version import __version__
 
 ModelOf = Annotated[
-    str | None, typer.Option(metavar="FILE:FUNCTION", help="Builds the model of a watched loop: train.py:make")
+    str | None,
+    typer.Option(
+        metavar="FILE:FUNCTION",
+        help="Builds the model of a watched loop: train.py:make; of a run of tw.fit, what it was called with.",
+    ),
 ]
 verify_app = typer.Typer(help="Prove that checkpoints are whole, and that runs give the bits that they should.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
@@ -206,7 +222,7 @@ def verify_checkpoint(
 
 @verb("resume", of=verify_app)
 def verify_resume(
-    recipe: RecipePath,
+    recipe: RecipeOrFunction,
     steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many again after it.")] = 6,
     workers: Annotated[int, typer.Option(min=0, help="data.workers until the kill.")] = 2,
     then_workers: Annotated[int, typer.Option(min=0, help="data.workers of the resumed run.")] = 3,
@@ -216,11 +232,12 @@ def verify_resume(
     as_json: Json = False,
 ) -> None:
     """Prove on a recipe that a run which is killed and resumed gives the same bits as one that is not."""
+    subject = subject_of(recipe, settings)
     from trainwright.verbs.verify.resume import ResumeTrial
     from trainwright.verbs.verify.resume import verify_resume as verify
 
     say, trial = say_to(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
-    proof = verify(trial, keep=keep, say=say)
+    proof = verify(trial, keep=keep, say=say, build=subject.build)
     say("\n".join(proof.lines()))
     finish(proof, as_json)
 

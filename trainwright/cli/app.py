@@ -24,6 +24,7 @@ from trainwright.version import __version__
 
 if TYPE_CHECKING:
     from trainwright.observe.terminal import Console
+    from trainwright.training.subject import Subject
 
 P = ParamSpec("P")
 
@@ -75,6 +76,13 @@ RecipeOrRun = Annotated[
     Path,
     typer.Argument(
         metavar="RECIPE|RUN", help="A recipe, or a run folder: that is of its recipe, and its page shows the picture."
+    ),
+]
+RecipeOrFunction = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE|MODULE:FUNCTION",
+        help="A YAML recipe, the name of one in the box, or a function that returns (model, data, loss, optimizer).",
     ),
 ]
 Settings = Annotated[
@@ -177,6 +185,17 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
     if picture is None and (run.path / name).is_symlink():
         raise StorageError(f"cannot write {run.path / name}: it is a symbolic link", remedy="remove that link")
     return run.recipe, picture or run.path / name
+
+
+def subject_of(what: Path, settings: list[str] | None, environ: Mapping[str, str] | None = None) -> Subject:
+    """What a verb works on: a recipe, that of a run of ``tw.fit``, or a function that returns the objects."""
+    if ":" not in str(what) or what.exists():
+        from trainwright.recipe import load
+
+        load(what, overrides=settings or [], environ=environ)  # before torch is imported: what is wrong is said at once
+    with importing_torch():
+        from trainwright.training.subject import named
+    return named(what, settings or [], environ)
 
 
 def prints_aside(as_json: bool) -> AbstractContextManager[object]:

@@ -10,8 +10,8 @@ import typer
 
 from trainwright.cli.app import (
     Json,
+    RecipeOrFunction,
     RecipeOrRun,
-    RecipePath,
     Settings,
     answer,
     console_for,
@@ -20,21 +20,20 @@ from trainwright.cli.app import (
     prints_aside,
     say_to,
     seconds_of,
+    subject_of,
     verb,
 )
 from trainwright.runlog.printing import printable
 
 
 @verb()
-def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
+def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Say whether a recipe would train: one line for each verdict, with its remedy; exit 3 when it would not."""
-    from trainwright.recipe import load
-
-    loaded = load(recipe, overrides=settings or [])
+    subject = subject_of(recipe, settings)
     from trainwright.verbs.check.check import check as look
 
     with prints_aside(as_json):
-        seen = look(loaded, tell=say_to(as_json))
+        seen = look(*subject.build(()), tell=say_to(as_json))
     finish(seen, as_json)
 
 
@@ -58,19 +57,20 @@ def plan(
     from trainwright.recipe import load
 
     recipe, svg = of_run(recipe, svg, "timeline.svg")
-    loaded = load(recipe, overrides=settings or [])
     if ranks is not None:
         from trainwright.training.problems import all_at_once
         from trainwright.verbs.plan_ranks import plan_ranks
 
+        loaded = load(recipe, overrides=settings or [])
         with prints_aside(as_json), all_at_once(loaded, ranks=ranks):
             many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
         answer(many, as_json)
+    subject = subject_of(recipe, settings)
     from trainwright.verbs.plan import show_plan
 
     with prints_aside(as_json):
         shown = show_plan(
-            loaded,
+            *subject.build(()),
             recipe=str(recipe),
             with_frontier=frontier,
             device=device,
@@ -112,7 +112,7 @@ def graph(
 
 @verb("batch-size")
 def batch_size(
-    recipe: RecipePath,
+    recipe: RecipeOrFunction,
     settings: Settings = None,
     margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.1,
     most: Annotated[int | None, typer.Option(min=1, help="Samples to try at most; else the dataset's.")] = None,
@@ -121,16 +121,16 @@ def batch_size(
     as_json: Json = False,
 ) -> None:
     """Find the largest micro-batch that trains without running out of memory."""
-    from trainwright.recipe import load
-
     budget_s = seconds_of(budget, "--budget")
-    loaded = load(recipe, overrides=settings or [])
+    subject = subject_of(recipe, settings)
     from trainwright.recipe.byte_size import parse_bytes
     from trainwright.verbs.batch_size import find_batch_size
 
     limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
     with prints_aside(as_json):
-        found = find_batch_size(loaded, margin=margin, most=most, memory_bytes=limit, budget_s=budget_s, say=say)
+        found = find_batch_size(
+            *subject.build(()), margin=margin, most=most, memory_bytes=limit, budget_s=budget_s, say=say
+        )
     say("\n".join(found.lines()))
     if as_json:
         print(json.dumps(found.to_json()))
@@ -138,7 +138,7 @@ def batch_size(
 
 @verb("lr-range")
 def lr_range(
-    recipe: RecipePath,
+    recipe: RecipeOrFunction,
     settings: Settings = None,
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of the test.")] = 100,
     lowest: Annotated[float, typer.Option(help="Learning rate of the first step.")] = 1e-6,
@@ -147,12 +147,10 @@ def lr_range(
     as_json: Json = False,
 ) -> None:
     """Find a learning rate: grow it each step, watch the loss, draw the picture."""
-    from trainwright.recipe import load
-
-    loaded = load(recipe, overrides=settings or [])
+    built = subject_of(recipe, settings).build(())
     from trainwright.verbs.lr_range import find_lr
 
-    answer = find_lr(loaded, steps=steps, lowest=lowest, highest=highest, out=out, console=console_for(as_json))
+    answer = find_lr(*built, steps=steps, lowest=lowest, highest=highest, out=out, console=console_for(as_json))
     if as_json:
         print(json.dumps(answer))
 

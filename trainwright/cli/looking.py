@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, Settings, answer, console_for, importing_torch, say_to, seconds_of, verb
+from trainwright.cli.app import (
+    Json,
+    Settings,
+    answer,
+    console_for,
+    importing_torch,
+    say_to,
+    seconds_of,
+    subject_of,
+    verb,
+)
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
 
@@ -65,29 +75,25 @@ def serve(
 
 @verb()
 def profile(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run of one.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE|RUN|MODULE:FUNCTION", help="A recipe, a run, or as of check.")
+    ],
     seconds: Annotated[float, typer.Option(min=0.05, help="How long steps are timed at full speed.")] = 1.0,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long remedies are tried; 0s tries none.")] = "60s",
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
     """Say what bounds a step, by operator, module and phase of some steps in a run of its own; try what may help."""
-    from trainwright.recipe import load
     from trainwright.runlog.folder import RunFolder
 
     budget_s = seconds_of(budget, "--budget")
     is_run = (recipe / "recipe.yaml").is_file()
     path = RunFolder.open(recipe).recipe if is_run else recipe
     environ: dict[str, str] | None = {} if is_run else None
-    load(path, overrides=settings or [], environ=environ)  # before torch is imported: a wrong recipe is said at once
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of memory that is older than itself
+    subject = subject_of(path, settings, environ)
     with importing_torch():
         from trainwright.verbs.profile import profile as run_profile
 
-    seen = run_profile(
-        lambda more: load(path, overrides=[*(settings or []), *more], environ=environ),
-        for_s=seconds,
-        budget_s=budget_s,
-        console=console_for(as_json),
-    )
+    seen = run_profile(subject.build, for_s=seconds, budget_s=budget_s, console=console_for(as_json))
     answer(seen, as_json)

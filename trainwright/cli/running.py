@@ -108,6 +108,10 @@ def resume(
         become_torchrun(torchrun, loaded)
     with importing_torch():
         from trainwright.training.run import train as run_train
+        from trainwright.training.subject import resumed_parts
 
-    result = run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json), serve=serve)
+    parts = resumed_parts(folder, loaded, allowed)
+    result = run_train(
+        loaded, parts=parts, resume=folder, accept=accept or [], console=console_for(as_json), serve=serve
+    )
     finish(result, as_json and result.is_first)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
-from trainwright.engine.metrics import NO_METRICS, MetricSet, OutputKeeper
+from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.refusals import explaining
+from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.cut import cut_micro
@@ -89,13 +90,14 @@ def evaluate(
 ) -> EvaluationResult:
     """The loss over ``batches``, weighted exactly, and ``metrics`` over all of them. One host sync at the end.
 
-    Of several ranks of ``world`` each has its share of the batches; the result is that of all, the same on each.
+    Each rank of ``world`` has its part of the batches; the result is that of all, the same on each. What ``tw.log``
+    reports counts by samples.
 
     A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
     one sample does not fit, and at once where ranks divide the weights: all must make the same calls. Raises UsageError
     for a batch that the model or the loss cannot work with.
     """
-    loss_fn, keeper = as_loss_fn(loss), OutputKeeper()
+    loss_fn, keeper, logged = as_loss_fn(loss), metrics.keeper, LoggedMeans()
     if metrics:
         loss_fn = keeper.around(loss_fn)
         metrics.reset()
@@ -103,7 +105,7 @@ def evaluate(
     total: Tensor | float = 0.0
     weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
-    with evaluating(model, loss), explaining(model):
+    with evaluating(model, loss), explaining(model), collecting(logged):
         for output in _outputs(loss_fn, model, batches, precision):
             metrics.update(keeper.taken()[-1:])  # before it come those that did not count
             total = total + output.total.double()
@@ -112,8 +114,9 @@ def evaluate(
                 sums[name] = sums.get(name, 0.0) + metric.double()
     mine = _Sums(float(total), float(weight), {name: float(summed) for name, summed in sums.items()})
     counted, means = _means(world.collect(mine))
+    means |= logged.taken(world)
     if metrics and counted:
-        means |= metrics.compute()
+        means |= metrics.compute(world)
     return EvaluationResult(means.pop(_LOSS), counted, means, time.perf_counter() - begin_s)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainwright.engine.user_log import count_for
 from trainwright.errors import DataError, UsageError, text_of
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.shards import is_sharded
@@ -128,6 +129,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
 
     Rows of the micro-batch that a DataError names become ids of the dataset; ``where`` is added to its message.
     """
+    count_for(micro.size)
     try:
         output = loss_fn(model, micro.data)
     except DataError as error:
@@ -142,6 +144,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
                 "block.forward(x): ranks that divide the weights gather them around the call",
             ) from None
         raise
+    count_for(1)
     return checked(output, "the loss function gave")
 
 
@@ -236,7 +239,7 @@ class OfModel:
 
     It is ``output.loss``, ``output["loss"]``, the first of a tuple, or the output itself. A batch that is a mapping is
     passed by keywords, a tuple by position. Metrics get the logits (``output.logits``, or the second of a tuple) and
-    the ``labels`` of the batch.
+    the ``labels`` of the batch. For a causal language model each position gets the label that follows it.
     """
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
@@ -251,8 +254,11 @@ class OfModel:
                 remedy="give a loss, loss=nn.CrossEntropyLoss(), or, for a model that computes one itself, batches "
                 "with what it needs for that, such as labels",
             )
-        targets = batch.get("labels") if isinstance(batch, Mapping) else None
-        return Scored(loss.reshape(()), member(output, "logits", 1), targets)
+        logits, targets = member(output, "logits", 1), batch.get("labels") if isinstance(batch, Mapping) else None
+        predicts_next = getattr(model, "loss_type", None) == "ForCausalLM"
+        if predicts_next and isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() == 3:
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        return Scored(loss.reshape(()), logits, targets)
 
 
 def called_with(model: nn.Module, batch: Batch) -> object:

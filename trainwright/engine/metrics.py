@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainwright.engine.loss import Batch, Loss, LossFn, scored
-from trainwright.errors import UsageError, text_of
+from trainwright.errors import RankError, UsageError, text_of
+from trainwright.world.group import SOLO, World
 
 T = TypeVar("T")
 _FORMS = (
@@ -31,17 +34,38 @@ class Metric(Protocol):
     def reset(self) -> object: ...
 
 
+@runtime_checkable
+class RankedMetric(Metric, Protocol):
+    """A metric that computes over several ranks."""
+
+    def over_ranks(self, world: World) -> object:
+        """Returns the value over what all ranks saw, the same on each. Every rank must call it."""
+        ...
+
+
+@runtime_checkable
+class LossMetric(Metric, Protocol):
+    """A metric of the loss, which needs no outputs."""
+
+    def take_loss(self, loss: Loss) -> object: ...
+
+
 class ForwardOutputs(NamedTuple):
-    """Outputs and targets of one forward pass, without a graph."""
+    """Outputs, targets and loss of one forward pass, without a graph."""
 
     outputs: object
     targets: object
+    loss: Loss | None = None
 
 
 class OutputKeeper:
-    """Keeps what the forward passes of a step or an evaluation gave, until it is taken."""
+    """Keeps the results of the forward passes of a step or an evaluation, until they are taken.
 
-    def __init__(self) -> None:
+    ``needs_outputs``: a loss that does not give the outputs of the model is an error.
+    """
+
+    def __init__(self, *, needs_outputs: bool = True) -> None:
+        self._needs_outputs = needs_outputs
         self._kept: list[ForwardOutputs] = []
 
     def around(self, loss_fn: LossFn) -> LossFn:
@@ -49,12 +73,15 @@ class OutputKeeper:
 
         def keeping(model: nn.Module, batch: Batch) -> Loss | Tensor:
             loss, outputs, targets = scored(loss_fn, model, batch)
-            if outputs is None:
+            if outputs is None and self._needs_outputs:
                 raise UsageError(
                     "metrics need the outputs of the model, and this loss does not give them",
-                    remedy="return tw.Loss(total, weight, outputs=logits, targets=labels), or leave metrics out",
+                    remedy="return tw.Loss(total, weight, outputs=logits, targets=labels), set loss.chunked to false "
+                    "where the loss in the box is computed in chunks, or leave metrics out",
                 )
-            self._kept.append(ForwardOutputs(_mapped(Tensor.detach, outputs), _mapped(Tensor.detach, targets)))
+            summed = Loss(loss.total.detach(), loss.weight) if isinstance(loss, Loss) else None
+            kept = ForwardOutputs(_mapped(Tensor.detach, outputs), _mapped(Tensor.detach, targets), summed)
+            self._kept.append(kept)
             return loss
 
         return keeping
@@ -74,17 +101,22 @@ class Gathered:
 
     def __init__(self, function: Callable[[object, object], object]) -> None:
         self.function = function
-        self._seen: list[ForwardOutputs] = []
+        self._seen: list[tuple[object, object]] = []
 
     def update(self, outputs: object, targets: object) -> None:
-        self._seen.append(tree_map_only(Tensor, on_host, ForwardOutputs(outputs, targets)))
+        self._seen.append(tree_map_only(Tensor, on_host, (outputs, targets)))
 
     def compute(self) -> object:
-        whole = joined(self._seen)
+        return self.over_ranks(SOLO)
+
+    def over_ranks(self, world: World) -> object:
+        """The value over what all ranks saw. Each gets the outputs of all."""
+        everywhere = world.collect(joined(self._seen) if self._seen else None)
+        outputs, targets = joined([each for each in everywhere if each is not None])
         try:
-            return self.function(whole.outputs, whole.targets)
+            return self.function(outputs, targets)
         except Exception:
-            leaves = [each for each in tree_leaves(whole.outputs) if isinstance(each, Tensor)]
+            leaves = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
             if all(bool(torch.isfinite(each).all()) for each in leaves):
                 raise
             return math.nan  # of outputs that are not finite most functions raise
@@ -101,6 +133,21 @@ class MetricSet:
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
+
+    @property
+    def keeper(self) -> OutputKeeper:
+        """What keeps the forward passes that the metrics need."""
+        return OutputKeeper(needs_outputs=not all(isinstance(each, LossMetric) for each in self._metrics.values()))
+
+    def require_ranked(self) -> None:
+        """Raises UsageError for a metric that cannot be joined over several ranks."""
+        for name, metric in self._metrics.items():
+            if not isinstance(metric, RankedMetric) and not _of_torchmetrics(metric):
+                raise UsageError(
+                    f"the metric {name!r}, a {type(metric).__name__}, cannot be joined over several ranks",
+                    remedy="make it a torchmetrics.Metric, whose states say how they are reduced (add_state), or a "
+                    "function (outputs, targets) -> float; or train on one rank",
+                )
 
     def copied(self) -> MetricSet:
         """Metrics of the same kind that have seen nothing. Raises UsageError for one that cannot be copied."""
@@ -124,19 +171,25 @@ class MetricSet:
                 move(device)
 
     def update(self, seen: Sequence[ForwardOutputs]) -> None:
-        for outputs, targets in seen:
+        for outputs, targets, loss in seen:
             for name, metric in self._metrics.items():
                 try:
-                    metric.update(_mapped(_widened, outputs), targets)
+                    if isinstance(metric, LossMetric):
+                        assert loss is not None, "the losses in the box return one"
+                        metric.take_loss(loss)
+                    else:
+                        metric.update(_mapped(_widened, outputs), targets)
                 except Exception as error:
                     raise _failed(name, error, outputs, targets) from error
 
-    def compute(self) -> dict[str, float]:
-        """The values over all that was seen, and forgets it."""
+    def compute(self, world: World = SOLO) -> dict[str, float]:
+        """The values over all that the ranks saw, and forgets it. Every rank must call it."""
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             try:
-                found = metric.compute()
+                found = _computed(metric, world)
+            except RankError:
+                raise
             except Exception as error:
                 raise _failed(name, error) from error
             values.update(_numbers(name, found))
@@ -183,6 +236,46 @@ def _metric(name: object, given: object) -> Metric:
             "its predictions",
         )
     return Gathered(given)
+
+
+def _computed(metric: Metric, world: World) -> object:
+    if isinstance(metric, RankedMetric):
+        return metric.over_ranks(world)
+    with synchronized(metric, world):
+        return metric.compute()
+
+
+def _of_torchmetrics(metric: object) -> list[Any]:
+    """The metrics of ``torchmetrics`` in this object; none where it is of another kind."""
+    library = sys.modules.get("torchmetrics")
+    if library is None or not isinstance(metric, nn.Module):
+        return []
+    return [each for each in metric.modules() if isinstance(each, library.Metric)]
+
+
+@contextmanager
+def synchronized(metric: object, world: World) -> Iterator[None]:
+    """Inside, a metric of ``torchmetrics`` computes over the ranks of ``world``, and over no others.
+
+    By itself it would take those of torch's default group: also ranks that compute with the same samples, and by a
+    backend that may not have its device.
+    """
+
+    def gather(state: Tensor, group: object = None) -> list[Tensor]:
+        everywhere = [each.to(state.device) for each in world.collect(state.cpu())]
+        return [
+            each for each in everywhere if each.numel()
+        ] or everywhere  # of a rank without samples no dtype is known
+
+    parts = _of_torchmetrics(metric)
+    before = [(each, each.dist_sync_fn, each.distributed_available_fn) for each in parts]
+    for each in parts:
+        each.dist_sync_fn, each.distributed_available_fn = gather, lambda: world.size > 1
+    try:
+        yield
+    finally:
+        for each, gathers, is_available in before:
+            each.dist_sync_fn, each.distributed_available_fn = gathers, is_available
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from trainwright.build.first_samples import first_samples
 from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
+from trainwright.build.optim.own import as_one, require_optimizer
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.resolve import find, parameters_of
 from trainwright.build.unwrap import Unwrapped
@@ -33,6 +35,7 @@ from trainwright.models.lora import add_lora
 from trainwright.plan.devices import Device
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
+from trainwright.state.chained import parts_of
 from trainwright.state.rng import preserved_rng
 
 SAMPLES_READ = 16
@@ -51,7 +54,8 @@ def whole(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a recipe names, of which only the data is real. ``live`` is a model that was handed over in Python.
+    """What a recipe names, of which only the data is real. ``live`` is a model that was passed in Python, and
+    ``optimizer`` one that was, several, or what makes them.
 
     ``part`` is done to each new model: it may leave what one rank computes of it.
     """
@@ -61,6 +65,7 @@ class Blueprint:
     loss: Callable[..., Loss | Tensor]
     sample: object
     live: nn.Module | None = None
+    optimizer: object = None
     part: Callable[[nn.Module], object] = whole
 
     @cached_property
@@ -161,8 +166,11 @@ class Blueprint:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         section = self.loaded.recipe.optimizer
-        factory: Any = section.use  # a short name, or the callable that a path names
-        if section.use not in OPTIMIZERS:
+        if self.optimizer is not None and not callable(self.optimizer):
+            register_missing_kernels()
+            return self._copied_optimizer(model)
+        factory: Any = self.optimizer or section.use  # a short name, or the callable that a path names
+        if self.optimizer is None and section.use not in OPTIMIZERS:
             factory = find(section.use, {}, "optimizer", self.loaded.source)
         args = dict(section.args)
         if optimizer_row(section.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
@@ -179,6 +187,16 @@ class Blueprint:
                 args=args,
             )
 
+    def _copied_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizers that were passed, over the parameters of ``model`` and without a state."""
+        assert self.live is not None
+        parts = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        given = [require_optimizer(each) for each in parts]
+        fakes = dict(model.named_parameters())
+        memo: dict[int, object] = {id(each): fakes[name] for name, each in self.live.named_parameters()}
+        memo |= {id(part.state): defaultdict(dict) for each in given for part in parts_of(each)}
+        return as_one(copy.deepcopy(given, memo), model, self.loss, closures=True)
+
 
 def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
     """Reads samples of the training set. ``parts`` are live objects that were handed over in Python, not prepared yet.
@@ -189,7 +207,7 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
     with preserved_rng():  # samples may be augmented
         sample = _largest_sample(train, loaded.recipe.data.quarantine)
     if parts is not None:
-        return Blueprint(loaded, train, parts.loss, sample, parts.model)
+        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.optimizer)
     return Blueprint(loaded, train, build_loss(loaded), sample)
 
 

@@ -34,6 +34,7 @@ def curves_of(view: RunView, buckets: int = BUCKETS, *, after: int = 0) -> dict[
         "columns": rows.as_json({name: values[new] for name, values in columns.items()}),
         "means": _means(view, columns),
         "evaluations": _evaluations(view, columns),
+        "figures": log.figures.to_json(),
         "pins": [vars(pin) for pin in view.pins],
         "resumes": log.counts[Started],
         "references": dict(view.references),

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from trainwright.pages.figures import Figures
 from trainwright.pages.layers import LayerMaps
 from trainwright.pages.means import SpanMeans
 from trainwright.pages.readings import Readings
@@ -78,7 +79,8 @@ class LogSoFar:
     ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
     the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
-    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer. ``findings`` are those
+    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer, ``figures`` metrics and
+    what the user logs. ``findings`` are those
     of the newest process, each in its latest wording. ``is_examined``: the doctor recorded steps, or found something.
     ``unreadable`` says why the log cannot be read, and is "" where it can or there is none.
     """
@@ -95,7 +97,7 @@ class LogSoFar:
         self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
         self.newest_process: Started | Ended | None = None
         self._findings, self.is_examined = FindingsFold(), False
-        self.means, self.readings, self.layers = SpanMeans(), Readings(), LayerMaps()
+        self.means, self.readings, self.layers, self.figures = SpanMeans(), Readings(), LayerMaps(), Figures()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
         self.unreadable = ""
@@ -180,6 +182,7 @@ class LogSoFar:
             self._note(record)
         for line in _LAYERS.findall(lines):
             self.layers.take(line)
+        self.figures.take_lines(lines)
         steps, watched = _rows_of(lines, Step), _rows_of(lines, Watched)
         self._is_ours = self._is_ours or len(steps) > 0
         self.is_examined = self.is_examined or len(watched) > 0
@@ -213,12 +216,15 @@ class LogSoFar:
         if isinstance(record, Telemetry):
             self.readings.take(record)
         elif isinstance(record, NOTED):
+            if isinstance(record, Evaluated | Logged):
+                self.figures.take(record)
             self._notes[type(record)].append(record)
 
     def _go_back_to(self, step: int) -> None:
         self.rows = self.rows[column(self.rows, "step") <= step]
         self.means.go_back_to(step, self.rows)
         self.readings.go_back_to(step)
+        self.figures.go_back_to(step)
         self.layers.go_back_to(step)
         evaluations = self._notes[Evaluated]
         kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]

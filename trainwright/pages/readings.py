@@ -32,8 +32,11 @@ class Readings:
         self.count = 0
 
     def take(self, record: Telemetry) -> None:
+        self.add(MachineReading(record.time_s, record.step, record.values))
+
+    def add(self, reading: MachineReading) -> None:
         self.count += 1
-        self.kept.append(MachineReading(record.time_s, record.step, record.values))
+        self.kept.append(reading)
         if len(self.kept) > MOST:
             self.kept = extremes(self.kept, MOST // 4)
 

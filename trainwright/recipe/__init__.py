@@ -3,6 +3,7 @@
 from trainwright.recipe.catalog import (
     DATASETS,
     LOSSES,
+    METRICS,
     MODELS,
     OBSERVERS,
     OPTIMIZERS,
@@ -40,6 +41,7 @@ from trainwright.recipe.source import Source, problem, require_unmasked
 __all__ = [
     "DATASETS",
     "LOSSES",
+    "METRICS",
     "MODELS",
     "OBSERVERS",
     "OPTIMIZERS",

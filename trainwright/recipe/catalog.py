@@ -98,6 +98,31 @@ LOSSES = _by_name(
     Row("of_model", "trainwright.engine.loss:OfModel", "The loss that the model itself returns."),
 )
 
+METRICS = _by_name(
+    Row("accuracy", "trainwright.engine.named_metrics:accuracy", "Fraction of targets that are predicted."),
+    Row("top_k", "trainwright.engine.named_metrics:top_k", "Fraction of targets among the k best classes."),
+    Row("top5", "trainwright.engine.named_metrics:top5", "The same with k: 5."),
+    Row("precision", "trainwright.engine.named_metrics:precision", "Macro average of the precision."),
+    Row("recall", "trainwright.engine.named_metrics:recall", "Macro average of the recall."),
+    Row("specificity", "trainwright.engine.named_metrics:specificity", "Macro average of the specificity."),
+    Row("f1", "trainwright.engine.named_metrics:f1", "Macro average of the F1 score."),
+    Row("balanced_accuracy", "trainwright.engine.named_metrics:balanced_accuracy", "Mean of the recall of each class."),
+    Row("auroc", "trainwright.engine.named_metrics:auroc", "Area under the ROC curve, macro average."),
+    Row("average_precision", "trainwright.engine.named_metrics:average_precision", "Area under precision and recall."),
+    Row("matthews", "trainwright.engine.named_metrics:matthews", "Matthews correlation coefficient."),
+    Row("cohen_kappa", "trainwright.engine.named_metrics:cohen_kappa", "Agreement beyond chance."),
+    Row("calibration_error", "trainwright.engine.named_metrics:calibration_error", "Expected calibration error."),
+    Row("iou", "trainwright.engine.named_metrics:iou", "Intersection over union, macro average."),
+    Row("perplexity", "trainwright.engine.named_metrics:perplexity", "exp of the mean cross-entropy."),
+    Row("mae", "trainwright.engine.named_metrics:mae", "Mean absolute error."),
+    Row("mse", "trainwright.engine.named_metrics:mse", "Mean squared error."),
+    Row("rmse", "trainwright.engine.named_metrics:rmse", "Root of the mean squared error."),
+    Row("mape", "trainwright.engine.named_metrics:mape", "Mean absolute error relative to the target."),
+    Row("r2", "trainwright.engine.named_metrics:r2", "Coefficient of determination."),
+    Row("pearson", "trainwright.engine.named_metrics:pearson", "Pearson correlation."),
+    Row("spearman", "trainwright.engine.named_metrics:spearman", "Rank correlation."),
+)
+
 OPTIMIZERS = _by_name(
     OptimizerRow(
         "sgd",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from trainwright.recipe.catalog import DATASETS, OBSERVERS
+from trainwright.recipe.catalog import DATASETS, METRICS, OBSERVERS
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.section import Count, Part, SampleId, Section, Text, on_the_clock
 from trainwright.recipe.short_name import ShortName
@@ -61,10 +61,10 @@ class Data(Section):
 class MetricPart(Part):
     """What is measured over a whole pass."""
 
-    use: Annotated[str, ShortName("metric", {})] = Field(
-        description="package.module:callable: a class with update, compute and reset, or a function of (outputs, "
-        "targets).",
-        examples=["torchmetrics.classification:MulticlassF1Score"],
+    use: Annotated[str, ShortName("metric", METRICS)] = Field(
+        description="A metric in the box, or package.module:callable: a class with update, compute and reset, or a "
+        "function of (outputs, targets).",
+        examples=["accuracy"],
     )
     name: Text | None = Field(default=None, description="What it is called; null: as the callable.", examples=["f1"])
 

@@ -76,6 +76,20 @@ class LaunchShape(FileShape):
     call: int = 0
 
 
+class ObjectsShape(FileShape):
+    """How the objects of a run of ``tw.fit`` are made again: by ``function``; else ``reason`` says why not."""
+
+    function: str | None
+    reason: str
+    is_seeded: bool
+
+
+class SeedsShape(FileShape):
+    """The seeds of a run."""
+
+    seed: int | None = None
+
+
 class ProvenanceFile(FileShape):
     """provenance.json."""
 
@@ -89,6 +103,8 @@ class ProvenanceFile(FileShape):
     environment: dict[str, str] | None = None
     data: dict[str, str | None] | None = None
     launch: LaunchShape | None = None
+    objects: ObjectsShape | None = None
+    seeds: SeedsShape | None = None
 
 
 class ModuleShape(FileShape):

@@ -42,12 +42,17 @@ def naming_remedies(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if unknown := [name for name in kwargs if name not in known]:
-            what = f"{function.__name__}: there is no argument {' and none '.join(unknown)}"
-            raise UsageError(what, remedy="; ".join(_remedy(name, known) for name in unknown))
+        require_known(function.__name__, kwargs, known)
         return function(*args, **kwargs)
 
     return called
+
+
+def require_known(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UsageError, with a remedy for each, where ``given`` has arguments that are not ``known``."""
+    if unknown := [name for name in given if name not in known]:
+        what = f"{function}: there is no argument {' and none '.join(unknown)}"
+        raise UsageError(what, remedy="; ".join(_remedy(name, known) for name in unknown))
 
 
 def _remedy(name: str, known: Iterable[str]) -> str:

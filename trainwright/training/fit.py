@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -19,16 +19,17 @@ from trainwright.build.ready import AGAIN, ReadyBatches
 from trainwright.build.resolve import imported
 from trainwright.build.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import OfModel, require_callable
-from trainwright.engine.metrics import metric_set
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
 from trainwright.observe.signals import hand_over
 from trainwright.plan.make import Note
-from trainwright.recipe import LOSSES, from_mapping
+from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.rng import RngBag
-from trainwright.training.arguments import naming_remedies
+from trainwright.training.arguments import naming_remedies, require_known
+from trainwright.training.asked_metrics import MetricsLike, split_metrics
+from trainwright.training.made_by import PASSED, Rebuild, made_by, seeded
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
 from trainwright.training.ready_lists import ready_if_batches
@@ -36,10 +37,10 @@ from trainwright.training.result import Result
 from trainwright.training.run import train
 
 if TYPE_CHECKING:
-    from trainwright.engine.metrics import Metric
     from trainwright.engine.observer import Observer, Stop
     from trainwright.engine.own_step import OwnStep
     from trainwright.engine.step import StepResult
+    from trainwright.recipe.override import Setting
     from trainwright.state.train_state import TrainState
 
 OptimizerLike: TypeAlias = Optimizer | Sequence[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]]
@@ -62,12 +63,52 @@ SHORT_NAMES = {
     "name": "name",
 }
 """Arguments of ``fit`` that set one key of the recipe, and that key."""
+ModelLike: TypeAlias = nn.Module | str | Callable[[], object]
+"""A module; or a function that returns what ``tw.fit`` takes, itself or by its name ``module:function``."""
+
+
+class RunOptions(TypedDict, total=False):
+    """The arguments of ``tw.fit`` besides model, data, loss and steps that say what is trained and how."""
+
+    advance: OwnStep | None
+    val: object
+    until: str | None
+    epochs: float | None
+    lr: float | None
+    batch: int | None
+    accumulation: int | None
+    optimizer: str | OptimizerLike | None
+    schedule: str | ScheduleLike | None
+    warmup: str | None
+    clip: float | None
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None
+    device: str | torch.device | None
+    seed: int | None
+    preset: Literal["recommended"] | None
+    name: str | None
+    settings: Mapping[str, object] | None
+    metrics: MetricsLike | None
+    observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]]
+    restore_best: bool
+
+
+class FitOptions(RunOptions, total=False):
+    """With steps, too."""
+
+    steps: int | None
+
+
+class FitObjects(NamedTuple):
+    """The recipe of a call of ``tw.fit``, and its objects."""
+
+    loaded: Loaded
+    parts: Parts
 
 
 @naming_remedies
 def fit(
-    model: nn.Module,
-    data: object,
+    model: ModelLike,
+    data: object = None,
     loss: str | Callable[..., object] | None = None,
     *,
     advance: OwnStep | None = None,
@@ -90,7 +131,7 @@ def fit(
     settings: Mapping[str, object] | None = None,
     resume: str | Path | None = None,
     accept: str | Sequence[str] = (),
-    metrics: Mapping[str, Metric | Callable[..., object]] | None = None,
+    metrics: MetricsLike | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     restore_best: bool = False,
     on_interrupt: Literal["raise", "return"] = "raise",
@@ -105,7 +146,9 @@ def fit(
     docs/fit.md has the table of defaults, and ``tw.verify_plain`` compares with the loop.
 
     Args:
-        model: What is trained.
+        model: What is trained. Or a function without arguments, itself or as ``"module:function"``, that returns
+            ``(model, data, loss, optimizer)``, fewer of them, or a dict of arguments of ``tw.fit``: the run folder
+            then says how to make the objects again, so commands can resume, replay and profile the run.
         data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
             batches: anything else that can be iterated, or a function without arguments that makes such a thing.
             What a DataLoader is made of is kept: its sampler, batches, collate function and workers. docs/data.md
@@ -146,8 +189,9 @@ def fit(
         resume: The folder of an earlier run of the same call, which is continued.
         accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
         metrics: What is measured over the whole validation set, and over the training batches since the last record of
-            the log, by name: objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of
-            ``torchmetrics``, or functions of all outputs and all targets.
+            the log: names such as ``["accuracy", "f1"]`` (docs/catalog.md lists them), or a mapping of names to
+            objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of ``torchmetrics``, or
+            to functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
@@ -161,62 +205,30 @@ def fit(
     KeyboardInterrupt after Ctrl-C, when the run is saved.
     """
     require_choice("on_interrupt", on_interrupt, ("raise", "return"))
-    generators = RngBag.capture()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
-    require_ready(model)
-    judge = loss if loss is not None else OfModel() if advance is None else no_loss
-    if not isinstance(judge, str):
-        require_callable(judge)
-    metrics = {} if metrics is None else metrics
-    metric_set(metrics)
-    objects = passed(optimizer, schedule, lr=lr, warmup=warmup)
-    options = {
-        "until": _until(until, epochs, steps),
+    options: FitOptions = {
+        "advance": advance,
+        "val": val,
+        "until": until,
+        "epochs": epochs,
+        "steps": steps,
         "lr": lr,
         "batch": batch,
         "accumulation": accumulation,
-        "optimizer": None if objects.optimizer is not None else optimizer,
-        "schedule": None if objects.schedule is not None else schedule,
+        "optimizer": optimizer,
+        "schedule": schedule,
         "warmup": warmup,
         "clip": clip,
-        "preset": preset,
         "precision": precision,
-        "device": None if device is None else str(device),
+        "device": device,
         "seed": seed,
+        "preset": preset,
         "name": name,
+        "settings": settings,
+        "metrics": metrics,
+        "observers": observers,
+        "restore_best": restore_best,
     }
-    by_path = {SHORT_NAMES[key]: value for key, value in options.items() if value is not None}
-    data, val = _split(data, val)
-    take = partial(_unwrapped, model, judge)
-    train_data = take(data, "data")
-    sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
-    val_name, val_data = next(iter(sets.items()), ("val", None))
-    _require_usable(train_data, sets.values(), batch)
-    overrides = _overrides({} if settings is None else settings, by_path, objects)
-    says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
-    batch_key = "micro" if says_batch == {"batch.accumulation"} else "size"
-    recipe = _recipe_of(model, train_data, sets, advance or judge, batch_key) | objects.sections
-    if restore_best:
-        overrides.append(("checkpoint.restore_best", True))
-    loaded = from_mapping(recipe, overrides=overrides, name="tw.fit")
-    if judge is no_loss:
-        require_no_loss_needed(loaded.recipe)
-    parts = Parts(
-        model,
-        train_data,
-        val_data,
-        build_loss(loaded) if isinstance(judge, str) else judge,
-        tuple(_not_used(train_data, val_data)),
-        optimizer=objects.optimizer,
-        schedule=objects.schedule,
-        observers=[as_observer(each) for each in observers],
-        advance=advance,
-        metrics=metrics,
-        more_val={name: each for name, each in sets.items() if name != val_name},
-        val_name=val_name or "val",
-        generators=None if "seed" in loaded.asked else generators,
-    )
+    loaded, parts = fit_objects(model, data, loss, options)
     result = train(
         loaded,
         parts=parts,
@@ -229,6 +241,88 @@ def fit(
         go_on = f"tw.fit(..., resume={str(result.run)!r})"
         hand_over(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
     return result
+
+
+def fit_objects(
+    model: ModelLike,
+    data: object,
+    loss: str | Callable[..., object] | None,
+    options: FitOptions,
+    *,
+    more: Sequence[Setting] = (),
+) -> FitObjects:
+    """Returns what a call of ``tw.fit`` trains: its recipe, in which ``more`` replaces values, and its objects.
+
+    Raises UsageError or RecipeError as ``tw.fit`` does.
+    """
+    require_known("fit", options, [*RunOptions.__annotations__, "steps"])
+    if not isinstance(model, nn.Module):
+        with seeded(options.get("seed")):
+            made = made_by(model, {"data": data, "loss": loss, **options})
+        return _fit_objects(made.model, made.data, made.loss, made.options, made.rebuild, more)
+    return _fit_objects(model, data, loss, options, PASSED, more)
+
+
+def _fit_objects(
+    model: nn.Module,
+    data: object,
+    loss: str | Callable[..., object] | None,
+    options: FitOptions,
+    rebuild: Rebuild,
+    more: Sequence[Setting],
+) -> FitObjects:
+    generators = RngBag.capture()
+    advance, optimizer, schedule = options.get("advance"), options.get("optimizer"), options.get("schedule")
+    batch, device, settings = options.get("batch"), options.get("device"), options.get("settings")
+    require_ready(model)
+    judge = loss if loss is not None else OfModel() if advance is None else no_loss
+    if not isinstance(judge, str):
+        require_callable(judge)
+    named_metrics, own_metrics = split_metrics(options.get("metrics"))
+    objects = passed(optimizer, schedule, lr=options.get("lr"), warmup=options.get("warmup"))
+    asked = {
+        **options,
+        "until": _until(options.get("until"), options.get("epochs"), options.get("steps")),
+        "optimizer": None if objects.optimizer is not None else optimizer,
+        "schedule": None if objects.schedule is not None else schedule,
+        "device": None if device is None else str(device),
+    }
+    by_path = {path: asked[key] for key, path in SHORT_NAMES.items() if asked.get(key) is not None}
+    data, val = _split(data, options.get("val"))
+    take = partial(_unwrapped, model, judge)
+    train_data = take(data, "data")
+    sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
+    val_name, val_data = next(iter(sets.items()), ("val", None))
+    _require_usable(train_data, sets.values(), batch)
+    overrides = _overrides({} if settings is None else settings, by_path, objects)
+    says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
+    batch_key = "micro" if says_batch == {"batch.accumulation"} else "size"
+    recipe = _recipe_of(model, train_data, sets, advance or judge, batch_key) | objects.sections
+    if options.get("restore_best"):
+        overrides.append(("checkpoint.restore_best", True))
+    if named_metrics:
+        overrides.append(("metrics", named_metrics))
+    loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")
+    if judge is no_loss:
+        require_no_loss_needed(loaded.recipe)
+    is_seeded = "seed" in loaded.asked
+    parts = Parts(
+        model,
+        train_data,
+        val_data,
+        build_loss(loaded) if isinstance(judge, str) else judge,
+        tuple(_not_used(train_data, val_data)),
+        optimizer=objects.optimizer,
+        schedule=objects.schedule,
+        observers=[as_observer(each) for each in options.get("observers", ())],
+        advance=advance,
+        metrics=own_metrics,
+        more_val={name: each for name, each in sets.items() if name != val_name},
+        val_name=val_name or "val",
+        generators=None if is_seeded else generators,
+        rebuild=rebuild._replace(is_seeded=is_seeded)._asdict(),
+    )
+    return FitObjects(loaded, parts)
 
 
 def _by_name(val: object) -> dict[str, object]:

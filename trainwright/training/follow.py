@@ -14,12 +14,13 @@ from trainwright.engine.loop import Outcome, StopRequest, run
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StoppedError
 from trainwright.observe.evaluation import PeriodicEvaluation
+from trainwright.observe.log_window import LogWindow, NotLogging
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals
 from trainwright.recipe import Loaded
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.compare import make_ranks_observer
-from trainwright.training.evaluation import periodic_evaluation
+from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.layers import layer_observers
 from trainwright.training.resume import follow_earlier, interrupted_run
@@ -84,16 +85,19 @@ def follow(start: Start, signals: Signals) -> Followed:
     doctor = make_ranks_observer(job, folder)
     layers = tuple(layer_observers(job))
     witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
-    outcome = run(
-        job.state,
-        job.batches,
-        make_advance(job, witness, spike_handler(job.loaded), probes=probes),
-        until=until_of(job.plan),
-        observers=(*([doctor] if doctor else []), *layers, signals),
-        evaluation=evaluation or NEVER,
-        saving=saving,
-        world=world,
-    )
+    every_record = every(job.plan.log_every, job.state) if job.mesh.sums.size > 1 else None
+    window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
+    with window.collecting():
+        outcome = run(
+            job.state,
+            job.batches,
+            make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes),
+            until=until_of(job.plan),
+            observers=(window, *([NotLogging(doctor)] if doctor else []), *layers, signals),
+            evaluation=evaluation or NEVER,
+            saving=saving,
+            world=world,
+        )
     world.least(0)  # the first rank is done with saving: torchrun ends it when another one leaves
     return Followed(job, folder, outcome, evaluation)
 

@@ -11,16 +11,19 @@ from torch.optim import Optimizer
 
 from trainwright.build.assemble import Parts, at_recipe, build_schedule, build_state
 from trainwright.build.optim.own import not_trained
-from trainwright.build.resolve import find, make
+from trainwright.build.resolve import find, imported, make, parameters_of
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
+from trainwright.engine.named_metrics import LossPerplexity, stated_by
 from trainwright.engine.observer import Observer, as_observer
-from trainwright.errors import UsageError
-from trainwright.observe.train_metrics import TrainMetrics
+from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.plan.make import Note, Plan
-from trainwright.recipe import OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
+from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
 from trainwright.state.chained import parts_of
 from trainwright.state.train_state import TrainState
+
+CROSS_ENTROPIES = ("cross_entropy", "language_model", "hf_causal_lm")
+"""Losses in the box whose mean is the logarithm of the perplexity."""
 
 
 class Live(NamedTuple):
@@ -31,7 +34,7 @@ class Live(NamedTuple):
     observers: tuple[Observer, ...]
     plan: Plan
     metrics: MetricSet
-    train_metrics: TrainMetrics
+    train_metrics: MetricSet
 
 
 def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
@@ -40,19 +43,42 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
     plan = _with_own_objects(plan, loaded.recipe, state, schedule)
-    metrics = metric_set({**dict(named_metrics(loaded)), **parts.metrics})
+    metrics = metric_set({**named_metrics(loaded, parts.loss), **parts.metrics})
     if metrics and plan.degrees.ranks > 1:
-        remedy = "train on one rank, or let the loss return them as sums: tw.Loss(total, weight, {'hits': hits})"
-        raise UsageError("metrics of several ranks are not joined", remedy=remedy)
+        _require_whole_outputs(plan)
+        metrics.require_ranked()
     metrics.to(next(parts.model.parameters()).device)
-    of_training = TrainMetrics(metrics.copied() if loaded.recipe.log.metrics else NO_METRICS)
+    of_training = metrics.copied() if loaded.recipe.log.metrics else NO_METRICS
     return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training)
 
 
-def named_metrics(loaded: Loaded) -> Iterator[tuple[str, object]]:
-    """The metrics of a recipe by name."""
+def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
+    """The metrics that a recipe names. Those in the box take from ``loss`` what it says of outputs and targets."""
+    found: dict[str, object] = {}
     for number, ask in enumerate(loaded.recipe.metrics):
-        yield ask.shown_name, _found(ask, {}, f"metrics.{number}", loaded)
+        path = f"metrics.{number}"
+        if ask.shown_name in found:
+            what, remedy = f"two metrics are named {ask.shown_name!r}", "give one of them another name"
+            raise RecipeError(Problem(path, what, remedy=remedy, where=loaded.source.where(path)))
+        if ask.use == "perplexity" and not ask.args and loaded.recipe.loss.use in CROSS_ENTROPIES:
+            found[ask.shown_name] = LossPerplexity()
+        elif ask.use in METRICS:
+            accepted = parameters_of(imported(METRICS[ask.use].factory))
+            stated = {name: value for name, value in stated_by(loss).items() if name in accepted}
+            found[ask.shown_name] = make(ask.use, {**stated, **ask.args}, METRICS, path, loaded.source)
+        else:
+            found[ask.shown_name] = _found(ask, {}, path, loaded)
+    return found
+
+
+def _require_whole_outputs(plan: Plan) -> None:
+    """Raises UsageError where no rank has the outputs of a whole sample."""
+    for axis in ("pipeline", "context"):
+        if getattr(plan.degrees, axis) > 1:
+            raise UsageError(
+                f"parallel.{axis}: no rank has the outputs and targets of whole samples, which metrics need",
+                remedy=f"leave metrics out and evaluate later: trainwright evaluate RUN; or leave parallel.{axis} out",
+            )
 
 
 def _found(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> object:

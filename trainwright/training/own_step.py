@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from trainwright.build.assemble import Parts
 from trainwright.engine.loss import Batch, Loss
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note, Plan
@@ -27,6 +28,15 @@ def require_no_loss_needed(recipe: Recipe) -> None:
     """Raises UsageError where a run without a loss is to evaluate."""
     if recipe.data.val is not None:
         no_loss(nn.Module(), None)
+
+
+def require_loss(parts: Parts | None, verb: str) -> None:
+    """Raises UsageError for a run that has a step of its own and no loss."""
+    if parts is not None and parts.loss is no_loss:
+        raise UsageError(
+            f"{verb} needs a loss, and this run has only a step of its own (advance=)",
+            remedy="give the loss that the step computes: loss=...",
+        )
 
 
 def require_own_step_fits(loaded: Loaded, ranks: int) -> None:

@@ -31,7 +31,7 @@ from trainwright.observe.alerts.asked import require_channels
 from trainwright.observe.sinks.factories import sink_factories
 from trainwright.plan.machine import read_machine
 from trainwright.plan.make import arrange, make_plan
-from trainwright.recipe import DATASETS, LOSSES, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, Loaded, Part, Row
+from trainwright.recipe import DATASETS, LOSSES, METRICS, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, Loaded, Part, Row
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.layout import require_layout
@@ -212,7 +212,7 @@ class _Examination:
     def _rest(self) -> None:
         recipe = self.recipe
         for number, metric in enumerate(recipe.metrics):
-            self._part(metric, {}, f"metrics.{number}")
+            self._part(metric, METRICS, f"metrics.{number}", of_class=metric.use not in METRICS)
         for number, observer in enumerate(recipe.observers):
             self._part(observer, OBSERVERS, f"observers.{number}")
         if recipe.spikes.policy not in SPIKE_POLICIES and self._is_here(recipe.spikes.policy, {}):

@@ -56,7 +56,7 @@ METADATA: Rule = {
         "settled?": Maybe({}),
         "evaluate_batches?": Maybe(NATURAL),
     },
-    "provenance": {},
+    "provenance": {"objects?": {"function": Maybe(TEXT)}},
 }
 """What is read of the metadata of the earlier part, whichever version wrote it."""
 
@@ -203,7 +203,8 @@ def _earlier_at(
 ) -> Earlier:
     metadata = _laid_down(folder) if checkpoint is None else read_run_metadata(checkpoint)
     live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
-    call = in_python(folder) if live else on_command_line(called(folder))
+    is_made_by_function = bool(metadata["provenance"].get("objects", {}).get("function"))
+    call = in_python(folder) if live and not is_made_by_function else on_command_line(called(folder))
     return Earlier(folder, lock, checkpoint, metadata, tuple(accept), say, call)
 
 

@@ -24,6 +24,7 @@ from trainwright.observe.alerts.asked import alerting, require_channels
 from trainwright.observe.end_time import EndTime
 from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
+from trainwright.observe.log_window import LogWindow, NotLogging
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.older_objects import OlderObjectsRest
 from trainwright.observe.progress import Progress
@@ -262,17 +263,22 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
             )
 
         logbook.judge = judge
-        extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
+        extra = [
+            *([NotLogging(doctor)] if doctor else []),
+            *job.built.observers,
+            *(make(job, folder, progress) for make in extras),
+        ]
         witness = doctor.witness if doctor else SILENT
-        measured = job.built.train_metrics
-        logbook.recorder.window = measured.values
+        every_record = every(plan.log_every, state) if job.mesh.sums.size > 1 else None
+        window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
+        logbook.recorder.window = window.values
         layers = tuple(layer_observers(job, logbook))
         probes, collector = [each.probe for each in layers], [OlderObjectsRest()] if doctor else []
-        advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper, probes)
+        advance = make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
         until = until_of_job(job)  # its clock begins now
-        with _noting_the_checkpoint(job, folder, saving):
+        with _noting_the_checkpoint(job, folder, saving), window.collecting():
             if job.accepted:  # a kill before the next save would ask for it again
                 saver(state)
             outcome = run(
@@ -280,7 +286,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until,
-                observers=(measured, *watching, *extra, *alerts, *layers, *collector, signals, heartbeat),
+                observers=(window, *watching, *extra, *alerts, *layers, *collector, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,

@@ -33,13 +33,14 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     sets = {"train": parts.train, "val": parts.val}
     left_out = {"train": frozenset(recipe.data.quarantine)}
     prints = {name: fingerprint(data.origin, left_out.get(name, ())) for name, data in sets.items() if data is not None}
-    return provenance(
+    found: dict[str, Any] = provenance(
         data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
         seeds={"seed": recipe.seed},
         modules=[*modules_of(recipe.model_dump(mode="json")), *filter(None, map(module_of, roots))],
         live=[*modules, *roots, parts.train.collate, *filter(None, [parts.train.worker_init])],
         command=sys.argv,
     )
+    return found | {"objects": dict(parts.rebuild)} if parts.rebuild else found
 
 
 def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]:

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainwright.build.assemble import build_loading, training_batches, validation_batches
+from trainwright.build.assemble import Parts, build_loading, training_batches, validation_batches
+from trainwright.build.ready import ReadyBatches
 from trainwright.build.unwrap import length_of
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.step import clear_grads
@@ -89,6 +90,7 @@ class LargestBatch:
 
 def find_batch_size(
     loaded: Loaded,
+    parts: Parts | None = None,
     *,
     margin: float = 0.1,
     most: int | None = None,
@@ -96,7 +98,9 @@ def find_batch_size(
     budget_s: float = 120.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> LargestBatch:
-    """Trains a new model of the recipe a few steps at sizes that double while they fit, then at sizes between.
+    """Trains a few steps at sizes that double while they fit, then at sizes between.
+
+    The model is a new one of the recipe, or that of ``parts``, which are used up.
 
     Each size has real batches, the optimizer's state, the copy of a checkpoint, and an evaluation between its steps.
     ``margin`` of the memory stays free, since samples may be longer than those seen here: a limit of the process is
@@ -104,15 +108,17 @@ def find_batch_size(
     the size of the dataset), ``memory_bytes`` the memory, ``budget_s`` the time: no size is started that would exceed
     it.
 
-    Raises OutOfMemoryError when one sample does not fit.
+    Raises OutOfMemoryError when one sample does not fit, and UsageError for data that come in batches of their own.
     """
+    if parts is not None and (parts.train.own_batches is not None or isinstance(parts.train.dataset, ReadyBatches)):
+        raise UsageError("the data come in batches of their own, whose size is fixed", remedy="give the Dataset itself")
     if not 0 <= margin < 1:
         raise UsageError(f"--margin {margin:g} is no share of the memory", remedy="give 0.1 for a tenth")
     if not budget_s > 0:
         raise UsageError(f"--budget {budget_s:g} is no time", remedy="give seconds, such as 60")
     batch = _global_batch(loaded.recipe)
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
-    job = prepare(in_one_process(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small}))))
+    job = prepare(in_one_process(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small}))), parts)
     mind_limits()  # the run that takes the size found is short of memory; this job of small batches may not be
     capacity = min(capacity_bytes(job.device), memory_bytes or sys.maxsize)
     search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)

@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainwright.engine.evaluate import EvaluationResult, evaluating
 from trainwright.engine.evaluate import evaluate as evaluate_batches
 from trainwright.engine.loss import Batch, Loss, called_with
-from trainwright.engine.metrics import NO_METRICS, Metric, MetricSet, joined, metric_set, on_host
+from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
 from trainwright.engine.refusals import explaining
 from trainwright.errors import UsageError
 from trainwright.runlog.storage import storage_error
+from trainwright.training.asked_metrics import MetricsLike, asked_metrics
 from trainwright.training.own_objects import named_metrics
 from trainwright.training.result import Result
 from trainwright.verbs.chosen_model import ChosenModel, batches_of, chosen_model, loss_of
@@ -30,7 +31,7 @@ def evaluate(
     data: object,
     loss: Callable[..., Loss | Tensor] | None = None,
     *,
-    metrics: Mapping[str, Metric | Callable[..., object]] | None = None,
+    metrics: MetricsLike | None = None,
     model: nn.Module | None = None,
     which: str | int = "",
     batch: int | None = None,
@@ -53,15 +54,16 @@ def evaluate(
     Raises UsageError for what is not there.
     """
     chosen = chosen_model(of, model, str(which), average=average)
-    found = _metrics_of(chosen) if metrics is None else metric_set(metrics)
+    loss = loss_of(chosen, loss)
+    found = _metrics_of(chosen, loss) if metrics is None else asked_metrics(metrics, loss)
     found.to(chosen.device)
     batches = batches_of(chosen, data, batch)
-    return evaluate_batches(chosen.model, loss_of(chosen, loss), batches, metrics=found)
+    return evaluate_batches(chosen.model, loss, batches, metrics=found)
 
 
-def _metrics_of(chosen: ChosenModel) -> MetricSet:
+def _metrics_of(chosen: ChosenModel, loss: Callable[..., Loss | Tensor]) -> MetricSet:
     if chosen.loaded is not None:
-        return metric_set(dict(named_metrics(chosen.loaded)))
+        return metric_set(named_metrics(chosen.loaded, loss))
     return NO_METRICS if chosen.result is None else chosen.result.metric_set
 
 
@@ -125,8 +127,8 @@ class EvaluationReport:
 def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average: bool) -> EvaluationReport:
     """``trainwright evaluate``."""
     chosen = chosen_model(run, None, which, average=average)
-    batches = batches_of(chosen, data, batch)
-    found = evaluate_batches(chosen.model, loss_of(chosen, None), batches, metrics=_metrics_of(chosen))
+    batches, loss = batches_of(chosen, data, batch), loss_of(chosen, None)
+    found = evaluate_batches(chosen.model, loss, batches, metrics=_metrics_of(chosen, loss))
     return EvaluationReport(run, chosen.step, found)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.build.assemble import Parts
 from trainwright.errors import StorageError, TrainwrightError, text_of
 from trainwright.forecast.local_device import named_device
 from trainwright.forecast.run_forecast import Forecast, Point, forecast, frontier
@@ -21,6 +22,7 @@ from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
 from trainwright.training.job import prepare
+from trainwright.training.own_step import require_loss
 from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 
@@ -30,7 +32,10 @@ LONGEST_S = 2.0
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands."""
+    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands.
+
+    ``recipe`` is its name on the command line; "" for objects from Python.
+    """
 
     forecast: Forecast
     points: tuple[Point, ...]
@@ -102,6 +107,8 @@ class ShownPlan:
         flags = " ".join(f"--set {setting}" for setting in made.settings)
         title = "best layout" if made.written.fits else "nearest fit"
         command = f"  trainwright train {self.recipe} {flags}"
+        if not self.recipe:
+            command = f"  tw.fit(..., settings={dict(each.split('=', 1) for each in made.settings)})"
         return [*layout_lines(made.choice.best, made.device, title), command]
 
     def _unseen(self) -> list[str]:
@@ -179,7 +186,7 @@ def _measured(plan: Plan | None) -> dict[str, object] | None:
     return {"step_s": plan.step_s, "wait_s": plan.wait_s, "precision": plan.precision, "memory_bytes": held}
 
 
-def _dry_run(loaded: Loaded, made: Forecast) -> tuple[Plan | None, str]:
+def _dry_run(loaded: Loaded, parts: Parts | None, made: Forecast) -> tuple[Plan | None, str]:
     """The plan of a run on this machine, tried with one batch as ``train`` does; or why it was not tried."""
     if not made.written.fits:
         return None, "the recipe does not fit"
@@ -190,13 +197,14 @@ def _dry_run(loaded: Loaded, made: Forecast) -> tuple[Plan | None, str]:
     with process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return prepare(loaded).plan, ""
+            return prepare(loaded, parts).plan, ""
         except Exception as error:  # raised by the user's code: `train` shows it with its place
             return None, error.message if isinstance(error, TrainwrightError) else text_of(error, lines=1)
 
 
 def show_plan(
     loaded: Loaded,
+    parts: Parts | None = None,
     *,
     recipe: str,
     device: str | None = None,
@@ -205,18 +213,21 @@ def show_plan(
     with_frontier: bool = False,
     svg: Path | None = None,
 ) -> ShownPlan:
-    """Forecasts the recipe and writes the picture to ``svg``. For this machine a dry run measures a step as well.
+    """Forecasts the recipe, or ``parts`` in place of what it names, and writes the picture to ``svg``.
+
+    For this machine a dry run measures a step as well; ``parts`` are used up.
 
     Raises UsageError for an unknown device or size, StorageError where the picture cannot be written.
     """
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
     target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
-    with all_at_once(loaded):
-        made = forecast(loaded, target)
-    points: Sequence[Point] = frontier(made, loaded) if with_frontier else ()
+    require_loss(parts, "plan")
+    with all_at_once(loaded, parts):
+        made = forecast(loaded, target, parts=parts)
+    points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
     is_here = device is None and memory is None
-    measured, why_not = _dry_run(loaded, made) if is_here else (None, "")
+    measured, why_not = _dry_run(loaded, parts, made) if is_here else (None, "")
     shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe, measured, why_not)
     if svg is not None:
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from trainwright.build.resolve import LIVE
 from trainwright.engine.observer import Observer, Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
@@ -24,17 +23,15 @@ from trainwright.profiling.facts import ProfileFacts
 from trainwright.profiling.session import FOR_S, ProfileSession
 from trainwright.profiling.verdict import Advice, judge
 from trainwright.profiling.words import Profile, TriedAdvice
-from trainwright.recipe import Loaded
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
 from trainwright.training.run import process_settings, train
+from trainwright.training.subject import Build
 from trainwright.verbs.profile_trials import Trials
 
 TRACE = "profile.json.gz"
 NAME = "profile.json"
-Load = Callable[[Sequence[str]], Loaded]
-"""Reads the recipe with further settings."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +52,16 @@ class ProfiledRun:
         return {"run": str(self.folder), **self.profile.to_json()}
 
 
-def profile(load: Load, *, for_s: float = FOR_S, budget_s: float = 60.0, console: Console | None = None) -> ProfiledRun:
-    """Trains the beginning of the recipe that ``load`` reads, in a run folder of its own.
+def profile(
+    build: Build, *, for_s: float = FOR_S, budget_s: float = 60.0, console: Console | None = None
+) -> ProfiledRun:
+    """Trains the beginning of what ``build`` makes, in a run folder of its own.
 
     ``for_s``: how long it is timed at full speed. ``budget_s``: how long remedies are tried; 0 tries none.
     """
     console = console or Console()
-    loaded = in_one_process(load(()))
-    if (name := loaded.recipe.model.use).startswith(f"{LIVE}:"):
-        raise UsageError(
-            f"the model {name.removeprefix(f'{LIVE}:')} was passed in Python, and no recipe says how it is made",
-            remedy="profile a recipe that names it, or put `tw.watch(model, optimizer, profile=True)` around a loop",
-        )
+    loaded, parts = build(())
+    loaded = in_one_process(loaded)
     log = loaded.recipe.log.model_copy(update={"doctor": False})  # its looks have a budget over the run, spent early
     recipe = loaded.recipe.model_copy(update={"name": f"{loaded.recipe.name}-profile", "log": log})
     observers: list[ProfileObserver] = []
@@ -75,7 +70,7 @@ def profile(load: Load, *, for_s: float = FOR_S, budget_s: float = 60.0, console
         observers.append(ProfileObserver(job, folder, for_s))
         return observers[0]
 
-    result = train(replace(loaded, recipe=recipe), console=console, quiet=True, extras=[listen])
+    result = train(replace(loaded, recipe=recipe), parts=parts, console=console, quiet=True, extras=[listen])
     folder, seen = RunFolder.open(result.run), observers[0]
     shutil.rmtree(folder.checkpoints, ignore_errors=True)  # of a run that nobody will go on with
     facts = seen.facts()
@@ -88,7 +83,7 @@ def profile(load: Load, *, for_s: float = FOR_S, budget_s: float = 60.0, console
         torch.set_num_threads(seen.job.plan.threads)
         device = local_device()
         verdict = judge(facts, device)
-        tried = tuple(_tried(load, seen.job, verdict.advice, budget_s, console))
+        tried = tuple(_tried(build, seen.job, verdict.advice, budget_s, console))
     found = Profile(facts, verdict, tried)
     folder.write_json(NAME, found.to_json())
     with suppress(Exception):
@@ -96,9 +91,11 @@ def profile(load: Load, *, for_s: float = FOR_S, budget_s: float = 60.0, console
     return ProfiledRun(folder.path, found)
 
 
-def _tried(load: Load, job: Job, advice: Sequence[Advice], budget_s: float, console: Console) -> Iterator[TriedAdvice]:
+def _tried(
+    build: Build, job: Job, advice: Sequence[Advice], budget_s: float, console: Console
+) -> Iterator[TriedAdvice]:
     if budget_s > 0 and advice:
-        trials = Trials(load, job, budget_s, lambda line: console.print(line, highlight=False, markup=False))
+        trials = Trials(build, job, budget_s, lambda line: console.print(line, highlight=False, markup=False))
         yield from trials.of(advice)
 
 

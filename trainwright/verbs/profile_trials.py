@@ -17,9 +17,9 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.profiling.pairs import FEWEST, ROUNDS, SpeedUp, compared
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
-from trainwright.recipe import Loaded
 from trainwright.state.rng import seed_all
 from trainwright.training.job import Job, make_advance, prepare
+from trainwright.training.subject import Build
 
 BLOCK_S = 0.1
 """How long a block is at least, where that is more than one step."""
@@ -39,21 +39,21 @@ def num_rounds(round_s: float, left_s: float, budget_s: float, later: int) -> in
 
 
 class Trials:
-    """Tries advice after advice while ``budget_s`` lasts. ``load`` reads the recipe with further settings.
+    """Tries advice after advice while ``budget_s`` lasts. ``build`` makes what is trained, with further settings.
 
     A block is as many steps as take ``block_s``, or one.
     """
 
     def __init__(
         self,
-        load: Callable[[Sequence[str]], Loaded],
+        build: Build,
         job: Job,
         budget_s: float,
         say: Callable[[str], None],
         *,
         block_s: float = BLOCK_S,
     ) -> None:
-        self._load, self._job, self._say, self._block_s = load, job, say, block_s
+        self._build, self._job, self._say, self._block_s = build, job, say, block_s
         self._budget_s, self._end_s = budget_s, time.perf_counter() + budget_s
 
     def of(self, advice: Sequence[Advice]) -> list[TriedAdvice]:
@@ -102,9 +102,9 @@ class Trials:
         return compared(base.block, other.block, rounds), ""
 
     def _variant(self, settings: Sequence[str]) -> _Variant:
-        loaded = in_one_process(self._load(settings))
+        loaded, parts = self._build(settings)
         self._job.matmul.set()  # another variant may have changed it
-        return _Variant(prepare(loaded), self._job.plan.threads, self._block_s)
+        return _Variant(prepare(in_one_process(loaded), parts), self._job.plan.threads, self._block_s)
 
 
 class _Variant:

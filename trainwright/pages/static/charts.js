@@ -73,6 +73,19 @@ const Charts = (function () {
     });
   }
 
+  /* Metrics, and figures that the user logs: one chart for each, with a curve for each set. */
+  function figuresOf(runs) {
+    const names = new Set(runs.flatMap((run) => (run.figures || []).map((each) => each.name)));
+    const placed = (run, { step, value }) => ({ step, value, [axis]: step.map((each) => placeOf(run, each)) });
+    return [...names].map((name) => ({
+      name: name === "loss" ? "loss by set" : name,
+      of: (run, alone) => {
+        const found = (run.figures || []).find((each) => each.name === name);
+        return (found ? found.series : []).map((each, i) => [each.label, placed(run, each), each.value, { set: each.label, marked: each.is_evaluation, ink: alone ? (each.is_evaluation ? Math.max(1, i) : 0) : undefined }]);
+      },
+    }));
+  }
+
   /* Statistics by layer: a colour for each layer and step, on a log scale. */
   const RAMP = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
   const rampAt = (share) => {
@@ -160,12 +173,12 @@ const Charts = (function () {
         const [xs, ys] = [kept(side[x]), kept(plottable(values))];
         const hue = look.ink === undefined ? index : look.ink;
         const ink = colour(look.dashed ? "--quiet" : alone && look.strong ? "--c1" : "--c" + (hue % 8));
-        const name = alone ? label : run.name + (look.strong ? " validation" : "");
+        const name = alone ? label : run.name + (look.strong ? " validation" : look.set ? " " + look.set : ""), isMarked = look.strong || look.marked;
         const even = look.strong ? null : meansOf(chart, run, alone, x);
-        const line = { label: name, ink, dash: look.dashed ? [6, 4] : look.strong && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!look.strong, size: 6, fill: ink } };
+        const line = { label: name, ink, dash: look.dashed ? [6, 4] : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked, size: 6, fill: ink } };
         const isRead = data.runs.length - hidden.size <= FEW;
         if (!even || isRead) tables.push([xs, ys]);
-        if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: look.strong ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: look.strong && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!look.strong && ys.length < 100 } : line.points });
+        if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: isMarked ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: isMarked && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!isMarked && ys.length < 100 } : line.points });
         if (even) {
           tables.push(even);
           series.push({ ...line, label: name + " mean", stroke: ink, width: 2, points: { show: false }, isRead: false });
@@ -183,9 +196,10 @@ const Charts = (function () {
     const width = Math.max(280, box.clientWidth), across = width >= 1000 ? 3 : width >= 640 ? 2 : 1;
     const machine = byId("machine") ? readingsOf(data.runs[0]) : [];
     const wanted = [];
-    const heats = byId("layers") ? heatsOf(data.runs[0]) : [];
+    const heats = byId("layers") ? heatsOf(data.runs[0]) : [], figures = figuresOf(data.runs);
     if (byId("layers")) byId("layers-section").hidden = !heats.length;
-    for (const [home, charts] of [[box, CURVES], [byId("layers"), heats], [byId("machine"), machine]])
+    byId("metrics-section").hidden = !figures.length;
+    for (const [home, charts] of [[box, CURVES], [byId("metrics"), figures], [byId("layers"), heats], [byId("machine"), machine]])
       for (const chart of charts) {
         const found = tableOf(chart, axis);
         if (found) wanted.push({ home, chart, table: found[0], series: found[1], isLog: isLog(chart, found[0]), width: chart.tall ? width : Math.floor((width - 16 * (across - 1)) / across) });
@@ -209,7 +223,7 @@ const Charts = (function () {
   function rebuild(wanted) {
     plots.forEach((plot) => plot.destroy());
     byId("charts").replaceChildren();
-    for (const id of ["layers", "machine"]) if (byId(id)) byId(id).replaceChildren();
+    for (const id of ["metrics", "layers", "machine"]) if (byId(id)) byId(id).replaceChildren();
     plots = wanted.map(plotOf);
   }
   function renew(plot, { chart, table, series }) {

@@ -22,14 +22,15 @@
         return;
       }
       if (fresh.read > run.read) redraw = append(run, fresh) || redraw;
-      if (fresh.readings || fresh.layers || fresh.pins.length !== run.pins.length || (fresh.evaluations.step || []).length !== (run.evaluations.step || []).length) redraw = true;
-      const { pins, evaluations, planned_bytes, references, means } = fresh;
-      Object.assign(run, { read: Math.max(run.read, fresh.read), pins, evaluations, planned_bytes, references, means, readings: fresh.readings || run.readings, layers: fresh.layers || run.layers });
+      if (fresh.readings || fresh.layers || fresh.pins.length !== run.pins.length || (fresh.evaluations.step || []).length !== (run.evaluations.step || []).length || pointsOf(fresh) !== pointsOf(run)) redraw = true;
+      const { pins, evaluations, figures, planned_bytes, references, means } = fresh;
+      Object.assign(run, { read: Math.max(run.read, fresh.read), pins, evaluations, figures, planned_bytes, references, means, readings: fresh.readings || run.readings, layers: fresh.layers || run.layers });
     });
     for (const [id, html] of Object.entries(message.parts || {})) replace(id, html);
     if (message.rows !== undefined) showRuns(message.rows);
     if (redraw) Charts.draw();
   }
+  const pointsOf = (run) => (run.figures || []).flatMap((each) => each.series).reduce((sum, each) => sum + (each.step || []).length, 0);
   function append(run, fresh) {
     const added = (fresh.columns.step || []).length;
     if (!added) return false;

@@ -23,6 +23,7 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.job import Job, prepare
+from trainwright.training.own_step import require_loss
 from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 from trainwright.verbs.check import data, learning, resources
@@ -69,6 +70,7 @@ class _Progress:
     device: torch.device
     budget: Budget
     checkup: Checkup
+    given: Parts | None = None
     train: DatasetSample = field(default_factory=lambda: DatasetSample(None))
     val: DatasetSample | None = None
     aligned: bool = False
@@ -85,22 +87,30 @@ class _Progress:
         return self.checkup.exit_code != 0
 
 
-def check(loaded: Loaded, *, budget: Budget = Budget(), tell: Callable[[str], None] = lambda text: None) -> Checkup:
+def check(
+    loaded: Loaded,
+    given: Parts | None = None,
+    *,
+    budget: Budget = Budget(),
+    tell: Callable[[str], None] = lambda text: None,
+) -> Checkup:
     """Checks everything that can keep a recipe from training. Leaves no file and no setting behind.
 
-    Each verdict is printed by ``tell`` at once. The model is not compiled here. Raises RecipeError for a recipe that
-    names what cannot be built.
+    ``given`` are objects from Python instead of what the recipe names; their model is used up. Each verdict is printed
+    by ``tell`` at once. The model is not compiled here. Raises RecipeError for a recipe that names what cannot be
+    built, and UsageError for objects without a loss.
     """
     begin_s = time.perf_counter()
+    require_loss(given, "check")
     recipe = loaded.recipe
     plain = recipe.model.model_copy(update={"compile": False})
     quick = replace(loaded, recipe=recipe.model_copy(update={"model": plain}))
     checkup = Checkup(loaded.source.name, tell)
     with process_settings(), preserved_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        progress = _Progress(quick, choose_device(recipe.device), budget, checkup)
+        progress = _Progress(quick, choose_device(recipe.device), budget, checkup, given)
         try:
-            with all_at_once(quick):
+            with all_at_once(quick, given):
                 checkup.complete = _check_all(progress)
         except _CannotContinue:
             checkup.complete = False
@@ -147,13 +157,7 @@ def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
     loaded, available_bytes = progress.loaded, free_bytes(progress.device)
     try:
         seed_all(loaded.recipe.seed)
-        train = build_dataset(loaded, "train")
-        val = build_dataset(loaded, "val") if loaded.recipe.data.val else None
-        progress.add(resources.sized(loaded, train, available_bytes))
-        if progress.failed:
-            raise _CannotContinue
-        model, notes = build_model(loaded, train)
-        parts = Parts(model, train, val, build_loss(loaded), notes)
+        parts = progress.given or _named_parts(progress, loaded, available_bytes)
         resolved = resolve(loaded, resources.device_of(progress.device), parts=parts)
         progress.loaded = resolved.loaded
         predicted = list(resources.predicted(resolved.loaded, parts, progress.device))
@@ -166,6 +170,16 @@ def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
     message = f"{type(parts.model).__name__}, {total:,} parameters, {trainable:,} of them trained"
     progress.add([Verdict("ok", "model", message), *predicted])
     return parts, predicted, available_bytes
+
+
+def _named_parts(progress: _Progress, loaded: Loaded, available_bytes: int) -> Parts:
+    train = build_dataset(loaded, "train")
+    val = build_dataset(loaded, "val") if loaded.recipe.data.val else None
+    progress.add(resources.sized(loaded, train, available_bytes))
+    if progress.failed:
+        raise _CannotContinue
+    model, notes = build_model(loaded, train)
+    return Parts(model, train, val, build_loss(loaded), notes)
 
 
 def _check_data(progress: _Progress, parts: Parts) -> None:

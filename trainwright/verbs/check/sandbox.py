@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.build.assemble import Parts
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.state.train_state import TrainState
@@ -89,10 +91,17 @@ class Sandbox:
         """As ``fresh``, with the schedule of the new state."""
         job = self.job
         with untouched(job.parts.model, job.parts.loss):
-            live = build_live(job.parts, job.loaded, job.plan)
+            live = build_live(_with_new_optimizer(job.parts), job.loaded, job.plan)
             seed_all(job.recipe.seed)
             live.state.loss, live.state.scaler = job.state.loss, job.precision.scaler(job.device)
             yield live
+
+
+def _with_new_optimizer(parts: Parts) -> Parts:
+    """The same model; of an optimizer and a schedule that came as objects a copy, as neither has trained yet."""
+    kept = {id(parameter): parameter for parameter in parts.model.parameters()}
+    optimizer, schedule = copy.deepcopy((parts.optimizer, parts.schedule), kept)
+    return replace(parts, optimizer=optimizer, schedule=schedule, observers=())
 
 
 def _bytes(data: object) -> int:

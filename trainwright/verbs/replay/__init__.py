@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.build.resolve import LIVE
+from trainwright.build.assemble import Parts, is_live
 from trainwright.errors import UsageError
 from trainwright.recipe import load
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import kind_of, read_bundle
 from trainwright.runlog.folder import RunFolder
+from trainwright.training.subject import parts_of_run
 from trainwright.verbs.replay.result import Rerun, Say
 from trainwright.verbs.replay.trained import Origin, rerun_trained
 from trainwright.verbs.replay.watched import rerun_watched
@@ -23,12 +24,14 @@ def rerun(
     model: str | None = None,
     settings: Sequence[str] = (),
     say: Say = lambda text: None,
+    parts: Parts | None = None,
 ) -> Rerun:
     """Runs ``step`` of a run folder or of a bundle again, compares it with what was recorded, and looks closely.
 
     A run of our own engine is trained to that step from the newest checkpoint before it, aside from its folder;
-    ``settings`` change its recipe. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds what was
-    watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
+    ``settings`` change its recipe. ``parts`` are the objects of a run of ``tw.fit``, anew; None: its folder says how to
+    make them, or the step is in a bundle. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds
+    what was watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
     """
     path = Path(path)
     kind = kind_of(path)
@@ -37,10 +40,13 @@ def rerun(
         return rerun_trained(origin, origin.step if step is None else step, tuple(settings), say)
     if kind is None and not (path / bundles.NAME).exists():
         folder = RunFolder.open(path)
-        if folder.recipe.exists() and not _is_live(folder):
+        if folder.recipe.exists() and (parts is not None or not _is_in_a_bundle(folder, step)):
             if step is None:
                 raise UsageError("a run has many steps", remedy=f"name one: trainwright replay {path} --step N")
-            return rerun_trained(Origin.of_run(folder, step), step, tuple(settings), say)
+            origin = Origin.of_run(folder, step)
+            if parts is None and _is_live(folder):
+                parts = parts_of_run(folder, model)
+            return rerun_trained(origin, step, tuple(settings), say, parts)
         path = _bundle_of(folder, step)
     if settings:
         raise UsageError("a watched step has no recipe to set", remedy="leave out --set")
@@ -48,14 +54,24 @@ def rerun(
     return rerun_watched(bundle, bundle.step if step is None else step, model, say)
 
 
+def _is_in_a_bundle(folder: RunFolder, step: int | None) -> bool:
+    """Whether the objects of the run came from Python, and a bundle has its step: that needs no training."""
+    if not _is_live(folder):
+        return False
+    return any(kind_of(path) == bundles.KIND and step in (None, *bundles.steps_of(path)) for path in _bundles(folder))
+
+
+def _bundles(folder: RunFolder) -> list[Path]:
+    return sorted(folder.bundles.glob("step-*"))
+
+
 def _is_live(folder: RunFolder) -> bool:
-    use: str = load(folder.recipe, environ={}).recipe.model.use
-    return use.startswith(f"{LIVE}:")
+    return is_live(load(folder.recipe, environ={}).recipe)
 
 
 def _bundle_of(folder: RunFolder, step: int | None) -> Path:
     """The bundle of a watched run that holds ``step``."""
-    found = sorted(path for path in folder.bundles.glob("step-*") if kind_of(path) == bundles.KIND)
+    found = [path for path in _bundles(folder) if kind_of(path) == bundles.KIND]
     held = [(path, bundles.steps_of(path)) for path in found]
     fitting = [path for path, steps in held if step in steps or (step is None and len(found) == 1)]
     if fitting:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.build.assemble import Parts
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError, text_of
 from trainwright.plan.parallel import in_one_process
@@ -110,12 +111,13 @@ def _is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say) -> Rerun:
+def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say, parts: Parts | None = None) -> Rerun:
+    """Trains to ``step`` and examines it. ``parts`` are the objects of a run of ``tw.fit``, which are used up."""
     done = Rerun(step, origin.source, settings=settings)
     with tempfile.TemporaryDirectory(prefix="trainwright-replay-") as aside, process_settings():
         lock = RunLock.acquire(Path(aside))
         try:
-            job = _job(origin, RunFolder(Path(aside)), lock, done)
+            job = _job(origin, RunFolder(Path(aside)), lock, done, parts)
             begin = job.state.step
             if begin >= step:
                 raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
@@ -136,13 +138,19 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
     return done
 
 
-def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
+def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: Parts | None) -> Job:
     """The run before its next step, in a folder of its own."""
     quiet = ["log.sinks=[]", "alerts=null", *done.settings]
     planned = _plan(origin.plan)
     if origin.checkpoint is None:
         kept = [f"precision={planned['precision']}"] if "precision" in planned else []
-        job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})))
+        if parts is not None and parts.generators is not None:
+            done.inexact = True
+            done.notes.append(
+                "the run drew from the random generators as they were, which is not recorded, and no checkpoint is "
+                "before this step: weights and order may differ; give seed= to tw.fit"
+            )
+        job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})), parts)
         job.plan = dataclasses.replace(job.plan, threads=planned.get("threads", job.plan.threads))
         return job
     number = read_manifest(origin.checkpoint)["step"]
@@ -154,7 +162,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
     earlier = Earlier(
         folder, lock, held, read_run_metadata(held), ("all",), done.notes.append, lambda paths, undo=(): again
     )
-    return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), earlier=earlier)
+    return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), parts, earlier=earlier)
 
 
 def _link(source: Path, target: Path) -> None:

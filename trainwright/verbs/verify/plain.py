@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
@@ -32,7 +31,8 @@ from trainwright.build.optim.own import Factory, takes_first
 from trainwright.build.resolve import find, imported
 from trainwright.engine.loss import Loss, OfModel, as_loss_fn
 from trainwright.engine.step import StepResult
-from trainwright.errors import UsageError, text_of
+from trainwright.errors import UsageError
+from trainwright.observe.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.runlog.folder import RunFolder
@@ -42,8 +42,10 @@ from trainwright.state.rng import RngBag
 from trainwright.state.train_state import TrainState
 from trainwright.training.fit import OptimizerLike, fit
 from trainwright.training.job import prepare
+from trainwright.training.made_by import ORDER, returned_by
 from trainwright.training.result import Result
 from trainwright.training.run import Extra, process_settings, train
+from trainwright.training.subject import copied
 
 STEPS = 20
 WHERE = Source("verify plain")
@@ -132,8 +134,8 @@ def verify_plain(
     """
     before = RngBag.capture()
     try:
-        ours = _Objects(*_copied(model, data, loss, optimizer))
-        plain = _Objects(*_copied(model, data, loss, optimizer))
+        ours = _Objects(*copied(model, data, loss, optimizer))
+        plain = _Objects(*copied(model, data, loss, optimizer))
         with tempfile.TemporaryDirectory(prefix="trainwright-verify-") as folder, process_settings():
             seen = _Seen()
             result = fit(
@@ -162,18 +164,6 @@ class _Objects:
     optimizer: object
 
 
-def _copied(model: object, data: object, loss: object, optimizer: object) -> tuple[Any, ...]:
-    """Copies of all but the samples. Raises UsageError where that is not possible."""
-    samples = data.dataset if isinstance(data, DataLoader) else data
-    try:
-        return copy.deepcopy((model, data, loss, optimizer), {id(samples): samples})
-    except Exception as error:
-        raise UsageError(
-            f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}",
-            remedy="let a function make them, and run: trainwright verify plain mymodule:function",
-        ) from error
-
-
 @dataclass
 class _Seen:
     """An observer that keeps the losses and the batches of a run."""
@@ -195,7 +185,7 @@ def _compared(result: Result, seen: _Seen, plain: _Objects, planned: dict[str, A
     notes, loop = list[str](), "the five-line loop over the loader"
     if isinstance(plain.data, DataLoader):
         own = _first_of(plain.data, len(seen.batches), device)
-        trial = _Objects(*_copied(plain.model, plain.data, plain.loss, plain.optimizer))
+        trial = _Objects(*copied(plain.model, plain.data, plain.loss, plain.optimizer))
         random = RngBag.capture()
         reference = _run(trial, state, own, device)
         if (at := _first_other_batch(reference.batches, seen.batches)) is None:
@@ -346,12 +336,13 @@ def verify_plain_of(
         return verify_plain_recipe(load(what, overrides=settings), what, steps=steps, settings=settings)
     if settings:
         raise UsageError("--set changes a recipe, and a function has none", remedy="change what the function returns")
-    made = find(what, {}, "function", WHERE)()
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 4:
+    made = returned_by(what)
+    if other := made.keys() - set(ORDER):
         raise UsageError(
-            f"{what} returned a {type(made).__name__}", remedy="return (model, data, loss, optimizer), or fewer of them"
+            f"{what} returned {' and '.join(sorted(other))}, which a plain loop does not have",
+            remedy="return (model, data, loss, optimizer), or fewer of them",
         )
-    return verify_plain(*made, steps=steps)
+    return verify_plain(**{"data": None, **made}, steps=steps)
 
 
 def verify_plain_recipe(loaded: Loaded, recipe: str, *, steps: int, settings: Sequence[str]) -> PlainProof:

@@ -18,19 +18,24 @@ from typing import Any, Protocol, TypedDict, Unpack
 import torch
 
 from trainwright.errors import StorageError, TrainwrightError, UsageError
-from trainwright.recipe import Recipe, load
+from trainwright.observe.terminal import Console
+from trainwright.recipe import Recipe
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Evaluated, Record, Started, Step
 from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.state.examine import CheckpointDifference, differences, examine
 from trainwright.state.manifest import name_of
-from trainwright.verbs.verify.trial import OTHER_DISK, STEP_S, TrialPart
+from trainwright.training.subject import Build, named
+from trainwright.verbs.verify.trial import OTHER_DISK, STEP_S, TrialPart, outcome_of
 
 
 @dataclass(frozen=True)
 class ResumeTrial:
-    """One trial: 2N steps straight; and N steps, an end, then N more with another number of workers."""
+    """One trial: 2N steps straight; and N steps, an end, then N more with another number of workers.
+
+    ``recipe`` is the path of one, or a function that makes the objects: ``module:function``.
+    """
 
     recipe: Path
     steps: int = 6
@@ -132,18 +137,38 @@ def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str])
         ).returncode
 
 
+def in_this_process(build: Build) -> RunPart:
+    """The RunPart for objects, which no other process can make. It cannot be killed."""
+
+    def run_part(part: TrialPart, output: Path, environment: Mapping[str, str], /) -> int:
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
+        try:
+            with output.open("w") as file:
+                Path(part.outcome).write_text(json.dumps(outcome_of(part, build, Console(file=file))))
+        finally:
+            os.environ.pop("OMP_NUM_THREADS")
+            os.environ.update({} if before is None else {"OMP_NUM_THREADS": before})
+        return 0
+
+    return run_part
+
+
 def verify_resume(
     trial: ResumeTrial,
     *,
     keep: bool = False,
     say: Callable[[str], None] = lambda text: None,
     run_part: RunPart = in_new_python,
+    build: Build | None = None,
 ) -> Proof:
     """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or with ``keep``.
 
-    An error of the user's in one of the processes is raised here, with its message and exit code.
+    ``build`` makes what is trained; None: what ``trial.recipe`` names. An error of the user's in one of the processes
+    is raised here, with its message and exit code.
     """
-    recipe = load(trial.recipe, overrides=trial.settings).recipe  # raises for a wrong one before anything runs
+    # raises for a wrong one before anything runs
+    recipe = (build or named(trial.recipe).build)(trial.settings).loaded.recipe
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     proof = None
     try:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.engine.observer import Stop
@@ -18,8 +18,10 @@ from trainwright.observe.terminal import Console
 from trainwright.recipe import load
 from trainwright.report.failure import describe
 from trainwright.runlog.folder import RunFolder
+from trainwright.state.rng import seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.training.run import train
+from trainwright.training.subject import Build, named
 from trainwright.world.group import Solo
 
 STEP_S = 1 / 32  # of counted time: sums of it are exact in any order
@@ -29,10 +31,11 @@ OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 
 @dataclass(frozen=True)
 class TrialPart:
-    """One training: of a recipe, or of the rest of the run ``resume``, to its end or to the step ``end_at``.
+    """One training of a recipe, or of what a function makes, or of the rest of the run ``resume``.
 
-    There it ends by SIGKILL once the checkpoint ``committed`` is on disk, or by an orderly stop where that is None.
-    The result is written to the file ``outcome``: ``Result.to_json()``, or an error and its exit code.
+    It goes to its end or to the step ``end_at``. There it ends by SIGKILL once the checkpoint ``committed`` is on disk,
+    or by an orderly stop where that is None. The result is written to the file ``outcome``: ``Result.to_json()``, or an
+    error and its exit code.
     """
 
     recipe: str
@@ -78,30 +81,32 @@ class _End:
     def close(self) -> None: ...
 
 
-def _train(part: TrialPart) -> dict[str, object]:
-    folder = RunFolder.open(part.resume) if part.resume else None
-    if folder:
-        loaded = load(folder.recipe, overrides=part.settings, environ={})
-    else:
-        loaded = load(part.recipe, overrides=part.settings)
-    result = train(
-        loaded,
-        resume=folder,
-        console=Console(stderr=True),
-        extras=[lambda *_: _End(part)] if part.end_at else [],
-        world=CountedTime(),
-    )
+def outcome_of(part: TrialPart, build: Build, console: Console) -> dict[str, object]:
+    """Trains what ``build`` makes. Returns ``Result.to_json()``, or the error that it raised and its exit code."""
+    try:
+        folder = RunFolder.open(part.resume) if part.resume else None
+        loaded, parts = build(() if folder else part.settings)
+        if folder:
+            loaded = load(folder.recipe, overrides=part.settings, environ={})
+        result = train(
+            loaded,
+            parts=None if parts is None else replace(parts, observers=()),  # one of them may end the trial
+            resume=folder,
+            console=console,
+            extras=[lambda *_: _End(part)] if part.end_at else [],
+            world=CountedTime(),
+        )
+    except Exception as error:
+        text, code = describe(error)
+        return {"error": text, "exit": code}
     return result.to_json()
 
 
 def main() -> None:
     """Runs the TrialPart that the first argument gives as JSON, and writes its outcome."""
     part = TrialPart(**json.loads(sys.argv[1]))
-    try:
-        outcome = _train(part)
-    except Exception as error:
-        text, code = describe(error)
-        outcome = {"error": text, "exit": code}
+    seed_all(0)  # a function that makes the objects draws the same numbers in each process
+    outcome = outcome_of(part, lambda settings: named(part.recipe, settings).build(()), Console(stderr=True))
     Path(part.outcome).write_text(json.dumps(outcome))
 
 

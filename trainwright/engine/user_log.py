@@ -1,0 +1,115 @@
+"""``tw.log``: custom figures, from inside a step, a loss or an observer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from torch import Tensor
+
+from trainwright.errors import UsageError
+from trainwright.world.group import SOLO, World
+
+
+def widest(value: Tensor) -> Tensor:
+    """The value in the widest type that its device has, for sums."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
+RESERVED = ("loss", "grad_norm", "lr", "step_s", "wait_s", "skipped")
+"""Names of the log itself."""
+
+
+class Collector(Protocol):
+    """Receives the figures of ``tw.log``, which count by ``weight``."""
+
+    weight: float
+
+    def add(self, figures: Mapping[str, float | Tensor]) -> None: ...
+
+
+_collector: ContextVar[Collector | None] = ContextVar("collector of tw.log", default=None)
+
+
+@contextmanager
+def collecting(collector: Collector | None) -> Iterator[None]:
+    """Sends what ``tw.log`` reports inside to ``collector``; None drops it."""
+    token = _collector.set(collector)
+    try:
+        yield
+    finally:
+        _collector.reset(token)
+
+
+def count_for(samples: float) -> None:
+    """Set the number of samples that later calls of ``tw.log`` count for."""
+    collector = _collector.get()
+    if collector is not None:
+        collector.weight = samples
+
+
+def log(**figures: float | Tensor) -> None:
+    """Log figures from inside a step, a loss or an observer of ``tw.fit``.
+
+    The log gets the mean since its last record, and the page draws it; the validation gets the mean over its samples.
+    A call in a loss counts by the samples of its batch, any other call once. For an exact mean over tokens or pixels
+    return ``tw.Loss(total, weight, metrics)`` instead. A tensor stays on its device until a record is due. Outside of a
+    run this does nothing, so a loss that calls it can be used anywhere. A loop under ``tw.watch`` has ``watch.log``.
+
+    Observers run after the record of a step is written: their figures are in the next record.
+
+    Args:
+        **figures: Numbers, or tensors of one element, by name.
+
+    Raises:
+        UsageError: For a value that is no number, and for a name that the log uses itself, such as ``loss``.
+
+    Example:
+        >>> def loss(model, batch):
+        ...     output, kl = model(batch[0])
+        ...     tw.log(kl=kl)
+        ...     return torch.nn.functional.mse_loss(output, batch[0]) + kl
+    """
+    collector = _collector.get()
+    if collector is None:
+        return
+    for name, value in figures.items():
+        if name in RESERVED:
+            raise UsageError(f"tw.log: the log has {name!r} already", remedy=f"choose another name, such as my_{name}")
+        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+        if not is_number:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            what = f"tw.log: {name} is a {type(value).__name__}{shape}"
+            raise UsageError(what, remedy="give a number, or a tensor of one element: value.mean()")
+    collector.add(figures)
+
+
+class LoggedMeans:
+    """The means of figures by name. Tensors stay on their device until ``taken``.
+
+    ``weight`` is that of the figures that are added from now on.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._sums: dict[str, tuple[Tensor | float, float]] = {}
+
+    def add(self, figures: Mapping[str, float | Tensor]) -> None:
+        for name, value in figures.items():
+            if not self.weight:
+                continue
+            if isinstance(value, Tensor):
+                value = widest(value.detach().reshape(()))
+            total, weight = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total + value * self.weight, weight + self.weight
+
+    def taken(self, world: World = SOLO) -> dict[str, float]:
+        """Returns the means over all ranks and forgets them. Waits for the device."""
+        mine = {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
+        self._sums = {}
+        everywhere = world.collect(mine)
+        names = dict.fromkeys(name for each in everywhere for name in each)
+        sums = {name: [each[name] for each in everywhere if name in each] for name in names}
+        return {name: sum(t for t, _ in each) / sum(w for _, w in each) for name, each in sums.items()}

@@ -1,0 +1,149 @@
+"""The subject of a verb: a recipe, a run, a function that returns objects, or the arguments of ``tw.fit``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from trainwright.build.assemble import Parts, is_live
+from trainwright.errors import UsageError, text_of
+from trainwright.recipe import Loaded, load
+from trainwright.runlog.files import UnreadableFile
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.shapes import ProvenanceFile, read_as
+from trainwright.state.rng import RngBag
+from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
+from trainwright.training.made_by import LET_A_FUNCTION, Rebuild
+
+
+class Built(NamedTuple):
+    """A recipe, and its objects where they come from Python; None: those that the recipe names."""
+
+    loaded: Loaded
+    parts: Parts | None
+
+
+Build = Callable[[Sequence[str]], Built]
+"""Makes it with these settings (``path=value``) besides its own. Objects are new ones each time, of the same start."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``name`` is that of a recipe or a function, by which another process can build it too; None for objects."""
+
+    build: Build
+    name: str | None = None
+
+
+def named(what: str | Path, settings: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Subject:
+    """Returns the subject of a name: a recipe, the recipe of a run, or ``module:function``."""
+    text = str(what)
+    if ":" in text and not Path(what).exists():
+        function: Build = lambda more: Built(*fit_objects(text, None, None, {}, more=more))  # noqa: E731
+        return Subject(_from_one_start(function, settings), text)
+
+    def build(more: Sequence[str]) -> Built:
+        loaded = load(what, overrides=[*settings, *more], environ=environ)
+        return Built(loaded, parts_of_run(RunFolder(Path(what).parent)) if is_live(loaded.recipe) else None)
+
+    return Subject(build, text)
+
+
+def subject(model: ModelLike, data: object, loss: Any, options: RunOptions) -> Subject:
+    """Returns the subject of the arguments of ``tw.fit``; of a text alone, that of the name."""
+    if isinstance(model, str) and data is None and loss is None and not options:
+        return named(model)
+
+    def build(more: Sequence[str]) -> Built:
+        return Built(*fit_objects(*copied(model, data, loss, options, val=options.get("val")), more=more))
+
+    return Subject(_from_one_start(build))
+
+
+def _from_one_start(build: Build, settings: Sequence[str] = ()) -> Build:
+    """Each time from the random state of now: a function makes the same weights, a loader the same order."""
+    start = RngBag.capture()
+
+    def again(more: Sequence[str]) -> Built:
+        start.restore()
+        return build([*settings, *more])
+
+    return again
+
+
+def copied(*objects: Any, val: object = None) -> tuple[Any, ...]:
+    """Copies of ``model, data, ...``, all but the samples. Raises UsageError where that is not possible."""
+    kept = {id(samples): samples for each in (objects[1], val) for samples in _samples(each)}
+    try:
+        return copy.deepcopy(objects, kept)
+    except Exception as error:
+        raise UsageError(
+            f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}",
+            remedy="let a function in a module make them, and give its name: tw.check('mymodule:function'), "
+            "trainwright verify plain mymodule:function",
+        ) from error
+
+
+def _samples(value: object) -> list[object]:
+    """The datasets in an argument."""
+    if isinstance(value, DataLoader):
+        return [value.dataset]
+    if isinstance(value, Mapping):
+        return [samples for each in value.values() for samples in _samples(each)]
+    return [value] if hasattr(value, "__getitem__") else []
+
+
+def parts_of_run(
+    folder: RunFolder,
+    model: ModelLike | None = None,
+    data: object = None,
+    loss: Any = None,
+    options: RunOptions | None = None,
+) -> Parts:
+    """Makes the objects of a run of ``tw.fit`` again, from copies of those given, or as its provenance says.
+
+    Raises UsageError where nothing is given and its provenance names no function.
+    """
+    made, seed = _record(folder)
+    more: FitOptions = {**(options or {}), **({} if seed is None else {"seed": seed})}
+    if model is not None:
+        return fit_objects(*copied(model, data, loss, more, val=more.get("val"))).parts
+    if made.function is None:
+        path = str(folder.path)
+        raise UsageError(
+            f"{path} cannot be made again from its folder: {made.reason}",
+            remedy=f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, "
+            f"loss); or, from the next run on, {LET_A_FUNCTION}",
+        )
+    return fit_objects(made.function, None, None, more).parts
+
+
+def resumed_parts(folder: RunFolder, loaded: Loaded, allowed: Sequence[str] | None) -> Parts | None:
+    """The objects of a run of ``tw.fit`` for a resume from the command line; None for a run of a recipe.
+
+    ``allowed`` are the packages whose functions may be called; None: of any. Raises UsageError for another.
+    """
+    if not is_live(loaded.recipe):
+        return None
+    module = (_record(folder)[0].function or "").partition(":")[0]
+    if module and allowed is not None and not any(f"{module}.".startswith(f"{each}.") for each in allowed):
+        raise UsageError(f"{module}, which makes the objects of the run, is not allowed", remedy=f"--allow {module}")
+    return parts_of_run(folder)
+
+
+def _record(folder: RunFolder) -> tuple[Rebuild, int | None]:
+    """What provenance.json says of the objects, and the seed of a run that seeds the generators."""
+    try:
+        provenance = read_as(folder.provenance, ProvenanceFile)
+    except UnreadableFile as error:
+        return Rebuild(None, error.message), None
+    objects, seeds = provenance.objects, provenance.seeds
+    if objects is None:
+        return Rebuild(None, "its provenance.json does not say how its objects are made"), None
+    seed = seeds.seed if seeds and objects.is_seeded else None
+    return Rebuild(objects.function, objects.reason, objects.is_seeded), seed
