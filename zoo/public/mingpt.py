@@ -79,7 +79,8 @@ class GPT(nn.Module):
         decayed = [m.weight for m in self.modules() if isinstance(m, nn.Linear)]
         known = {id(p) for p in decayed}
         rest = [p for p in self.parameters() if id(p) not in known]
-        groups = [dict(params=decayed, weight_decay=train_config.weight_decay), dict(params=rest, weight_decay=0.0)]
+        decay = train_config.weight_decay
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=train_config.learning_rate, betas=train_config.betas)
 
     def forward(self, idx, targets=None):
@@ -138,7 +139,7 @@ class Trainer:
             model.train()
             before = time.time()
             for x, y in self.batches(train_loader):
-                logits, self.loss = model(x, y)
+                _, self.loss = model(x, y)
                 model.zero_grad(set_to_none=True)
                 self.loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), config.grad_norm_clip)
