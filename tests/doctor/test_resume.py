@@ -159,6 +159,16 @@ def test_weights_without_a_place_are_told(
     assert found.get("what_is_loaded_has_a_place") == severity
 
 
+def test_the_state_of_an_adapter_has_no_frozen_weights() -> None:
+    """All that is in the state has a place, and what is not there is not trained."""
+    loop = fresh()
+    model = loop[0]
+    for p in list(model.parameters())[:-1]:
+        p.requires_grad_(False)
+    state = dict([*model.state_dict().items()][-1:])
+    assert "what_is_loaded_has_a_place" not in broken(loop, lambda: model.load_state_dict(state, strict=False), steps=2)
+
+
 def test_nothing_of_the_listener_is_left() -> None:
     loop = fresh()
     broken(loop)

@@ -751,11 +751,13 @@ def warnings_that_are_counted(folder: Path) -> Program:
 def environment_variables(folder: Path) -> Program:
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            os.environ["TRAINWRIGHT_ATTACK"] = str(int(os.environ["TRAINWRIGHT_ATTACK"]) + 1)
+            os.environ["ATTACK_OF_TESTS"] = str(int(os.environ["ATTACK_OF_TESTS"]) + 1)
             return hidden
 
-    os.environ["TRAINWRIGHT_ATTACK"] = "0"
-    return program(Own(), state=lambda: os.environ["TRAINWRIGHT_ATTACK"])
+    os.environ["ATTACK_OF_TESTS"] = "0"
+    return program(
+        Own(), state=lambda: os.environ["ATTACK_OF_TESTS"], close=lambda: os.environ.pop("ATTACK_OF_TESTS")
+    )
 
 
 # hooks and autograd Functions

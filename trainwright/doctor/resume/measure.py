@@ -55,6 +55,9 @@ class ResumeProbe(Probe):
 
     def _on_loaded(self, module: nn.Module, keys: Any) -> None:
         missing, unexpected = tuple(keys.missing_keys), tuple(keys.unexpected_keys)
+        if not unexpected:  # an adapter's own state leaves out the frozen weights that it was trained beside
+            frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+            missing = tuple(name for name in missing if name not in frozen)
         tensors = sum(1 for _ in module.parameters()) + sum(1 for _ in module.buffers())
         prefix = _prefix_between(missing, unexpected)
         found = LoadFacts(step=self._updates, tensors=tensors, missing=missing, unexpected=unexpected, prefix=prefix)
