@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -65,6 +66,25 @@ def test_a_signal_that_was_named_is_heard() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert said == ["SIGHUP: saving at the end of this step; once more quits at once"]
+
+
+class Finalized:
+    """Python drops what is raised in a finalizer."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+
+def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
+    said: list[str] = []
+    with listening(Signals(said.append)) as signals:
+        with pytest.raises(StopRequest), signals.at_once("ending now"):
+            Finalized()
+            time.sleep(60)
+        assert sys.unraisablehook == signals._on_dropped
+    assert said == ["SIGTERM: ending now; once more quits at once"]
+    assert sys.unraisablehook != signals._on_dropped
 
 
 def test_outside_the_main_thread_nothing_is_taken_over() -> None:

@@ -755,9 +755,7 @@ def environment_variables(folder: Path) -> Program:
             return hidden
 
     os.environ["ATTACK_OF_TESTS"] = "0"
-    return program(
-        Own(), state=lambda: os.environ["ATTACK_OF_TESTS"], close=lambda: os.environ.pop("ATTACK_OF_TESTS")
-    )
+    return program(Own(), state=lambda: os.environ["ATTACK_OF_TESTS"], close=lambda: os.environ.pop("ATTACK_OF_TESTS"))
 
 
 # hooks and autograd Functions

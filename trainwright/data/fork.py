@@ -25,6 +25,8 @@ Begin = Callable[[int], None]
 """Is told the position of each sample before it is read."""
 SPARE_S = 60.0
 """A forked process that nobody ends does so by itself this long after its time was over."""
+BEGINNING_S = 2.0
+"""A forked process has said its id by then."""
 _NONE = -1
 _OPEN_ONE = "open one by hand with dataset[0]"
 
@@ -48,20 +50,19 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
     done within ``limit_s``. Costs a few milliseconds; it has
     one thread, and cannot use a GPU that this process uses.
     """
-    place = mmap.mmap(-1, struct.calcsize("q"))
+    place = mmap.mmap(-1, struct.calcsize("qq"))  # the position of the sample, and the id of the process
     _note(place, _NONE)
     here, there = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():  # of Python 3.12: other threads do not exist in the new process
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = _forked(place)
     if not pid:
+        place[8:] = struct.pack("q", os.getpid())
         os.close(here)
         _be_the_reader(read, place, there, limit_s)
-    os.close(there)
     status: int | None = None
     try:
+        os.close(there)
         with Connection(here, writable=False) as pipe:
             end_s = time.monotonic() + limit_s
             while pipe.poll(max(0.0, end_s - time.monotonic())):
@@ -80,6 +81,24 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
         if status is None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _forked(place: mmap.mmap) -> int:
+    """As ``os.fork``. Where the handler of a signal raises before the id is known, the new process is ended."""
+    parent = os.getpid()
+    try:
+        with warnings.catch_warnings():  # of Python 3.12: other threads do not exist in the new process
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return os.fork()
+    except BaseException as error:
+        if os.getpid() == parent and not isinstance(error, OSError):
+            end_s = time.monotonic() + BEGINNING_S
+            while not (pid := struct.unpack("q", place[8:])[0]) and time.monotonic() < end_s:
+                time.sleep(0.01)
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        raise
 
 
 def try_in_fork(dataset: Indexed, positions: Iterable[int], *, limit_s: float) -> int:
@@ -145,11 +164,11 @@ def _pickled(value: object) -> bytes:
 
 
 def _note(place: mmap.mmap, position: int) -> None:
-    place[:] = struct.pack("q", position)
+    place[:8] = struct.pack("q", position)
 
 
 def _noted(place: mmap.mmap) -> int:
-    position: int = struct.unpack("q", place[:])[0]
+    position: int = struct.unpack("q", place[:8])[0]
     return position
 
 

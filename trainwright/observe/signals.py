@@ -23,7 +23,7 @@ from trainwright.state.rng import give_back_to, num_borrowed
 from trainwright.state.train_state import TrainState
 from trainwright.world.threads import small_stacks
 
-REPEATED_S = 5.0
+REPEATED_S, AGAIN_S = 5.0, 0.02
 PREEMPTED = 75
 GRACE = "TRAINWRIGHT_GRACE_S"
 WARN_AT = 0.8  # of the grace
@@ -71,6 +71,8 @@ class Signals:
     The end of the step is saved however late it is: what a kill cuts short leaves the newest checkpoint as it was.
     Where no step is in progress (``at_once``) the signal interrupts what is being done. With ``repeated``, a launcher
     passes signals on that the process got as well: what follows within REPEATED_S is the same one.
+
+    Python drops what a handler raises in a finalizer or in a callback of ``fork``. Then the signal is sent once more.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._pid = -1
         self._at_once = ""
+        self._is_sent_again = False
+        self._hook: Callable[[sys.UnraisableHookArgs], object] = sys.__unraisablehook__
         # To the thread that prints: "received", then "reached"; or what is done at once. Its put() takes no lock that
         # the interrupted thread could hold, unlike an Event or the start of a thread, so a handler may call it.
         self._news: SimpleQueue[str] = SimpleQueue()
@@ -120,11 +124,24 @@ class Signals:
         with small_stacks():
             self._speaker.start()
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped
+
+    def _on_dropped(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Python has dropped an exception."""
+        if isinstance(dropped.exc_value, StopRequest):
+            self._news.put("dropped")
+        else:
+            self._hook(dropped)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler. It prints nothing: the thread that it interrupts may be printing."""
         if os.getpid() != self._pid:
             self._in_child(number)
+            return
+        if self._is_sent_again:
+            self._is_sent_again = False
+            if self._at_once:
+                raise StopRequest(self._stop(number))
             return
         if self.received is not None:
             if self._repeated and time.monotonic() - self._received_s < REPEATED_S:
@@ -134,7 +151,6 @@ class Signals:
         self._on_received()
         self._news.put(self._at_once or "received")
         if self._at_once:
-            self._at_once = ""
             raise StopRequest(self._stop(number))
 
     def _in_child(self, number: int) -> None:
@@ -189,6 +205,8 @@ class Signals:
         within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
         what = "saving at the end of this step" if news == "received" else news
         self._say(f"{signal.Signals(self.received).name}: {what}{within}; once more quits at once")
+        if news != "received":
+            self._send_again()
         if self._grace_s is None or news != "received":
             return
         late_s = WARN_AT * self._grace_s
@@ -197,6 +215,13 @@ class Signals:
         except Empty:
             late = f"the step has not ended after {late_s:g} s of {self._grace_s:g} s"
             self._say(f"{late}; {self._should_it_be_killed()}")
+
+    def _send_again(self) -> None:
+        """Whenever Python has dropped the exception that should end what is done."""
+        while self._news.get() == "dropped" and self.received is not None:
+            time.sleep(AGAIN_S)  # by then the finalizer or callback is over
+            self._is_sent_again = True
+            os.kill(os.getpid(), self.received)
 
     def _should_it_be_killed(self) -> str:
         return f"should the kill come first, the newest checkpoint is {self.newest()}"
@@ -221,6 +246,8 @@ class Signals:
     def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before and sys.unraisablehook == self._on_dropped:
+            sys.unraisablehook = self._hook
         self._before = {}
         self._news.put("over")
         if self._speaker is not None:
