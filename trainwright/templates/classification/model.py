@@ -18,5 +18,4 @@ class Net(nn.Module):
         self.head = nn.Linear(width * 4 * 4, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(images).flatten(1))
-        return logits
+        return self.head(self.features(images).flatten(1))

@@ -1,6 +1,5 @@
 """Characters of the help texts that ship with Python. Put your own text here."""
 
-from functools import cache
 from pydoc_data.topics import topics
 
 import torch
@@ -9,13 +8,14 @@ from torch.utils.data import TensorDataset
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 """The vocabulary; any other character is read as a space."""
-VAL_CHARACTERS = 20_000
-"""The end of the text, which is held out."""
 
 
-@cache
-def text() -> str:
-    return "\n\n".join(topics[name] for name in sorted(topics))
+def text(split: str) -> str:
+    """Return the topics in one text; every tenth topic is held out for "val"."""
+    names = sorted(topics)
+    is_val = [number % 10 == 0 for number in range(len(names))]
+    chosen = [name for name, held in zip(names, is_val) if held == (split == "val")]
+    return "\n\n".join(topics[name] for name in chosen)
 
 
 def encode(characters: str) -> Tensor:
@@ -25,8 +25,7 @@ def encode(characters: str) -> Tensor:
 
 def characters(split: str, block_size: int) -> TensorDataset:
     """Return (ids, the ids that follow): windows that do not overlap."""
-    end = len(text()) - VAL_CHARACTERS
-    ids = encode(text()[end:] if split == "val" else text()[:end])
+    ids = encode(text(split))
     count = (len(ids) - 1) // block_size
     windows = ids[: count * block_size].view(count, block_size)
     following = ids[1 : count * block_size + 1].view(count, block_size)

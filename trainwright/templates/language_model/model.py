@@ -42,5 +42,4 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = self.tokens(ids) + self.positions(positions)
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
+        return self.head(self.norm(self.blocks(x)))

@@ -10,8 +10,8 @@ SIZE = 32
 def shapes(split: str, count: int = 512) -> TensorDataset:
     """Return (image (1, H, W), mask (H, W)); 0 is background, 1 disc, 2 square."""
     generator = torch.Generator().manual_seed(1 if split == "val" else 0)
-    centers = torch.randint(6, SIZE - 6, (count, 2, 2, 1, 1), generator=generator)
-    radii = torch.randint(3, 7, (count, 2, 1, 1), generator=generator)
+    centers = torch.randint(7, SIZE - 7, (count, 2, 2, 1, 1), generator=generator)
+    radii = torch.randint(4, 8, (count, 2, 1, 1), generator=generator)
     rows, columns = torch.arange(SIZE)[:, None], torch.arange(SIZE)
     down, right = rows - centers[:, :, 0], columns - centers[:, :, 1]
     is_disc = (down.square() + right.square() <= radii.square())[:, 0]

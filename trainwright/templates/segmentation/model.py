@@ -33,8 +33,7 @@ class UNet(nn.Module):
         x = self.bottom(self.shrink(coarse))
         x = self.up2(torch.cat([self.grow(x), coarse], dim=1))
         x = self.up1(torch.cat([self.grow(x), fine], dim=1))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def mean_iou(logits: Tensor, masks: Tensor) -> float:

@@ -16,5 +16,4 @@ class Net(nn.Module):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.layers(rows)
-        return logits
+        return self.layers(rows)
