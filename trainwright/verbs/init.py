@@ -30,8 +30,8 @@ KINDS = {
 class NewProject:
     """A project that ``init`` has written.
 
-    ``files`` are names in ``folder``, and ``commands`` those of its README, in their order. ``missing`` are modules that
-    it imports and that are not installed.
+    ``files`` are names in ``folder``, and ``commands`` those of its README, in their order. ``missing`` are modules
+    that it imports and that are not installed.
     """
 
     kind: str

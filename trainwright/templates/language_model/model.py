@@ -19,9 +19,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        q, k, v = qkv.permute(
-            2, 0, 3, 1, 4
-        )  # each (batch, heads, length, width of one)
+        # each (batch, heads, length, width of a head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
