@@ -15,9 +15,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
 
 
+TEMPLATES = HOUSE / "templates"
+"""What ``trainwright init`` copies. Nothing imports it from here: it imports its own ``data`` and ``model``."""
+
+
 @cache
 def files(folder: Path = HOUSE) -> tuple[Path, ...]:
-    return tuple(sorted(folder.rglob("*.py")))
+    return tuple(sorted(path for path in folder.rglob("*.py") if not path.is_relative_to(TEMPLATES)))
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import HOUSE, files, imports, runtime_imports, shown
+from tests.house import HOUSE, TEMPLATES, files, imports, runtime_imports, shown
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -95,7 +95,7 @@ def test_the_tree_in_the_docs_lists_the_rooms() -> None:
     page = (HOUSE.parent / "docs" / "source.md").read_text()
     tree = page[page.index("```\ntrainwright/\n") :].removeprefix("```\ntrainwright/\n").split("```")[0]
     inside = [line.split()[0] for line in itertools.takewhile(lambda line: line.startswith("  "), tree.splitlines())]
-    rooms = [room for room in MAY_IMPORT if "/" not in room]
+    rooms = [*(room for room in MAY_IMPORT if "/" not in room), TEMPLATES.name]
     assert sorted(name for name in inside if name.endswith("/")) == sorted(f"{room}/" for room in rooms)
     assert {name.removesuffix(".py") for name in inside if not name.endswith("/")} <= ROOT
 

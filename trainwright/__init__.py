@@ -38,6 +38,7 @@ _HOME = {
     "fit": "trainwright.training.fit",
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
+    "init": "trainwright.verbs.init",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.state.checkpoint",
     "log": "trainwright.engine.user_log",
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     from trainwright.verbs.bad_cases import bad_cases as bad_cases
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
+    from trainwright.verbs.init import init as init
     from trainwright.verbs.of_objects import batch_size as batch_size
     from trainwright.verbs.of_objects import check as check
     from trainwright.verbs.of_objects import lr_range as lr_range

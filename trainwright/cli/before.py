@@ -27,6 +27,25 @@ from trainwright.runlog.printing import printable
 
 
 @verb()
+def init(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND", help="classification, segmentation, language-model, finetune, table; loop: no recipe."
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="A new folder; else one that is named for the kind.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a small project that trains as it is into a new folder: recipe, model, data, a test and a README."""
+    from trainwright.verbs.init import init as write
+
+    answer(write(kind, folder), as_json)
+
+
+@verb()
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Say whether a recipe would train: one line for each verdict, with its remedy; exit 3 when it would not."""
     subject = subject_of(recipe, settings)
