@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD
 
 from trainwright.errors import UsageError
+from trainwright.state.average import Ema, NoAverage
 from trainwright.state.codec import same_bits
-from trainwright.state.ema import Ema, NoEma
 
 
 def tied() -> nn.Sequential:
@@ -23,7 +23,7 @@ def tied() -> nn.Sequential:
     return model
 
 
-def train(model: nn.Module, ema: Ema | NoEma, steps: int) -> list[dict[str, torch.Tensor]]:
+def train(model: nn.Module, ema: Ema | NoAverage, steps: int) -> list[dict[str, torch.Tensor]]:
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     history = []
     for _ in range(steps):
@@ -73,7 +73,7 @@ def test_swapped_shows_the_average_and_brings_the_bits_back() -> None:
 def test_it_leaves_the_weights_alone() -> None:
     averaged, plain = tied(), tied()
     train(averaged, Ema(averaged, 0.9), 5)
-    train(plain, NoEma(), 5)
+    train(plain, NoAverage(), 5)
     assert all(same_bits(a, b) for a, b in zip(averaged.parameters(), plain.parameters(), strict=True))
 
 
