@@ -17,8 +17,6 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.errors import TrainwrightError
-from trainwright.state.average import Swa
 from trainwright.state.codec import same_bits
 from trainwright.state.manifest import name_of
 from trainwright.state.weights import plain_state_dict, read_weights
@@ -50,7 +48,7 @@ class Objects:
 
 
 def tutorial(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, list[float]]:
-    """The example in the documentation of ``AveragedModel``. Returns both models, and the learning rate of each step."""
+    """The example in the documentation of ``AveragedModel``. Returns both models, and the rate of each step."""
     its, lrs = Objects(dtype), list[float]()
     swa_model = AveragedModel(its.model)
     swa_scheduler = SWALR(its.optimizer, swa_lr=0.03, anneal_epochs=3)
@@ -78,11 +76,12 @@ def fitted(
     **more: Any,
 ) -> tuple[tw.Result, list[float]]:
     its, lrs = Objects(dtype), list[float]()
-    options: dict[str, Any] = {"optimizer": its.optimizer, "schedule": its.schedule, "epochs": EPOCHS, "quiet": True}
+    options: dict[str, Any] = {"optimizer": its.optimizer, "schedule": its.schedule, "quiet": True}
     options["settings"] = {"model.swa": swa, "schedule.every": "1ep", "checkpoint.keep": 9, **(settings or {})}
     observers = [lambda result, state: lrs.append(result.lr), *more.pop("observers", ())]
+    options |= {"epochs": EPOCHS, **more}
     torch.manual_seed(4)
-    return tw.fit(its.model, its.loader, its.loss, observers=observers, **options, **more), lrs
+    return tw.fit(its.model, its.loader, its.loss, observers=observers, **options), lrs
 
 
 def averaged(result: tw.Result) -> dict[str, Tensor]:
@@ -107,3 +106,74 @@ def test_it_is_the_loop_of_torch_bit_for_bit(dtype: torch.dtype) -> None:
     checkpoint = result.run / "checkpoints" / name_of(EPOCHS * PER_EPOCH)
     require_same(read_weights(checkpoint, average=True), dict(swa_model.state_dict()))
     require_same(read_weights(checkpoint), model.state_dict())
+
+
+QUICK: dict[str, object] = {"log.doctor": False, "log.layers": False}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[tw.Result, list[float]]:
+    """The run that nothing disturbs."""
+    return fitted(settings={**QUICK, "folder": str(tmp_path_factory.mktemp("straight"))})
+
+
+def stops_at(step: int, how: Callable[[], object]) -> Callable[[tw.StepResult, tw.TrainState], None]:
+    return lambda result, state: None if result.step != step else (how(), None)[1]
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# before the first average, with it, while the learning rate is annealed
+@pytest.mark.parametrize("at", [24, 25, 33])
+def test_a_run_that_is_stopped_and_resumed_has_the_same_bits(straight: tuple[tw.Result, list[float]], at: int) -> None:
+    whole, lrs = straight
+    stopped, before = fitted(settings=QUICK, observers=[stops_at(at, interrupt)], on_interrupt="return")
+    assert stopped.step == at and len(before) == at
+    resumed, after = fitted(settings=QUICK, resume=stopped.run)
+    assert whole.state is not None and resumed.state is not None
+    assert before + after == lrs
+    require_same(plain_state_dict(resumed.state.model), plain_state_dict(whole.state.model))
+    require_same(averaged(resumed), averaged(whole))
+    files = [run / "checkpoints" / name_of(EPOCHS * PER_EPOCH) for run in (whole.run, resumed.run)]
+    for part in ("model.safetensors", "rest.safetensors"):
+        assert (files[0] / part).read_bytes() == (files[1] / part).read_bytes(), part
+
+
+def test_a_run_that_is_killed_and_resumed_has_the_same_bits(straight: tuple[tw.Result, list[float]]) -> None:
+    settings = {**QUICK, "checkpoint.every": "4steps", "checkpoint.asynchronous": False}
+    if (child := os.fork()) == 0:
+        fitted(settings=settings, observers=[stops_at(39, lambda: os.kill(os.getpid(), signal.SIGKILL))])
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    resumed, after = fitted(resume="runs/run", settings=settings)
+    assert after == straight[1][36:]
+    require_same(averaged(resumed), averaged(straight[0]))
+
+
+def test_a_longer_run_goes_on_with_its_average(straight: tuple[tw.Result, list[float]]) -> None:
+    """The statistics that were measured at the end of the first part leave no trace in the second."""
+    short, _ = fitted(epochs=7, settings=QUICK)
+    longer, _ = fitted(resume=short.run, settings=QUICK)
+    require_same(averaged(longer), averaged(straight[0]))
+
+
+def test_the_first_average_stays_where_it_was_in_a_longer_run() -> None:
+    swa = {**SWA, "start": "0.5run"}
+    short, _ = fitted(swa=swa, epochs=4, settings=QUICK)
+    longer, _ = fitted(swa=swa, settings=QUICK, resume=short.run)
+    assert short.state is not None and longer.state is not None
+    assert (short.state.ema.state_dict()["num_updates"], longer.state.ema.state_dict()["num_updates"]) == (3, 8)
+
+
+def test_the_average_is_evaluated_once_its_statistics_are_measured() -> None:
+    its = Objects()
+    result, _ = fitted(val=its.loader, settings={"evaluation.every": "1ep", **QUICK})
+    seen = [line for line in (result.run / "log.jsonl").read_text().splitlines() if "swa_loss" in line]
+    assert len(seen) == 1
+    assert result.state is not None
+    with result.state.ema.swapped():
+        mine = tw.evaluate(result, its.loader)
+    assert mine.loss == pytest.approx(result.metrics["swa_loss"])
+    assert mine.loss != pytest.approx(result.val_loss)

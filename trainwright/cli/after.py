@@ -137,6 +137,19 @@ def export(
 
 
 @verb()
+def average(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    last: Annotated[int, typer.Option(min=2, help="How many of the newest checkpoints that verify.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new folder; else in the run's export/.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
+    from trainwright.verbs.average import average_checkpoints
+
+    answer(average_checkpoints(run, last=last, out=out), as_json)
+
+
+@verb()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.state.average import Swa
-from trainwright.state.cursor import MicroBatch
+from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.shards import reshard
 from trainwright.state.train_state import TrainState
@@ -23,25 +24,29 @@ def measure_norms_of(
     average: Swa,
     state: TrainState,
     loss: Callable[..., Loss | Tensor],
-    batches: Iterable[MicroBatch],
+    batches: Iterable[StepBatch],
     *,
     precision: Precision = FP32,
     world: World = SOLO,
-) -> None:
+) -> bool:
     """Measures the running statistics of BatchNorm with the averaged weights, as the mean over ``batches``.
 
     Each micro-batch counts once. Each rank of ``world`` has its own; the result is the mean over the ranks. BatchNorm
     layers in evaluation mode keep their statistics. Everything else stays unchanged: the live weights and statistics,
-    other buffers, and the random generators. Costs a forward pass for each micro-batch.
+    other buffers, and the random generators. Costs a forward pass for each micro-batch. Returns False where there is no
+    batch, and measures nothing.
     """
     roots = [root for root in (state.model, loss) if isinstance(root, nn.Module)]
     buffers = {id(buffer): buffer for root in roots for buffer in root.buffers()}.values()
     before = [buffer.clone() for buffer in buffers]
     norms = [norm for norm in average.norms.values() if norm.training]
-    with torch.no_grad(), preserved_rng(), collecting(LoggedMeans()):
+    with torch.no_grad(), preserved_rng(), collecting(LoggedMeans()):  # the first batch draws the order of its epoch
+        first = next(stream := iter(batches), None)
+        if first is None:
+            return False
+        micro_batches = ((micro,) for batch in chain([first], stream) for micro in batch.micro if micro.size)
         with average.swapped():
-            passes = _Passes(state.model, norms, as_loss_fn(loss), precision)
-            update_bn(((micro,) for micro in batches), passes)
+            update_bn(micro_batches, _Passes(state.model, norms, as_loss_fn(loss), precision))
             reshard(state.model)
             if world.size > 1:
                 means = [b for norm in norms for b in norm.buffers() if b.is_floating_point()]
@@ -50,12 +55,13 @@ def measure_norms_of(
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
     average.norms_are_current = True
+    return True
 
 
 class _Passes(nn.Module):
     """What ``update_bn`` calls. It sees only the layers that are measured, and changes the mode of none."""
 
-    def __init__(self, model: nn.Module, norms: list[nn.Module], loss_fn: LossFn, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, norms: Sequence[nn.Module], loss_fn: LossFn, precision: Precision) -> None:
         super().__init__()
         self._model, self._norms = (model,), norms
         self._loss_fn, self._precision = loss_fn, precision

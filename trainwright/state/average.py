@@ -61,8 +61,8 @@ class WeightAverage(ABC):
                 _exchange(live, self.shadow[name])
             else:
                 live.data, self.shadow[name] = self.shadow[name], live.data
-        for name, live in self._statistics().items():
-            _exchange(live, self.shadow[name])
+        for name, statistic in self._statistics().items():
+            _exchange(statistic, self.shadow[name])
 
     def _statistics(self) -> dict[str, Tensor]:
         return {
@@ -146,11 +146,11 @@ class Swa(WeightAverage):
         if self.num_updates == 0:
             torch._foreach_copy_(shadow, live)
         elif live[0].device.type == "cpu":
-            mean = get_swa_avg_fn()
+            mean = get_swa_avg_fn()  # type: ignore[no-untyped-call]
             for average, weight in zip(shadow, live, strict=True):
                 average.copy_(mean(average, weight, count))
         else:
-            get_swa_multi_avg_fn()(shadow, live, count)
+            get_swa_multi_avg_fn()(shadow, live, count)  # type: ignore[no-untyped-call]
         for name, statistic in self._statistics().items():
             self.shadow[name].copy_(statistic)
         self.num_updates += 1
@@ -164,6 +164,7 @@ class Swa(WeightAverage):
 class NoAverage:
     """The null object of a run that keeps no average."""
 
+    kind = ""
     is_complete = False
 
     def update(self, step: int = 0) -> None: ...

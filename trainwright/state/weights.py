@@ -78,18 +78,18 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
         weights: StateDict = decode(load_file(checkpoint / "model.safetensors"), state["model"])
         if not average:
             return weights
-        average = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"])
-    if not average:
+        saved: StateDict = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"])
+    if not saved:
         raise CheckpointError(
             f"{checkpoint} holds no average of the weights",
             remedy="take the weights themselves; a run keeps an average with model.ema or model.swa in its recipe",
         )
-    if not average["num_updates"]:
+    if not saved["num_updates"]:
         raise CheckpointError(
             f"{checkpoint} holds no average of the weights yet: it is older than model.swa.start",
             remedy="take the weights themselves, or a later checkpoint",
         )
-    return _with_average(weights, average["shadow"])
+    return _with_average(weights, saved["shadow"])
 
 
 def _with_average(weights: StateDict, shadow: Mapping[str, Tensor]) -> StateDict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, islice
+from itertools import islice
 
 from trainwright.engine.average_norms import measure_norms_of
 from trainwright.state.average import Swa
@@ -16,9 +16,8 @@ def measure_norms(job: Job, say: Callable[[str], None] = lambda line: None) -> N
     if ask is None or not isinstance(average, Swa) or not average.num_updates or average.is_complete:
         return
     batches = islice(job.batches, ask.norm_batches or job.plan.steps_per_epoch)
-    first = next(batches, None)
-    if first is None:
+    measured = measure_norms_of(
+        average, job.state, job.parts.loss, batches, precision=job.precision, world=job.mesh.sums
+    )
+    if not measured:
         say("the training data are used up: BatchNorm statistics of the average are those of the trained weights")
-        return
-    micro = (micro for batch in chain([first], batches) for micro in batch.micro if micro.size)
-    measure_norms_of(average, job.state, job.parts.loss, micro, precision=job.precision, world=job.mesh.sums)

@@ -50,8 +50,8 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
         metrics.require_ranked()
     metrics.to(next(parts.model.parameters()).device)
     of_training = metrics.copied() if loaded.recipe.log.metrics else NO_METRICS
-    if plan.swa is not None and loaded.recipe.model.swa is not None and loaded.recipe.model.swa.lr is not None:
-        swa = loaded.recipe.model.swa
+    swa = loaded.recipe.model.swa
+    if plan.swa is not None and swa is not None and swa.lr is not None:
         schedule = state.stateful["swa"] = SwaSchedule(schedule, state.optimizer, plan.swa, swa.lr, swa.anneal_by)
     return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training)
 
