@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
+from tests import ranks
+from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.state.codec import same_bits
 from trainwright.state.manifest import name_of
 from trainwright.state.weights import plain_state_dict, read_weights
@@ -177,3 +180,101 @@ def test_the_average_is_evaluated_once_its_statistics_are_measured() -> None:
         mine = tw.evaluate(result, its.loader)
     assert mine.loss == pytest.approx(result.metrics["swa_loss"])
     assert mine.loss != pytest.approx(result.val_loss)
+
+
+def test_early_stopping_measures_the_statistics_too() -> None:
+    def stop(result: tw.StepResult, state: tw.TrainState) -> tw.Stop | None:
+        return tw.Stop("enough") if result.step == 30 else None
+
+    result, _ = fitted(settings=QUICK, observers=[stop])
+    assert result.state is not None and result.state.ema.is_complete
+    average = read_weights(result.run / "checkpoints" / name_of(30), average=True)
+    assert int(average["1.num_batches_tracked"]) == PER_EPOCH
+
+
+def test_a_checkpoint_from_before_the_first_average_has_none() -> None:
+    result, _ = fitted(settings=QUICK, epochs=5, swa={"start": "1run"})
+    assert read_weights(result.run / "checkpoints" / name_of(25), average=True)
+    earlier, _ = fitted(
+        settings={**QUICK, "name": "earlier"}, observers=[stops_at(20, interrupt)], on_interrupt="return"
+    )
+    with pytest.raises(CheckpointError, match="no average of the weights yet"):
+        read_weights(earlier.run / "checkpoints" / name_of(20), average=True)
+
+
+def test_frozen_statistics_stay() -> None:
+    its = Objects()
+    its.model[1].eval()
+    before = its.model[1].running_mean.clone()
+    settings = {**QUICK, "model.swa": {"start": "5steps", "every": "5steps", "norm_batches": 2}}
+    result = tw.fit(its.model, its.loader, its.loss, optimizer=its.optimizer, epochs=2, quiet=True, settings=settings)
+    average = averaged(result)
+    assert same_bits(average["1.running_mean"], before)
+    assert int(average["5.num_batches_tracked"]) == 2
+    assert not its.model[1].training and its.model[5].training
+
+
+def test_groups_keep_their_ratio() -> None:
+    its = Objects()
+    groups = [{"params": its.model[0].parameters()}, {"params": its.model[6].parameters(), "lr": 0.05}]
+    optimizer = SGD(groups, lr=0.2)
+    settings = {**QUICK, "model.swa": {"start": "5steps", "every": "1steps", "lr": 0.1, "anneal": "2steps"}}
+    tw.fit(its.model, its.loader, its.loss, optimizer=optimizer, epochs=2, quiet=True, settings=settings)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.025]
+
+
+def step_of_ones_own(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
+    raise AssertionError("no step is taken")
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter(Objects().loader.dataset)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"until": "5s"}, "model.swa.start.* must be a number of steps"),
+        ({"until": "2ep", "settings": {"model.swa": {"start": "11steps"}}}, "after the end of the run at step 10"),
+        ({"settings": {"model.swa": {}, "model.ema": 0.9}}, "contradicts ema"),
+        ({"advance": step_of_ones_own}, "BatchNorm statistics of the average with a step function"),
+        (
+            {"data": Stream(), "until": "9steps", "settings": {"model.swa": {"start": "5steps", "every": "1steps"}}},
+            "BatchNorm statistics of the average with training data without a length",
+        ),
+    ],
+    ids=["by the clock", "after the end", "two averages", "own step", "stream"],
+)
+def test_what_is_not_supported_is_refused(change: dict[str, Any], error: str) -> None:
+    its = Objects()
+    settings = {**QUICK, "model.swa": {"start": "0.5run", "every": "1steps"}}
+    options = {"data": its.loader, "optimizer": its.optimizer, "quiet": True, "settings": settings, **change}
+    with pytest.raises(TrainwrightError, match=error):
+        tw.fit(its.model, loss=its.loss, **options)
+
+
+TWO_RANKS = """
+import json, torch, trainwright as tw
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+data = torch.randn(32, 4), torch.randint(2, (32,))
+swa = {"start": "4steps", "every": "2steps", "lr": 0.05}
+result = tw.fit(model, data, nn.CrossEntropyLoss(), optimizer="sgd", lr=0.1, batch=8, steps=8, quiet=True,
+                settings={"model.swa": swa, "log.doctor": False})
+live = [buffer.tolist() for buffer in model.buffers()]
+with result.state.ema.swapped():
+    print(json.dumps([live, [buffer.tolist() for buffer in model.buffers()], result.state.ema.num_updates]))
+"""
+
+
+def test_ranks_have_the_same_average(tmp_path: Path) -> None:
+    done = ranks.run(TWO_RANKS, 2, cwd=tmp_path)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    first, second = (json.loads(each.stdout.splitlines()[-1]) for each in done)
+    assert first[1] == second[1] and first[0] != first[1]
+    assert (first[1][2], first[2]) == (4, 3)

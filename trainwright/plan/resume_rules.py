@@ -74,8 +74,6 @@ def _ema(found: RecipeDifference) -> Verdict:
 
 def _swa(found: RecipeDifference) -> Verdict:
     changed_lr = "the learning rate from model.swa.start on is another"
-    if found.path == "model.swa.norm_batches":
-        return "safe", "the weights train as before; the BatchNorm statistics of their average come from other batches"
     before, now = (recipe["model"].get("swa") for recipe in (found.before, found.after))
     if before is None and now is not None:
         return ("safe", "the weights train as before") if now["lr"] is None else ("maths", changed_lr)
@@ -131,6 +129,8 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "model.compile": ("safe", f"{_KERNELS}; dropout draws other numbers"),
     "model.ema": _ema,
     "model.swa": _swa,
+    **dict.fromkeys((f"model.swa.{key}" for key in ("start", "every", "lr", "anneal", "anneal_by")), _swa),
+    "model.swa.norm_batches": ("safe", "BatchNorm statistics of the average come from other batches"),
     "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,

@@ -44,7 +44,7 @@ class Lora(Section):
     targets: Texts = Field(default=(), description="Names of linear layers, or their ends; empty: the builder chooses.")
 
 
-class Swa(Section):
+class WeightAveraging(Section):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights late in the run."""
 
     start: Warmup = Field(default=Duration(0.75, "run"), description="When the weights enter the average first.")
@@ -86,7 +86,9 @@ class Model(Part):
     ema: float | None = Field(
         default=None, gt=0, lt=1, description="Decay of an exponential moving average.", examples=[0.999]
     )
-    swa: Swa | None = Field(default=None, description="Stochastic weight averaging.", examples=[{"start": "0.75run"}])
+    swa: WeightAveraging | None = Field(
+        default=None, description="Stochastic weight averaging.", examples=[{"start": "0.75run"}]
+    )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
 
     @model_validator(mode="after")
