@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ SEVERITY = {"warning": "warning", "critical": "CRITICAL"}
 
 def main() -> None:
     """Prints one line for each program and one for all."""
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # peft writes a set of names into a file
     options = _arguments()
     names = options.only.split(",") if options.only else list(OPEN if options.half == "open" else HELD_OUT)
     known = {name for kind in KINDS.values() for name in kind.split()}

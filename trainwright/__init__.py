@@ -12,7 +12,7 @@ _HOME = {
     "ChainedOptimizer": "trainwright.state.chained",
     "Cursor": "trainwright.state.cursor",
     "EarlyStopping": "trainwright.observe.early_stopping",
-    "Ema": "trainwright.state.ema",
+    "Ema": "trainwright.state.average",
     "Loading": "trainwright.build.data",
     "Loss": "trainwright.engine.loss",
     "LossScaler": "trainwright.state.scaler",
@@ -93,13 +93,13 @@ if TYPE_CHECKING:
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
     from trainwright.replay.session import ReplaySession as ReplaySession
+    from trainwright.state.average import Ema as Ema
     from trainwright.state.chained import ChainedOptimizer as ChainedOptimizer
     from trainwright.state.checkpoint import load_checkpoint as load_checkpoint
     from trainwright.state.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.state.cursor import Cursor as Cursor
     from trainwright.state.cursor import MicroBatch as MicroBatch
     from trainwright.state.cursor import StepBatch as StepBatch
-    from trainwright.state.ema import Ema as Ema
     from trainwright.state.scaler import LossScaler as LossScaler
     from trainwright.state.train_state import TrainState as TrainState
     from trainwright.training.fit import fit as fit

@@ -24,10 +24,10 @@ from trainwright.engine.step import make_step
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
+from trainwright.state.average import Ema
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.codec import same_bits
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.ema import Ema
 from trainwright.state.scaler import LossScaler
 from trainwright.state.train_state import TrainState
 

@@ -24,10 +24,10 @@ from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32
 from trainwright.engine.step import make_step
 from trainwright.errors import OutOfMemoryError, UsageError
+from trainwright.state.average import Ema
 from trainwright.state.cursor import BadSample, MicroBatch
 from trainwright.state.cut import cut as cut_batch
 from trainwright.state.cut import cut_micro
-from trainwright.state.ema import Ema
 from trainwright.state.scaler import LossScaler
 from trainwright.state.train_state import TrainState
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.engine.spikes import SpikeGuard
+from trainwright.state.average import Swa
 from trainwright.state.cursor import MicroBatch, StepBatch
 
 SPIKE, NOT_FINITE = 44, 38
@@ -47,3 +49,21 @@ def test_a_rollback_undoes_each_update_once_and_that_of_a_loss_too() -> None:
     undone = sorted(entry.step for entry in state.ledger.entries)
     assert undone == list(range(undone[0], SPIKE + 1)) and undone[0] < NOT_FINITE
     assert all(torch.equal(now, then) for now, then in zip(after[SPIKE], after[undone[0] - 1], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_a_rollback_undoes_what_entered_the_average(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    average = tw.Ema(model, 0.9) if kind == "ema" else Swa(model, start=20, every=1)
+    state = tw.TrainState(model, torch.optim.Adam(model.parameters(), lr=0.01), ema=average)
+    advance = tw.make_step(nn.CrossEntropyLoss(), spikes=SpikeGuard("rollback"))
+    after: dict[int, tuple[int, list[Tensor]]] = {}
+    for step in range(1, SPIKE + 1):
+        advance(state, batch(step))
+        after[step] = average.num_updates, [each.clone() for each in average.shadow.values()]
+
+    state.ledger.read_pending()
+    first = min(entry.step for entry in state.ledger.entries)
+    assert after[SPIKE][0] == after[first - 1][0] < SPIKE
+    assert all(torch.equal(now, then) for now, then in zip(after[SPIKE][1], after[first - 1][1], strict=True))

@@ -223,7 +223,7 @@ def test_an_unknown_metric_is_told_with_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("poison", ["weight", "moment", "average"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_state_that_is_not_finite_is_never_committed(tmp_path: Path, poison: str, value: float) -> None:
-    from trainwright.state.ema import Ema
+    from trainwright.state.average import Ema
 
     heard, state = Heard(), state_at(1)
     saving = saving_in(tmp_path, heard)

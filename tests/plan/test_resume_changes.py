@@ -233,6 +233,14 @@ def test_an_average_that_is_begun_loses_nothing() -> None:
     assert [between(none, slow).kind, between(slow, fast).kind, between(slow, none).kind] == ["safe", "maths", "maths"]
 
 
+def test_stochastic_averaging_changes_the_maths_by_its_learning_rate() -> None:
+    none, mean, rate = recipe(), recipe("model.swa={start: 0.5run}"), recipe("model.swa={start: 0.5run, lr: 0.1}")
+    assert [between(none, mean).kind, between(none, rate).kind] == ["safe", "maths"]
+    assert [between(mean, none).kind, between(mean, rate).kind] == ["maths", "maths"]
+    fewer = recipe("model.swa={start: 0.5run, norm_batches: 3}")
+    assert between(mean, fewer).kind == "safe"
+
+
 def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     many = [f"layers.{i}.weight is not in the checkpoint" for i in range(5)]
     changed = run_metadata("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")

@@ -16,9 +16,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import trainwright as tw
 from trainwright.build.optim.choose import make_optimizer
+from trainwright.state.average import Ema
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.codec import decode, encode, same_bits
-from trainwright.state.ema import Ema
 from trainwright.state.staging import on_host
 from trainwright.state.train_state import TrainState
 

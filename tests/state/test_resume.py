@@ -22,9 +22,9 @@ from trainwright.engine.loop import steps
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
+from trainwright.state.average import Ema, NoAverage
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.codec import encode, same_bits
-from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import RngBag, seed_all
 from trainwright.state.store import newest_valid
 from trainwright.state.train_state import TrainState
@@ -76,7 +76,7 @@ def fresh(optimizer: str, precision: Precision, ema: bool, seed: int) -> TrainSt
     seed_all(seed)
     model = Net()
     scaler = precision.scaler(torch.device("cpu"))
-    return TrainState(model, OPTIMIZERS[optimizer](model), scaler, Ema(model, 0.8) if ema else NoEma())
+    return TrainState(model, OPTIMIZERS[optimizer](model), scaler, Ema(model, 0.8) if ema else NoAverage())
 
 
 def train(state: TrainState, until: int, precision: Precision, bad: int | None, workers: int) -> list[tuple[int, ...]]:

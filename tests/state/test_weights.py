@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.errors import CheckpointError
+from trainwright.state.average import Ema
 from trainwright.state.checkpoint import save_checkpoint
-from trainwright.state.ema import Ema
 from trainwright.state.names import plain_name
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped

@@ -99,6 +99,11 @@ ADAMW, IN_GROUPS = "AdamW, weight decay 0.01", "AdamW, weight decay 0 to 0.01 in
         ("order", {"settings": {"data.shuffle": False}}, ("that of the dataset", "asked")),
         ("random", {"seed": 7}, ("seed 7", "asked")),
         ("average", {"settings": {"model.ema": 0.9}}, ("of the weights, decay 0.9", "asked")),
+        (
+            "average",
+            {"settings": {"model.swa": {"start": "1steps", "every": "2steps"}}},
+            ("the mean of the weights every 2 steps from step 1 on", "asked"),
+        ),
         ("spikes", {"settings": {"spikes.policy": "skip"}}, ("skip", "asked")),
         ("kernels", {"settings": {"deterministic": True}}, ("deterministic", "asked")),
     ],

@@ -95,7 +95,7 @@ CASES: list[dict[str, Any]] = [
         "optimizer.clip.at": 0.01,
         "model.activation_checkpointing": "block",
     },
-    {"loss": "mean", "parallel.zero": 2},
+    {"loss": "mean", "parallel.zero": 2, "model.swa": {"start": "2steps", "every": "1steps", "lr": 0.005}},
     {"loss": "mean", "parallel.zero": 1},
 ]
 """Each ZeRO with one micro-batch and, on two ranks, with three."""

@@ -292,8 +292,8 @@ def test_what_is_there_is_never_written_over(folder: Path) -> None:
 DRAFTING = """\
 import sys, time
 from pathlib import Path
-from trainwright.verbs.export import _draft_of
-with _draft_of(Path(sys.argv[1])) as draft:
+from trainwright.verbs.export import draft_folder
+with draft_folder(Path(sys.argv[1])) as draft:
     (draft / "model.safetensors").write_bytes(bytes(1000))
     print("begun", flush=True)
     time.sleep(300)

@@ -35,8 +35,8 @@ from trainwright.plan.machine import Machine
 from trainwright.plan.make import Note, Plan, RunFacts
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
+from trainwright.state.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.state.cursor import Cursor, count_tokens
-from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import RngBag, seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.world import device_name, low_precision
@@ -202,9 +202,32 @@ def gather_facts(
 
 def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
     """Returns the state before the first step."""
-    decay = loaded.recipe.model.ema
-    ema = NoEma() if decay is None else Ema(parts.model, decay)
-    return TrainState(parts.model, build_optimizer(parts, loaded, plan), ema=ema)
+    return TrainState(parts.model, build_optimizer(parts, loaded, plan), ema=_build_average(parts, loaded, plan))
+
+
+def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | NoAverage:
+    ask = loaded.recipe.model
+    if ask.ema is not None:
+        return Ema(parts.model, ask.ema)
+    if ask.swa is None or plan.swa is None:
+        return NoAverage()
+    swa = Swa(parts.model, plan.swa.start, plan.swa.every)
+    degrees = plan.degrees
+    for wrong, what, remedy in (
+        (degrees.pipeline > 1, "parallel.pipeline", "leave parallel.pipeline out"),
+        (degrees.tensor > 1, "parallel.tensor", "leave parallel.tensor out"),
+        (degrees.context > 1, "parallel.context", "leave parallel.context out"),
+        (parts.advance is not None, "a step function", "leave model.swa out and average in the step function"),
+        (
+            plan.steps_per_epoch is None and ask.swa.norm_batches is None,
+            "training data without a length",
+            "give model.swa.norm_batches",
+        ),
+    ):
+        if wrong and swa.norms:
+            rule = f"cannot measure the BatchNorm statistics of the average with {what}"
+            raise RecipeError(Problem("model.swa", rule, remedy=remedy, where=loaded.source.where("model.swa")))
+    return swa
 
 
 def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:

@@ -45,7 +45,7 @@ class SteppedSchedule:
     def needs_evaluation(self) -> bool:
         return any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers)
 
-    def __call__(self, step: int, fraction: float) -> None:
+    def __call__(self, step: int, fraction: float) -> float | None:
         """Sets the rates of the update that follows on ``step`` steps."""
         for due in range(self._done // self._every + 1, step // self._every + 1):
             for scheduler in self._schedulers:
@@ -54,6 +54,7 @@ class SteppedSchedule:
             self._note(due * self._every)
         self._done = max(self._done, step)
         self._write(next((rates for since, rates in reversed(self._changes) if since <= step), self._changes[0][1]))
+        return None
 
     def evaluated(self, step: int, value: float) -> None:
         """Steps what goes by the validation, whose metric was ``value`` after ``step`` steps."""

@@ -121,7 +121,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     layout: Annotated[str, typer.Option("--format", help="safetensors, hf or state_dict.")] = "safetensors",
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
-    average: Annotated[bool, typer.Option("--average", help="Export the moving average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Export the average of the weights.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in PEFT's layout.")] = False,
     out: Annotated[Path | None, typer.Option(help="A new folder; else in the run's export/.")] = None,
     as_json: Json = False,
@@ -137,12 +137,25 @@ def export(
 
 
 @verb()
+def average(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    last: Annotated[int, typer.Option(min=2, help="How many of the newest checkpoints that verify.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new folder; else in the run's export/.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
+    from trainwright.verbs.average import average_checkpoints
+
+    answer(average_checkpoints(run, last=last, out=out), as_json)
+
+
+@verb()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Take the moving average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure loss and metrics of a checkpoint of a run on a dataset."""
@@ -158,7 +171,7 @@ def predict(
     out: Annotated[Path | None, typer.Option(help="A new .npy or .pt file; else predictions.npy in the run.")] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Take the moving average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write what the model of a run gives for each sample of a dataset, in its order."""
@@ -182,7 +195,7 @@ def errors(
     ] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Take the moving average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say where the model of a run is wrong: worst samples, confusions, slices, calibration, labels likely wrong."""

@@ -72,8 +72,11 @@ def run(
     evaluation: Evaluator = NEVER,
     saving: Saver = NEVER,
     world: World = SOLO,
+    complete: Callable[[TrainState], None] = lambda state: None,
 ) -> Outcome:
     """Trains until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
+
+    ``complete`` finishes the state after the last step, unless a signal stopped the run or the state is poisoned.
 
     Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
     is evaluated at its end. An exception of an observer or of the evaluation saves too: between two steps the
@@ -106,6 +109,9 @@ def run(
                     saving(state)
         except StopRequest as request:
             stop = request.stop
+        if not stop or (stop.save and not stop.by_signal):
+            with whole:
+                complete(state)
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves
         if not stop:

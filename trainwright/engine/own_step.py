@@ -78,7 +78,7 @@ def make_own_step(
                 output = step(state, batch)
             loss, weight, metrics = _read(output, batch, state.step + 1)
             buffers.restore_if(updates.skipped)
-            state.ema.update()
+            state.ema.update(state.step + 1)
         except Exception as error:
             tell_torn(state, error)
             raise

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainwright.engine.accumulate import Accumulated
 from trainwright.errors import UsageError, require_choice
 from trainwright.state.chained import parts_of
+from trainwright.state.codec import StateDict
 from trainwright.state.cursor import StepBatch
 from trainwright.state.ledger import SkippedStep
 from trainwright.state.snapshot import LiveObjects, Snapshot, put_back
@@ -150,7 +151,7 @@ class _KeptState:
     step: int
     objects: LiveObjects
     snapshot: Snapshot
-    average: dict[str, Tensor]
+    average: StateDict
 
     @classmethod
     def of(cls, state: TrainState) -> _KeptState:
@@ -158,12 +159,11 @@ class _KeptState:
         trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         parameters = {id(p): p for p in [*trained, *(p for root in roots for p in root.parameters())]}
         objects = LiveObjects(roots, parts_of(state.optimizer), list(parameters.values()))
-        shadow = state.ema.state_dict().get("shadow", {})
-        average = {name: each.clone() for name, each in shadow.items()}
+        average = state.ema.state_dict()
+        if "shadow" in average:
+            average["shadow"] = {name: each.clone() for name, each in average["shadow"].items()}
         return cls(state.step, objects, objects.snapshot(state.step + 1, with_reach=False), average)
 
     def put_back(self, state: TrainState) -> None:
         put_back(self.objects, self.snapshot)
-        shadow = state.ema.state_dict().get("shadow", {})
-        for name, average in self.average.items():
-            shadow[name].copy_(average)
+        state.ema.load_state_dict(self.average)

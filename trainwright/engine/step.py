@@ -152,7 +152,7 @@ def make_step(
             reports += update(skipped, state, batch)
             recovery.buffers.restore_if(skipped)
             state.scaler.update(grad_norm)
-            state.ema.update()
+            state.ema.update(state.step + 1)
         except Exception as error:
             tell_torn(state, error)
             raise

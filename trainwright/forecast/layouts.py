@@ -60,7 +60,7 @@ class LayoutSurvey:
     def trace(
         self, samples: int, *, chunked: bool, checkpointing: Checkpointing | None = None, accumulation: int = 1
     ) -> Trace:
-        """One step of micro-batches of ``samples``, with the moving average of the weights if there is one."""
+        """One step of micro-batches of ``samples``, with the average of the weights if there is one."""
         recipe = self.blueprint.loaded.recipe
         trace = trace_step(
             partial(self.blueprint.traced_objects, samples=samples, chunked=chunked),
@@ -74,7 +74,7 @@ class LayoutSurvey:
         if not any(moment.held.get("gradients") for moment in trace.moments):
             raise UsageError("no parameter got a gradient: the loss does not depend on the model", remedy=NO_GRADIENT)
         trace = tidy(trace)
-        return trace if recipe.model.ema is None else _with_more_weights(trace, 4 * self.blueprint.counts[1])
+        return _with_more_weights(trace, 4 * self.blueprint.counts[1]) if recipe.model.keeps_average else trace
 
     def layouts(self, policies: Sequence[str], sizes: Sequence[int]) -> list[Layout]:
         """The layouts of each policy, whole logits or chunks, that a run with micro-batches of these sizes may have."""

@@ -15,7 +15,6 @@ from trainwright.engine.over_ranks import share_buffers
 from trainwright.engine.precision import Precision
 from trainwright.observe.cadence import Every
 from trainwright.state.cursor import MicroBatch
-from trainwright.state.ema import Ema
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
@@ -36,8 +35,9 @@ class ValidationSet:
 
 
 class PeriodicEvaluation:
-    """Evaluates when due; ``last`` is the newest result. With EMA, the metric ``ema_loss`` is that of the average.
+    """Evaluates when due; ``last`` is the newest result.
 
+    The metric ``ema_loss`` or ``swa_loss`` is the loss of the average of the weights.
     Of several sets the loss is that of the first, and each figure of each has the name of the set before its own.
     """
 
@@ -54,7 +54,7 @@ class PeriodicEvaluation:
     ) -> None:
         self._sets, self._loss, self._every, self._world, self._metrics = sets, loss, every, world, metrics
         self._precision, self._listeners = precision, listeners
-        self._step = -1
+        self._seen = (-1, False)
         self.last: EvaluationResult | None = None
 
     def due(self, state: TrainState) -> bool:
@@ -66,7 +66,7 @@ class PeriodicEvaluation:
 
     def finish(self, state: TrainState) -> None:
         """Evaluates the last step, if that was not done: as all before it, which the best is chosen by, and whole."""
-        if self._step != state.step:
+        if self._seen != (state.step, state.ema.is_complete):  # an average may be completed after the last step
             self(state)
         if any(each.at_end is not each.in_course for each in self._sets.values()):
             self._evaluate(state, {name: each.at_end for name, each in self._sets.items()}, 0)
@@ -76,12 +76,12 @@ class PeriodicEvaluation:
             share_buffers(state, self._world)
         each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
         seen, first = _as_one(each_seen), next(iter(sets.values()))
-        if isinstance(state.ema, Ema):
+        if state.ema.is_complete:
             with state.ema.swapped():
                 average = self._evaluated(state.model, first, NO_METRICS)
-            metrics = {**seen.metrics, "ema_loss": average.loss}
+            metrics = {**seen.metrics, f"{state.ema.kind}_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
-        self._step, self.last = state.step, replace(seen, batches=count)
+        self._seen, self.last = (state.step, state.ema.is_complete), replace(seen, batches=count)
         for listener in self._listeners:
             listener.evaluated(state.step, self.last)
 

@@ -102,7 +102,7 @@ class Saving:
         self._staging: Staging | None = None
         self._reserving: Future[None] | None = None
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, how long training waited
-        self._saved_step, self._saved_s = -1, clock()
+        self._saved, self._saved_s = (-1, False), clock()
         self._best = BestSoFar(
             folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, warn=warn, run=run
         )
@@ -126,11 +126,11 @@ class Saving:
         return every or too_old or self._best.at(state.step) is not None
 
     def __call__(self, state: TrainState) -> None:
-        if self._saved_step == state.step:
+        if self._saved == (state.step, state.ema.is_complete):
             return
         begin_s = time.perf_counter()
         self._finish()
-        self._saved_step, self._saved_s = state.step, self._clock()
+        self._saved, self._saved_s = (state.step, state.ema.is_complete), self._clock()
         try:
             snapshot = self._captured(state)
         except Exception as error:
@@ -214,7 +214,7 @@ class Saving:
         if self._writing and self._best.at(self._writing[0]):
             self._finish()  # what the next best has to beat is known when that one is on disk
         best = self._best.evaluated(step, seen)
-        if best is None or step != self._saved_step:
+        if best is None or step != self._saved[0]:
             return
         self._finish()
         if self.last and step_of(self.last) == step:

@@ -18,7 +18,7 @@ class SavingTogether:
 
     def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
         self._world, self._first, self._stages = world, first, stages
-        self._saved_step = -1
+        self._saved = -1, False
 
     def due(self, state: TrainState) -> bool:
         """Costs an exchange of eight bytes."""
@@ -26,9 +26,9 @@ class SavingTogether:
         return self._world.least(int(not mine)) == 0
 
     def __call__(self, state: TrainState) -> None:
-        if self._saved_step == state.step:
+        if self._saved == (state.step, state.ema.is_complete):
             return
-        self._saved_step = state.step
+        self._saved = state.step, state.ema.is_complete
         if self._world.rank == 0:
             self._first(state)
         else:

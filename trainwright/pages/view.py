@@ -161,7 +161,7 @@ class RunView(RunDocuments):
     def unexamined(self) -> str | None:
         """What found no time to be examined; None where everything did, or the run does not say."""
         notes = [each for each in self.log.notes(Unexamined) if isinstance(each, Unexamined)]
-        return line_of_unexamined(notes[-1], Path("RUN")) if notes else None
+        return line_of_unexamined(notes[-1], self.folder.path) if notes else None
 
     @property
     def pins(self) -> list[Pin]:

@@ -13,7 +13,7 @@ from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, 
 from trainwright.plan.header import RunHeader
 from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
-from trainwright.recipe import Recipe
+from trainwright.recipe import Duration, Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
 # Both gains are measured before each start, and a default must not make two starts of one recipe differ. By the
@@ -68,6 +68,18 @@ class Spent:
 
 
 @dataclass(frozen=True)
+class SwaPlan:
+    """Stochastic weight averaging in optimizer steps: the first average, and the steps between two of them.
+
+    ``anneal`` counts the averages until the learning rate is that of the recipe.
+    """
+
+    start: int
+    every: int
+    anneal: int
+
+
+@dataclass(frozen=True)
 class Kept:
     """What a resumed run keeps of its earlier plan, whatever its length and batch are now. None: planned again."""
 
@@ -75,6 +87,7 @@ class Kept:
     keep_every: int | None = None
     spent: Spent = Spent()
     evaluate_batches: int | None = None
+    swa: SwaPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,7 @@ class Plan:
     ends_in_s: float | None = None
     degrees: Degrees = ONE_RANK
     spent: Spent = Spent()
+    swa: SwaPlan | None = None
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     header: RunHeader = field(default_factory=RunHeader)
@@ -146,6 +160,8 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         keep_every = kept.keep_every or _keep_every(recipe, whole, pace)
     with problems.at("log.every"):
         log_every = interval(recipe.log.every, whole, pace, "log.every")
+    with problems.at("model.swa"):
+        swa = kept.swa or _swa(recipe, whole, pace)
     problems.raise_if_any()
     lr, lr_note = _learning_rate(recipe, batch.size)
     return Plan(
@@ -167,6 +183,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         parameters=facts.parameters,
         trainable=facts.trainable,
         spent=kept.spent,
+        swa=swa,
         notes=(
             *facts.notes,
             *(_batch_notes(batch, facts.train_samples) if own is None else _own_notes(recipe, own)),
@@ -231,6 +248,25 @@ def _keep_every(recipe: Recipe, whole: Extent, pace: Pace) -> int | None:
         rule = "must be a number of steps: the run is budgeted in time"
         raise RecipeError(Problem("checkpoint.keep_every", rule, got=str(keep), remedy="write for example 1000steps"))
     return steps
+
+
+def _swa(recipe: Recipe, whole: Extent, pace: Pace) -> SwaPlan | None:
+    swa = recipe.model.swa
+    if swa is None:
+        return None
+    start = span(swa.start, whole, pace, "model.swa.start")
+    every = interval(swa.every, whole, pace, "model.swa.every").steps
+    anneal = Duration(0, "steps") if swa.lr is None else swa.anneal
+    annealed = span(anneal, whole, pace, "model.swa.anneal")
+    for name, asked, found in (("start", swa.start, start), ("every", swa.every, every), ("anneal", anneal, annealed)):
+        if not isinstance(found, int):
+            rule = "must be a number of steps: the run is budgeted in time"
+            raise RecipeError(Problem(f"model.swa.{name}", rule, got=str(asked), remedy="write for example 1000steps"))
+    assert isinstance(start, int) and every is not None
+    if whole.steps is not None and start > whole.steps:
+        rule = f"is step {start}, after the end of the run at step {whole.steps}"
+        raise RecipeError(Problem("model.swa.start", rule, got=str(swa.start), remedy="write for example 0.75run"))
+    return SwaPlan(max(1, start), every, round(annealed / every))
 
 
 def with_dry_run(

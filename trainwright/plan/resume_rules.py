@@ -72,6 +72,16 @@ def _ema(found: RecipeDifference) -> Verdict:
     return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
 
 
+def _swa(found: RecipeDifference) -> Verdict:
+    changed_lr = "the learning rate from model.swa.start on is another"
+    before, now = (recipe["model"].get("swa") for recipe in (found.before, found.after))
+    if before is None and now is not None:
+        return ("safe", "the weights train as before") if now["lr"] is None else ("maths", changed_lr)
+    if before is None or before["lr"] is not None or (now is not None and now["lr"] is not None):
+        return "maths", f"{changed_lr}, and so is the average"
+    return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
+
+
 def _argument(found: RecipeDifference) -> Verdict:
     """By the row of the optimizer: which implementation runs, whether the checkpoint lacks state, or the update."""
     name = found.path.removeprefix("optimizer.args.").split(".")[0]
@@ -118,6 +128,9 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "model.activation_checkpointing": ("safe", "activations are kept or computed again, and are the same"),
     "model.compile": ("safe", f"{_KERNELS}; dropout draws other numbers"),
     "model.ema": _ema,
+    "model.swa": _swa,
+    **dict.fromkeys((f"model.swa.{key}" for key in ("start", "every", "lr", "anneal", "anneal_by")), _swa),
+    "model.swa.norm_batches": ("safe", "BatchNorm statistics of the average come from other batches"),
     "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,

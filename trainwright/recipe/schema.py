@@ -44,6 +44,30 @@ class Lora(Section):
     targets: Texts = Field(default=(), description="Names of linear layers, or their ends; empty: the builder chooses.")
 
 
+class WeightAveraging(Section):
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights late in the run."""
+
+    start: Warmup = Field(default=Duration(0.75, "run"), description="When the weights enter the average first.")
+    every: Duration = Field(default=Duration(1, "ep"), description="How often they do from then on.")
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="Learning rate from start on, of the first parameter group; the others keep their ratio to it. "
+        "null: as scheduled.",
+        examples=[0.05],
+    )
+    anneal: Warmup = Field(
+        default=Duration(10, "ep"),
+        description="How long it takes from the scheduled learning rate to lr, in steps of every.",
+    )
+    anneal_by: Literal["cos", "linear"] = Field(default="cos", description="The form of this transition.")
+    norm_batches: Count | None = Field(
+        default=None,
+        description="Training batches by which BatchNorm statistics of the average are measured at the end; null: one "
+        "epoch.",
+    )
+
+
 class Model(Part):
     """What is trained."""
 
@@ -62,7 +86,22 @@ class Model(Part):
     ema: float | None = Field(
         default=None, gt=0, lt=1, description="Decay of an exponential moving average.", examples=[0.999]
     )
+    swa: WeightAveraging | None = Field(
+        default=None, description="Stochastic weight averaging.", examples=[{"start": "0.75run"}]
+    )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
+
+    @model_validator(mode="after")
+    def _one_average(self) -> Model:
+        if self.ema is not None and self.swa is not None:
+            rule, remedy = "contradicts ema: a run keeps one average of the weights", "keep ema or swa"
+            raise RecipeError(Problem("swa", rule, remedy=remedy))
+        return self
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the run keeps an average of the weights."""
+        return self.ema is not None or self.swa is not None
 
 
 class Objective(Part):
@@ -270,7 +309,9 @@ class Evaluation(Section):
 
     every: Duration = Field(default=Duration(0.1, "run"), description="How often.")
     batches: Count | None = Field(
-        default=None, description="Batches per evaluation; null: the whole set.", examples=[50]
+        default=None,
+        description="Batches per evaluation; null: the whole set, or as many as the plan has time for.",
+        examples=[50],
     )
     batch: Count | None = Field(default=None, description="Samples per batch; null: as in training.", examples=[64])
 

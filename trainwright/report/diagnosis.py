@@ -10,11 +10,10 @@ from pathlib import Path
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.law import LawState
-from trainwright.report.examination import Examination
+from trainwright.report.examination import Examination, can_be_trained_again
 from trainwright.report.findings import exit_code, lines_of
 from trainwright.report.verdict import verdict_of
 from trainwright.runlog.ending import state_of
-from trainwright.runlog.files import read_text
 from trainwright.runlog.findings import findings_in
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
@@ -137,7 +136,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
         max((each.step for each in records if isinstance(each, Watched | Examined | Ended)), default=0),
         state_of(folder.path, records),
         verdict_of(folder),
-        _can_be_trained_again(folder),
+        can_be_trained_again(folder.path),
         log.broken_lines,
         log.unknown,
         max((record.format_version for record in records if isinstance(record, Started)), default=FORMAT_VERSION),
@@ -148,8 +147,3 @@ def _added(again: Sequence[Found], known: Sequence[Found]) -> Iterator[Found]:
     """Findings that the log has neither as such nor as a consequence of another one."""
     codes = {each.code for each in known} | {each.partition(":")[0] for found in known for each in found.consequences}
     return (each for each in again if each.code not in codes)
-
-
-def _can_be_trained_again(folder: RunFolder) -> bool:
-    """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
-    return folder.recipe.is_file() and "use: live:" not in read_text(folder.recipe)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.law import LawState
+from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Examined, Record, Unexamined, Watched
 
 _OF_EACH_EXAMINATION = {"casts", "batch", "again"}
 """Experiments of which each examination of a step runs one or more."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
+WHILE_IT_TRAINS = 'tw.watch(..., examine="all"), or tw.fit(..., settings={"log.examine": "all"}),'
+"""How everything is examined while a run trains."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,25 @@ def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
     count = len(unexamined.experiments)
     if not count:
         return None
-    later = 'tw.watch(..., examine="all") takes it' if run is None else f"later: trainwright diagnose {run} --deep"
     return (
         f"no time for {count} experiment{'' if count == 1 else 's'}: {unexamined.examined_s:.2g} s were spent "
-        f"on others in {unexamined.trained_s:.2g} s of training; {later}"
+        f"on others in {unexamined.trained_s:.2g} s of training; {_later(unexamined, run)}"
     )
+
+
+def _later(unexamined: Unexamined, run: Path | None) -> str:
+    """How the rest is examined: from the recipe, from the last steps that were kept, or while it trains."""
+    if run is not None and can_be_trained_again(run):
+        return f"later: trainwright diagnose {run} --deep"
+    if run is not None and unexamined.bundle is not None:
+        return f"later: trainwright diagnose {run} --deep --model FILE.py:FUNCTION, which makes the model"
+    return f"{WHILE_IT_TRAINS} takes the time"
+
+
+def can_be_trained_again(run: Path) -> bool:
+    """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
+    recipe = run / "recipe.yaml"
+    try:
+        return recipe.is_file() and "use: live:" not in read_text(recipe)
+    except UnreadableFile:
+        return False

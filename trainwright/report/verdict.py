@@ -136,7 +136,8 @@ def judge(facts: VerdictFacts) -> RunVerdict:
         parts += [_measured(facts)]
     how = _how(facts)
     if facts.is_over and not any(claim.text for claim in claims):
-        how += " without a finding" if facts.examined else ", not examined by the doctor"
+        said = " without a warning" if facts.findings else " without a finding"
+        how += said if facts.examined else ", not examined by the doctor"
     elif facts.is_over:
         how += ", but"
     if facts.skipped:

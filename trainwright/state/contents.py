@@ -22,7 +22,7 @@ PARTS = ("model", "rest")
 REST: Rule = {
     "optimizer": {"class": TEXT, "built": {}, "state": {}, "own": {}, "param_groups": [{"params": [TEXT]}]},
     "scaler": Maybe({"scale": AMOUNT, "clean_steps": NATURAL}),
-    "ema": Maybe({"num_updates": NATURAL, "shadow": {"*": TENSOR}}),
+    "ema": Maybe({"kind?": TEXT, "num_updates": NATURAL, "shadow": {"*": TENSOR}}),
     "loss": {},
     "transient": {"*": TENSOR},
     "ledger": {

@@ -8,9 +8,9 @@ from typing import Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.state.average import NoAverage, WeightAverage
 from trainwright.state.codec import StateDict
 from trainwright.state.cursor import Cursor
-from trainwright.state.ema import Ema, NoEma
 from trainwright.state.ledger import SkipLedger
 from trainwright.state.scaler import LossScaler, NoScaler
 from trainwright.state.shards import holds_parts
@@ -44,7 +44,7 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     scaler: LossScaler | NoScaler = field(default_factory=NoScaler)
-    ema: Ema | NoEma = field(default_factory=NoEma)
+    ema: WeightAverage | NoAverage = field(default_factory=NoAverage)
     ledger: SkipLedger = field(default_factory=SkipLedger)
     data: Cursor = field(default_factory=Cursor)
     spikes: SpikeDetector = field(default_factory=SpikeDetector)

@@ -68,9 +68,9 @@ def _fitting(value: Tree, live: Tree) -> Tree:
 def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
     """The model's whole state_dict as it was saved, on the CPU: parameters, buffers and extra state.
 
-    Tied weights are one tensor under several names. With ``average``, the moving average stands in the place of
-    every parameter that was trained; frozen ones and buffers (running statistics) have none and stay as they
-    are. Raises CheckpointError when the checkpoint is damaged, or holds no average.
+    Tied weights are one tensor under several names. With ``average``, the average replaces every parameter that was
+    trained, and the running statistics of BatchNorm where it has its own; other buffers and frozen parameters are the
+    saved ones. Raises CheckpointError when the checkpoint is damaged, or holds no average.
     """
     verify(checkpoint)
     with raising_checkpoint_error(checkpoint):
@@ -78,13 +78,18 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
         weights: StateDict = decode(load_file(checkpoint / "model.safetensors"), state["model"])
         if not average:
             return weights
-        shadow = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"]).get("shadow")
-    if shadow is None:
+        saved: StateDict = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"])
+    if not saved:
         raise CheckpointError(
             f"{checkpoint} holds no average of the weights",
-            remedy="take the weights themselves; a run keeps an average with model.ema: 0.999 in its recipe",
+            remedy="take the weights themselves; a run keeps an average with model.ema or model.swa in its recipe",
         )
-    return _with_average(weights, shadow)
+    if not saved["num_updates"]:
+        raise CheckpointError(
+            f"{checkpoint} holds no average of the weights yet: it is older than model.swa.start",
+            remedy="take the weights themselves, or a later checkpoint",
+        )
+    return _with_average(weights, saved["shadow"])
 
 
 def _with_average(weights: StateDict, shadow: Mapping[str, Tensor]) -> StateDict:

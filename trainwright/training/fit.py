@@ -431,10 +431,14 @@ def _require_new(path: str, by_path: Mapping[str, object], objects: Passed) -> N
 
 
 def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields nested mappings as dotted paths. ``args``, and tables of patterns, are values of their own."""
+    """Yields nested mappings as dotted paths. ``args``, and tables of patterns, are values of their own.
+
+    An empty mapping within a section, as in ``{"model.swa": {}}``, turns its part on.
+    """
     values = ("args", "plan", "stages")
     for path, value in settings.items():
-        if isinstance(path, str) and path.rpartition(".")[2] not in values and isinstance(value, Mapping):
+        is_value = path.rpartition(".")[2] in values or ("." in path and not value) if isinstance(path, str) else True
+        if isinstance(value, Mapping) and not is_value:
             yield from _flattened({f"{path}.{key}": inner for key, inner in value.items()})
         else:
             yield path, value

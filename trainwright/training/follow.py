@@ -20,6 +20,7 @@ from trainwright.observe.signals import Signals
 from trainwright.recipe import Loaded
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.compare import make_ranks_observer
+from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.layers import layer_observers
@@ -97,6 +98,7 @@ def follow(start: Start, signals: Signals) -> Followed:
             evaluation=evaluation or NEVER,
             saving=saving,
             world=world,
+            complete=lambda state: measure_norms(job),
         )
     world.least(0)  # the first rank is done with saving: torchrun ends it when another one leaves
     return Followed(job, folder, outcome, evaluation)

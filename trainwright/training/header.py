@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from trainwright.build.optim.own import makes_own_groups
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.stepped_schedule import SteppedSchedule
+from trainwright.build.swa_schedule import SwaSchedule
 from trainwright.engine.chunked import logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.plan.explain import human_bytes
@@ -106,6 +107,7 @@ class _Header:
 
     def _schedule(self) -> Setting:
         ask, plan, live = self.job.recipe.schedule, self.job.plan, self.job.built.schedule
+        live = live.base if isinstance(live, SwaSchedule) else live
         why = self._why("schedule")
         if isinstance(live, SteppedSchedule):
             choice = next((note.choice for note in plan.notes if note.topic == "schedule"), live.name)
@@ -218,6 +220,9 @@ class _Header:
             yield self._setting("offload", "moments and update on the host", "optimizer.offload", why=why)
         if model.ema is not None:
             yield self._setting("average", f"of the weights, decay {model.ema:g}", "model.ema")
+        if plan.swa is not None:
+            shown = f"the mean of the weights every {plan.swa.every:,} steps from step {plan.swa.start:,} on"
+            yield self._setting("average", shown, "model.swa")
         if recipe.spikes.policy not in ("warn", "off"):
             yield self._setting("spikes", recipe.spikes.policy, "spikes")
         if recipe.deterministic:

@@ -61,8 +61,8 @@ from trainwright.plan.run_time import (
 )
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
+from trainwright.state.average import WeightAverage
 from trainwright.state.cursor import StepBatch
-from trainwright.state.ema import Ema
 from trainwright.state.isolation import NotIsolated
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.shards import locals_of
@@ -400,7 +400,7 @@ def _left_of_epoch(plan: Plan, state: TrainState, batch_size: int) -> int:
 
 def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
     """Bytes of the averaged weights, and of the buffers with the engine's copies of them, which undo a failed step."""
-    average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, Ema) else []
+    average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, WeightAverage) else []
     modules = [state.model, *([state.loss] if state.loss is not None else [])]
     sizes = {id(buffer): buffer.nbytes for module in modules for buffer in module.buffers()}.values()
     return sum(each.nbytes for each in average), sum(size * (2 if size <= LARGEST_TABLE else 1) for size in sizes)
@@ -462,7 +462,7 @@ def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
         batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
     except NotIsolated:
         return None
-    return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, Ema)), batches.count)
+    return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, WeightAverage)), batches.count)
 
 
 def is_watched(job: Job) -> bool:

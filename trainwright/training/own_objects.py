@@ -13,6 +13,7 @@ from trainwright.build.assemble import Parts, at_recipe, build_schedule, build_s
 from trainwright.build.optim.own import not_trained
 from trainwright.build.resolve import find, imported, make, parameters_of
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule
+from trainwright.build.swa_schedule import SwaSchedule
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
 from trainwright.engine.named_metrics import LossPerplexity, stated_by
 from trainwright.engine.observer import Observer, as_observer
@@ -49,6 +50,9 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
         metrics.require_ranked()
     metrics.to(next(parts.model.parameters()).device)
     of_training = metrics.copied() if loaded.recipe.log.metrics else NO_METRICS
+    swa = loaded.recipe.model.swa
+    if plan.swa is not None and swa is not None and swa.lr is not None:
+        schedule = state.stateful["swa"] = SwaSchedule(schedule, state.optimizer, plan.swa, swa.lr, swa.anneal_by)
     return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training)
 
 

@@ -16,7 +16,7 @@ from trainwright.build.resolve import LIVE
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
 from trainwright.plan.batch import batch_of
-from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
+from trainwright.plan.make import Kept, RunFacts, Spent, SwaPlan, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Duration, Recipe, load
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
@@ -55,6 +55,7 @@ METADATA: Rule = {
         "spent?": {"*": NATURAL},
         "settled?": Maybe({}),
         "evaluate_batches?": Maybe(NATURAL),
+        "swa?": Maybe({"start": NATURAL, "every": NATURAL, "anneal": NATURAL}),
     },
     "provenance": {"objects?": {"function": Maybe(TEXT)}},
 }
@@ -113,6 +114,7 @@ class Earlier:
             then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
             Spent(**then.get("spent", {})) if batch.size == then["batch"]["size"] else _spent(self.checkpoint),
             then.get("evaluate_batches", 0) if _validates_alike(before, now) else None,
+            SwaPlan(**then["swa"]) if then.get("swa") and before["model"].get("swa") == now["model"]["swa"] else None,
         )
 
     def _warmup(self, recipe: Recipe) -> int | float | None:

@@ -48,6 +48,7 @@ from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
 from trainwright.training.compare import compares_ranks, make_ranks_observer
+from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
 from trainwright.training.job import (
@@ -290,6 +291,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,
+                complete=lambda state: measure_norms(job, progress.say),
             )
         stage.world.least(0)  # all is saved: the other ranks may leave
         logbook.recorder.tell_skipped(state)

@@ -14,6 +14,7 @@ from trainwright.pages.report import leave_report
 from trainwright.recipe import load
 from trainwright.replay.bundle import kind_of
 from trainwright.report.diagnosis import diagnosis_of
+from trainwright.report.examination import WHILE_IT_TRAINS
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.identity import identity_of
@@ -46,7 +47,7 @@ def examine_later(folder: RunFolder, *, model: str | None, say: Say) -> None:
     if done.blind:
         raise UsageError(
             f"step {done.step} of {folder.path} cannot be replayed: {done.blind}",
-            remedy='examine it while it trains: tw.watch(..., examine="all"), or --set log.examine=all',
+            remedy=f"train it again: {WHILE_IT_TRAINS} examine it while it trains",
         )
     _append(folder, done, records)
     leave_report(folder, say)
@@ -74,14 +75,18 @@ def _last_steps(folder: RunFolder, records: Sequence[Record]) -> str:
     kept = [name for name in bundles if re.fullmatch("step-[0-9]+", name)]  # no path out of the folder
     if not kept:
         had_time = any(isinstance(each, Unexamined) and not each.experiments for each in records)
-        why = "everything found time" if had_time else "its last steps were larger than 64 MiB, or it did not end"
+        why = (
+            "everything found time"
+            if had_time
+            else "they were not recorded in full, as in tw.fit, were larger than 64 MiB, or it did not end"
+        )
         raise UsageError(
             f"{folder.path} does not hold its last steps ({why})",
-            remedy='examine it while it trains: tw.watch(..., examine="all")',
+            remedy=f"train it again: {WHILE_IT_TRAINS} examine it while it trains",
         )
     path = folder.bundles / kept[-1]
     if kind_of(path) is None:
-        raise UsageError(f"{path} is gone", remedy='examine it while it trains: tw.watch(..., examine="all")')
+        raise UsageError(f"{path} is gone", remedy=f"train it again: {WHILE_IT_TRAINS} examine it")
     return str(path)
 
 

@@ -81,15 +81,8 @@ def export(
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
-    if out is None:
-        try:
-            make_subfolder(folder.path / "export")
-        except OSError as error:
-            raise storage_error(error, folder.path / "export", "make the folder") from error
-        out = folder.path / "export" / f"{kind}-{name_of(step)}{'-average' if average else ''}"
-    if os.path.lexists(out):
-        raise UsageError(f"{out} is there already", remedy="give another folder with --out, or remove it")
-    with _draft_of(out) as draft:
+    out = new_folder(folder, f"{kind}-{name_of(step)}{'-average' if average else ''}", out)
+    with draft_folder(out) as draft:
         weights = read_weights(checkpoint, average=average)
         about = {"format": "pt", "step": str(step), "weights": "average" if average else "trained"}
         if adapter:
@@ -99,6 +92,19 @@ def export(
             tensors = _save_model(weights, loaded, format, draft, about)
         num_bytes = sum(file.stat().st_size for file in draft.rglob("*"))
     return Exported(out, format, step, tensors, num_bytes, stepped_over)
+
+
+def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
+    """``out``, or the folder of that name among the exports of a run. Raises UsageError where it exists."""
+    if out is None:
+        try:
+            make_subfolder(run.path / "export")
+        except OSError as error:
+            raise storage_error(error, run.path / "export", "make the folder") from error
+        out = run.path / "export" / name
+    if os.path.lexists(out):
+        raise UsageError(f"{out} is there already", remedy="give another folder with --out, or remove it")
+    return out
 
 
 def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
@@ -146,16 +152,21 @@ def _save_model(weights: dict[str, object], loaded: Loaded, layout: str, folder:
     if layout == "hf":
         _save_pretrained(model, folder)
     elif layout == "safetensors":
-        tensors = _tensors(weights)
-        if extra := [name for name in weights if name not in tensors]:
-            remedy = "--format state_dict keeps it"
-            raise UsageError(f"{extra[0]} is not a tensor, and safetensors has no place for it", remedy=remedy)
-        save_file(on_host(tensors), folder / "model.safetensors", about)  # tied weights under all their names
+        save_safetensors(weights, folder, about)
     else:
         whole = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
         torch.save(weights, whole)
         (folder / "model.pt").write_bytes(whole.getbuffer())
     return len(weights)
+
+
+def save_safetensors(weights: Mapping[str, object], folder: Path, about: dict[str, str]) -> None:
+    """Writes model.safetensors. Raises UsageError for a value that is no tensor."""
+    tensors = _tensors(weights)
+    if extra := [name for name in weights if name not in tensors]:
+        remedy = "trainwright export RUN --format state_dict keeps it"
+        raise UsageError(f"{extra[0]} is not a tensor, and safetensors has no place for it", remedy=remedy)
+    save_file(on_host(tensors), folder / "model.safetensors", about)  # tied weights under all their names
 
 
 def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
@@ -228,7 +239,7 @@ def _is_transposed(weights: Mapping[str, Tensor], target: str) -> bool:
 
 
 @contextmanager
-def _draft_of(out: Path) -> Iterator[Path]:
+def draft_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, renamed to ``out`` once all is written and synced; removed on an error.
 
     What a killed export left there, which is as large as the model, is removed first.

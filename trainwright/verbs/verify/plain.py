@@ -374,6 +374,7 @@ def _settings(recipe: Recipe, steps: int, folder: Path) -> list[str]:
         "metrics=[]",
         "spikes.policy=warn",
         "model.ema=null",
+        "model.swa=null",
         "log.sinks=[]",
         "alerts=null",
         f"folder={json.dumps(str(folder))}",

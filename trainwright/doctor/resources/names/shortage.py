@@ -75,7 +75,7 @@ def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
         (activations, f"model.activation_checkpointing: block frees most of {_gib(activations)} of activations"),
         (activations // 2, f"precision: bf16 frees up to half of them, {_gib(activations // 2)}"),
         (optimizer // 2, f"optimizer.use: sgd or adafactor frees {_gib(optimizer // 2)} or more"),
-        (seen.held.get("average", 0), f"model.ema: null frees {_gib(seen.held.get('average', 0))}"),
+        (seen.held.get("average", 0), f"model.ema: null or model.swa: null frees {_gib(seen.held.get('average', 0))}"),
     ]
     if seen.phase == "loss":
         yield "loss.chunked: true, so that the logits never exist as a whole"

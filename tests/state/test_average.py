@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel
 
 from trainwright.errors import UsageError
+from trainwright.state.average import Ema, NoAverage, Swa
 from trainwright.state.codec import same_bits
-from trainwright.state.ema import Ema, NoEma
 
 
 def tied() -> nn.Sequential:
@@ -23,7 +24,7 @@ def tied() -> nn.Sequential:
     return model
 
 
-def train(model: nn.Module, ema: Ema | NoEma, steps: int) -> list[dict[str, torch.Tensor]]:
+def train(model: nn.Module, ema: Ema | NoAverage, steps: int) -> list[dict[str, torch.Tensor]]:
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     history = []
     for _ in range(steps):
@@ -73,7 +74,7 @@ def test_swapped_shows_the_average_and_brings_the_bits_back() -> None:
 def test_it_leaves_the_weights_alone() -> None:
     averaged, plain = tied(), tied()
     train(averaged, Ema(averaged, 0.9), 5)
-    train(plain, NoEma(), 5)
+    train(plain, NoAverage(), 5)
     assert all(same_bits(a, b) for a, b in zip(averaged.parameters(), plain.parameters(), strict=True))
 
 
@@ -81,3 +82,46 @@ def test_it_leaves_the_weights_alone() -> None:
 def test_a_decay_that_averages_nothing(decay: float) -> None:
     with pytest.raises(UsageError, match="between 0 and 1"):
         Ema(nn.Linear(1, 1), decay)
+
+
+def test_the_mean_is_that_of_torch_and_by_hand() -> None:
+    model = tied()
+    swa, of_torch = Swa(model, start=3, every=2), AveragedModel(tied())
+    optimizer, kept = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), []
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
+        optimizer.step()
+        swa.update(step)
+        if step in (3, 5, 7):
+            of_torch.update_parameters(model)
+            kept.append(model[1].weight.detach().double())
+    assert swa.num_updates == 3 and set(swa.shadow) == {"0.weight", "1.weight"}
+    assert all(same_bits(shadow, of_torch.module.get_parameter(name)) for name, shadow in swa.shadow.items())
+    torch.testing.assert_close(swa.shadow["1.weight"].double(), torch.stack(kept).mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_an_average_of_another_kind_is_not_continued() -> None:
+    model = tied()
+    ema = Ema(model, 0.9)
+    train(model, ema, 3)
+    swa = Swa(model, start=1, every=1)
+    swa.load_state_dict(ema.state_dict())
+    assert swa.num_updates == 0 and not swa.is_complete
+    assert all(same_bits(shadow, model.get_parameter(name)) for name, shadow in swa.shadow.items())
+
+
+def test_the_statistics_are_those_of_the_newest_weights_until_they_are_measured() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    swa = Swa(model, start=1, every=1)
+    for step in (1, 2):
+        model(torch.randn(8, 4))
+        swa.update(step)
+    assert not swa.is_complete
+    live = model[0].running_mean.clone()
+    assert same_bits(swa.shadow["0.running_mean"], live)
+    model(torch.randn(8, 4))
+    with swa.swapped():
+        assert same_bits(model[0].running_mean, live)
+    assert not same_bits(model[0].running_mean, live)

@@ -1,0 +1,77 @@
+"""BatchNorm statistics of averaged weights, by torch's ``update_bn``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
+from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.user_log import LoggedMeans, collecting
+from trainwright.state.average import Swa
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.rng import preserved_rng
+from trainwright.state.shards import reshard
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
+
+
+def measure_norms_of(
+    average: Swa,
+    state: TrainState,
+    loss: Callable[..., Loss | Tensor],
+    batches: Iterable[StepBatch],
+    *,
+    precision: Precision = FP32,
+    world: World = SOLO,
+) -> bool:
+    """Measures the running statistics of BatchNorm with the averaged weights, as the mean over ``batches``.
+
+    Each micro-batch counts once. Each rank of ``world`` has its own; the result is the mean over the ranks. BatchNorm
+    layers in evaluation mode keep their statistics. Everything else stays unchanged: the live weights and statistics,
+    other buffers, and the random generators. Costs a forward pass for each micro-batch. Returns False where there is no
+    batch, and measures nothing.
+    """
+    roots = [root for root in (state.model, loss) if isinstance(root, nn.Module)]
+    buffers = {id(buffer): buffer for root in roots for buffer in root.buffers()}.values()
+    before = [buffer.clone() for buffer in buffers]
+    norms = [norm for norm in average.norms.values() if norm.training]
+    with torch.no_grad(), preserved_rng(), collecting(LoggedMeans()):  # the first batch draws the order of its epoch
+        first = next(stream := iter(batches), None)
+        if first is None:
+            return False
+        micro_batches = ((micro,) for batch in chain([first], stream) for micro in batch.micro if micro.size)
+        with average.swapped():
+            update_bn(micro_batches, _Passes(state.model, norms, as_loss_fn(loss), precision))
+            reshard(state.model)
+            if world.size > 1:
+                means = [b for norm in norms for b in norm.buffers() if b.is_floating_point()]
+                world.sum_(means)
+                torch._foreach_div_(means, float(world.size))
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+    average.norms_are_current = True
+    return True
+
+
+class _Passes(nn.Module):
+    """What ``update_bn`` calls. It sees only the layers that are measured, and changes the mode of none."""
+
+    def __init__(self, model: nn.Module, norms: Sequence[nn.Module], loss_fn: LossFn, precision: Precision) -> None:
+        super().__init__()
+        self._model, self._norms = (model,), norms
+        self._loss_fn, self._precision = loss_fn, precision
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return iter(self._norms)
+
+    def train(self, mode: bool = True) -> _Passes:
+        return self
+
+    def forward(self, micro: MicroBatch) -> None:
+        with self._precision.autocast():
+            call_loss(self._loss_fn, self._model[0], micro, "the BatchNorm statistics of the average")
