@@ -33,7 +33,7 @@ def test_a_run_that_finished() -> None:
     assert closing(FINISHED) == [
         "verdict: finished without a finding: training loss 3.000 -> 1.500",
         "run      runs/x",
-        "reached  step 100, training loss 1.500, validation loss 1.400, accuracy 0.5",
+        "reached  step 100, training loss of the last step 1.500, validation loss 1.400, accuracy 0.5",
         "next     trainwright resume runs/x --set until=200steps   # trains it further",
     ]
 

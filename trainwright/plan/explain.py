@@ -51,8 +51,8 @@ def _length(plan: Plan) -> str:
         return f"{plan.extent.seconds:g} s {counted}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"
-    epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs"
-    return f"{plan.extent.steps:,} steps{epochs}"
+    epochs = f"{plan.extent.steps / plan.steps_per_epoch:.3g}"
+    return f"{plan.extent.steps:,} steps, {epochs} epoch{'' if epochs == '1' else 's'}"
 
 
 def held_in_words(memory_bytes: Mapping[str, int]) -> str:

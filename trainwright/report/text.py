@@ -50,7 +50,7 @@ def reached(ending: Ending) -> str:
     ended, seen = ending.ended, ending.evaluated
     parts = [f"step {ended.step:,}"]
     if ended.loss is not None:
-        parts.append(f"training loss {figure(ended.loss)}")
+        parts.append(f"training loss of the last step {figure(ended.loss)}")
     if seen is not None:
         parts.append(f"validation loss {figure(seen.loss)}")
         parts += [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
