@@ -24,7 +24,10 @@ from trainwright.state.train_state import TrainState
 from trainwright.world.threads import small_stacks
 
 REPEATED_S, AGAIN_S = 5.0, 0.02
+QUITTING_S = 1.0
+"""After the second signal further ones are ignored for so long: they would cut short what ends the process."""
 PREEMPTED = 75
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 GRACE = "TRAINWRIGHT_GRACE_S"
 WARN_AT = 0.8  # of the grace
 
@@ -53,13 +56,22 @@ def hand_over(name: str, message: str) -> None:
     the process, raises SystemExit with the exit code 75: ``finally`` blocks run and output is flushed.
     """
     number = getattr(signal, name)
-    handler = signal.getsignal(number)
+    handler = _without_late(number, signal.getsignal(number))
     if number == signal.SIGINT and handler in (signal.default_int_handler, signal.SIG_DFL, None):
         raise KeyboardInterrupt(message)
     if callable(handler):
         handler(number, sys._getframe())
     elif handler is not signal.SIG_IGN:
         raise SystemExit(PREEMPTED)
+
+
+def _default(number: int) -> Any:
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
+def _without_late(number: int, handler: Any) -> Any:
+    """The default in place of the handler that an earlier run left for a second."""
+    return _default(number) if getattr(handler, "__func__", None) is Signals._late else handler
 
 
 class Signals:
@@ -89,7 +101,7 @@ class Signals:
         self.newest: Callable[[], str] = lambda: "not there yet"
         self.saving_s: Callable[[], float | None] = lambda: None
         self.received: int | None = None
-        self._received_s = 0.0
+        self._received_s, self._quit_s = 0.0, -math.inf
         self._on_received: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._pid = -1
@@ -123,7 +135,8 @@ class Signals:
         self._speaker = threading.Thread(target=self._speak, name="signals", daemon=True)
         with small_stacks():
             self._speaker.start()
-        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        before = {number: signal.signal(number, self._note) for number in self._numbers}
+        self._before = {number: _without_late(number, handler) for number, handler in before.items()}
         self._hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped
 
     def _on_dropped(self, dropped: sys.UnraisableHookArgs) -> None:
@@ -144,14 +157,22 @@ class Signals:
                 raise StopRequest(self._stop(number))
             return
         if self.received is not None:
-            if self._repeated and time.monotonic() - self._received_s < REPEATED_S:
+            now_s = time.monotonic()
+            if (self._repeated and now_s - self._received_s < REPEATED_S) or now_s - self._quit_s < QUITTING_S:
                 return
+            self._quit_s = now_s
             raise KeyboardInterrupt
         self.received, self._received_s = number, time.monotonic()
         self._on_received()
         self._news.put(self._at_once or "received")
         if self._at_once:
             raise StopRequest(self._stop(number))
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        """The handler of a signal that ends the process by default, while it ends anyway: only a later one does so."""
+        if time.monotonic() - self._quit_s >= QUITTING_S:
+            signal.signal(number, _default(number))
+            os.kill(os.getpid(), number)
 
     def _in_child(self, number: int) -> None:
         """A forked child that loads data ignores our signals, but for SIGTERM, by which multiprocessing ends it."""
@@ -244,8 +265,9 @@ class Signals:
         return self._stop(self.received)
 
     def close(self) -> None:
+        is_quitting = time.monotonic() - self._quit_s < QUITTING_S
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, self._late if is_quitting and handler in _DEFAULTS else handler)
         if self._before and sys.unraisablehook == self._on_dropped:
             sys.unraisablehook = self._hook
         self._before = {}

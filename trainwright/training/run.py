@@ -114,6 +114,7 @@ def train(
         require_unmasked(loaded.recipe.model_dump(), "", loaded.source)
         require_channels(loaded.recipe.alerts)
     with (
+        ExitStack() as listening,  # to signals until all else is undone: by default they end the process
         process_settings(seeds=parts is None or parts.generators is None),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
     ):
@@ -123,7 +124,7 @@ def train(
         with ExitStack() as closing_down:
             mind_limits()
             closing_down.callback(progress.close)
-            closing_down.callback(signals.close)
+            listening.callback(signals.close)
             signals.listen()
             start = Start(loaded, parts, resume, tuple(accept), launch, world, serve)
             if world.rank > 0:
