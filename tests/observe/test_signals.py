@@ -28,7 +28,7 @@ from trainwright.build.order import OwnOrder
 from trainwright.build.ready import ReadyBatches
 from trainwright.engine.loop import StopRequest
 from trainwright.errors import UsageError
-from trainwright.observe.signals import Signals, grace_s
+from trainwright.observe.signals import Signals, _without_late, grace_s
 from trainwright.runlog.lock import RunLock
 from trainwright.state.rng import seed_all
 
@@ -42,8 +42,20 @@ def listening(signals: Signals) -> Iterator[Signals]:
         signals.close()
 
 
+@pytest.fixture(autouse=True)
+def handlers_are_put_back() -> Iterator[None]:
+    """A run that quits leaves handlers for the rest of a storm."""
+    before = handlers()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+
+
 def handlers() -> dict[signal.Signals, object]:
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    return {
+        number: _without_late(number, signal.getsignal(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
 
 
 def test_only_the_named_ones_and_sigint_are_taken_over() -> None:
