@@ -1,4 +1,4 @@
-"""What ``tw.watch`` costs: runs with it against the same plain PyTorch loop without it, interleaved.
+"""Measures the cost of ``tw.watch``: the same plain PyTorch loop with and without it, in interleaved runs.
 
     python -m benchmarks.watch_overhead [--quick] [--device cuda] [--only mlp,gpt]
 

@@ -78,6 +78,45 @@ def examined(run: RunFolder) -> set[str]:
     }
 
 
+FUNCTION = """
+import torch
+from torch import nn
+
+def objects():
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    data = torch.linspace(-1, 1, 96).reshape(16, 6), torch.arange(16) % 3
+    return model, data, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_a_run_of_a_function_is_trained_to_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project_of_deep.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = tw.fit("project_of_deep:objects", until="12steps", batch=8, quiet=True, seed=0)
+    run = RunFolder.open(result.run)
+    assert any(f"later: trainwright diagnose {run.path} --deep" in line for line in diagnosis_of(run).lines())
+    assert "update" not in examined(run)
+    examine_later(run, model=None, say=lambda line: None)
+    assert {"update", "again", "structure"} <= examined(run) and left(run).experiments == ()
+
+
+def test_only_objects_that_no_function_makes_need_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "project_of_deep.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tw.fit("project_of_deep:objects", until="2steps", batch=8)
+    assert "trainwright resume runs/run --set until=4steps" in capsys.readouterr().out
+    model, optimizer = make()
+    data = torch.randn(16, 6), torch.arange(16) % 3
+    run = RunFolder.open(tw.fit(model, data, nn.CrossEntropyLoss(), optimizer=optimizer, until="4steps", batch=8).run)
+    assert f"tw.fit(..., resume='{run.path}')" in capsys.readouterr().out
+    expected = "--deep --model FILE.py:FUNCTION" if left(run).bundle else 'settings={"log.examine": "all"}'
+    assert any(expected in line for line in diagnosis_of(run).lines())
+
+
 def test_a_watched_loop_is_examined_from_its_last_steps(tmp_path: Path) -> None:
     run = watched(tmp_path, softmax=True)
     before, said = left(run), [*diagnosis_of(run).lines()]

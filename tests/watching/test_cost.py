@@ -19,7 +19,7 @@ import trainwright as tw
 from trainwright.watching import schedule
 
 CALM, COUNTED = 128, 32
-MOST = 170
+MOST = 160
 """Calls a step. Between two operations of torch each takes about a microsecond: so many are a quarter of a small
 MLP's step. A probe that needs more than two should not read every step."""
 

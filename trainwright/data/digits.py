@@ -73,7 +73,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
     Args:
         split: ``train`` or ``val``.
         val_share: Fraction of the images that is held out for ``val``.
-        augment: Shift each training image by up to one pixel and add noise, drawn anew at each reading.
+        augment: Shift each training image by up to one pixel and add noise. Both change on every access.
 
     Raises MissingExtra without scikit-learn.
     """

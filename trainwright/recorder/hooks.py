@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
@@ -253,7 +254,7 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     compiled_apart: list[Callable[..., Any]] = []
 
     def call(*args: object) -> object:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        if get_eval_frame_callback() is None:  # no compiled code runs, and to import torch._dynamo takes a second
             return hook(*args)
         if not compiled_apart:
             compiled_apart.append(torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]

@@ -32,10 +32,11 @@ class PausableMode(TorchFunctionMode):
     def start(self) -> None:
         self.running = True
         if not self.pushed:
-            above = _pop_users_modes()
+            above = _pop_users_modes() if _len_torch_function_stack() else []
             _push_on_torch_function_stack(self)
             self.pushed = True
-            _push(above)
+            if above:
+                _push(above)
 
     def stop(self) -> None:
         """Removes this mode from torch's stack of modes, wherever it is in it."""

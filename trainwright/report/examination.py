@@ -11,6 +11,7 @@ from trainwright.doctor.law import LawState
 from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Examined, Record, Unexamined, Watched
+from trainwright.runlog.shapes import ProvenanceFile, read_as
 
 _OF_EACH_EXAMINATION = {"casts", "batch", "again"}
 """Experiments of which each examination of a step runs one or more."""
@@ -118,9 +119,16 @@ def _later(unexamined: Unexamined, run: Path | None) -> str:
 
 
 def can_be_trained_again(run: Path) -> bool:
-    """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
-    recipe = run / "recipe.yaml"
+    """Whether any step of a run can be replayed from its folder: by its recipe, or by a function that made its objects.
+
+    False for a watched loop, and for objects (``use: live:Net``) that no recorded function makes.
+    """
     try:
-        return recipe.is_file() and "use: live:" not in read_text(recipe)
+        if not (run / "recipe.yaml").is_file():
+            return False
+        if "use: live:" not in read_text(run / "recipe.yaml"):
+            return True
+        objects = read_as(run / "provenance.json", ProvenanceFile).objects
     except UnreadableFile:
         return False
+    return objects is not None and objects.function is not None

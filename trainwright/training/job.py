@@ -152,6 +152,11 @@ class Job:
         return is_live(self.recipe)
 
     @property
+    def is_only_in_python(self) -> bool:
+        """Live objects that no recorded function makes: only the script that made them can resume the run."""
+        return self.live and not self.parts.rebuild.get("function")
+
+    @property
     def draws_as_a_loop(self) -> bool:
         """Whether the user's loader draws from the generators of the process, as in a loop over it."""
         return draws_as_a_loop(self.parts, self.recipe, self.plan)

@@ -322,7 +322,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         say=say,
         examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
-        keeps_last_steps=job.live,  # of a recipe any step can be trained again
+        keeps_last_steps=job.is_only_in_python,  # of a recipe any step can be trained again
         warns_of_spikes=job.recipe.spikes.policy == "warn",
         datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
         quarantine=frozenset(job.recipe.data.quarantine),
@@ -361,7 +361,7 @@ def _noting_the_checkpoint(job: Job, folder: RunFolder, saving: Saving) -> Itera
         yield
     except Exception as error:
         if saving.last:
-            error.add_note(f"saved as {saving.last}; once mended: {again(folder, live=job.live)}")
+            error.add_note(f"saved as {saving.last}; once mended: {again(folder, live=job.is_only_in_python)}")
         raise
 
 
@@ -393,8 +393,8 @@ def _closed(
         folder.path,
         recorder.last_evaluated,
         saved=is_whole,
-        again=again(folder, live=job.live),
-        longer="" if job.live else doubled(job.recipe.until),
+        again=again(folder, live=job.is_only_in_python),
+        longer="" if job.is_only_in_python else doubled(job.recipe.until),
     )
     for line in closing(ending):
         progress.say(line)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from trainwright.build.resolve import LIVE
 from trainwright.errors import UsageError
 from trainwright.pages.report import leave_report
-from trainwright.recipe import load
 from trainwright.replay.bundle import kind_of
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.examination import WHILE_IT_TRAINS
+from trainwright.report.examination import WHILE_IT_TRAINS, can_be_trained_again
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.identity import identity_of
@@ -33,14 +31,15 @@ Say = Callable[[str], None]
 def examine_later(folder: RunFolder, *, model: str | None, say: Say) -> None:
     """Run every examination on one step of a run that is over, and append what came of it to its log.
 
-    A run of a recipe is trained to that step from the newest checkpoint before it, in a folder of its own. Of any other
-    run the last steps are replayed, which it kept because something found no time; ``model`` (``file.py:function``)
+    A run of a recipe, or of objects that a recorded function makes, is trained to that step from the newest checkpoint
+    before it, in a folder of its own. Of any other run the last steps are replayed, which it kept because something
+    found no time; ``model`` (``file.py:function``)
     builds what was trained. Raises UsageError where the folder does not hold what is needed.
     """
     records = read(folder.log).records if folder.log.is_file() else ()
     if state_of(folder.path, records) == RUNNING:
         raise UsageError(f"{folder.path} is still running", remedy="wait for its end, or stop it")
-    if folder.recipe.is_file() and not _is_live(folder):
+    if can_be_trained_again(folder.path):
         done = rerun(folder.path, _trained_step(folder, records), say=say)
     else:
         done = rerun(_last_steps(folder, records), model=model, say=say)
@@ -51,11 +50,6 @@ def examine_later(folder: RunFolder, *, model: str | None, say: Say) -> None:
         )
     _append(folder, done, records)
     leave_report(folder, say)
-
-
-def _is_live(folder: RunFolder) -> bool:
-    use: str = load(folder.recipe, environ={}).recipe.model.use
-    return use.startswith(f"{LIVE}:")
 
 
 def _trained_step(folder: RunFolder, records: Sequence[Record]) -> int:

@@ -207,7 +207,7 @@ def replay(
     quiet: bool = False,
     **options: Unpack[RunOptions],
 ) -> Rerun:
-    """Run a step of a run again, bit for bit, and examine it, as ``trainwright replay`` does.
+    """Replay one step of a run bit for bit and examine it, as ``trainwright replay`` does.
 
     Args:
         run: A run folder, or a bundle.

@@ -34,7 +34,7 @@ class EvaluationsProbe(Probe):
 
     name = EvaluationFacts.experiment
     closes_late = hears_last = True
-    rests = frozenset({"on_forward", "on_output"})
+    rests = frozenset({"on_forward", "on_output", "on_backward_called", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites
