@@ -39,6 +39,10 @@ OPTIONAL = (
     "ipython>=8.20",
     "lightning>=2.5",
     "accelerate>=1.2",
+    "pytorch_optimizer>=3.5",
+    "optuna>=5.0",
+    "torchao>=0.15",
+    "gymnasium>=1.0",
 )
 """The packages of the extras in pyproject.toml, with the versions that they need."""
 _DISTRIBUTIONS = {
