@@ -26,6 +26,38 @@ def test_cross_entropy_is_the_sum_and_the_count() -> None:
     assert int(loss.weight) == 4
 
 
+def test_cross_entropy_of_dense_labels() -> None:
+    model = nn.Conv2d(3, 5, 1)
+    x, mask = torch.randn(2, 3, 4, 6), torch.randint(5, (2, 4, 6))
+    mask[1, 2:] = -100
+    loss = cross_entropy(model, (x, mask))
+    torch.testing.assert_close(loss.total / loss.weight, F.cross_entropy(model(x), mask, ignore_index=-100))
+    assert int(loss.weight) == 24 + 12
+    assert int(loss.metrics["accuracy"]) == int((model(x).argmax(1) == mask).sum())
+    mask[0, 0, 0] = 5
+    with pytest.raises(DataError, match=r"0\.\.4 or -100") as caught:
+        cross_entropy(model, (x, mask))
+    assert list(caught.value.sample_ids) == [0]
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "remedy"),
+    [
+        ((6, 5), (6, 5), "one-hot"),
+        ((6, 5), (6, 1), "squeeze"),
+        ((2, 5, 4, 6), (2, 1, 4, 6), "squeeze"),
+        ((2, 7, 5), (2, 7), "transpose"),
+        ((6,), (6,), "one logit for each class"),
+        ((6, 5), (7,), "one for each sample"),
+        ((2, 5, 4, 6), (2, 4, 3), "one for each sample"),
+    ],
+)
+def test_labels_of_another_shape(logits: tuple[int, ...], labels: tuple[int, ...], remedy: str) -> None:
+    with pytest.raises(UsageError, match="the logits have shape") as caught:
+        cross_entropy(nn.Identity(), (torch.randn(logits), torch.zeros(labels, dtype=torch.long)))
+    assert remedy in caught.value.remedy
+
+
 def test_language_model_and_hf_count_tokens() -> None:
     model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
     ids, target = torch.randint(7, (3, 5)), torch.randint(7, (3, 5))

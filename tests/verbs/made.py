@@ -27,5 +27,9 @@ def make_by_name() -> dict[str, Any]:
     return {"model": model, "data": data, "loss": loss, **more}
 
 
+def make_without_optimizer() -> tuple[nn.Module, DataLoader[Any], nn.Module]:
+    return make()[:3]
+
+
 def number() -> int:
     return 3

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from tests.verbs import made
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
 from trainwright.verbs.evaluate import evaluate_run, predict_run
@@ -162,10 +163,19 @@ def test_the_verbs_on_a_run_folder(capsys: pytest.CaptureFixture[str], monkeypat
     assert predicted["shapes"] == [[13, 2]] and np.load(predicted["path"]).shape == (13, 2)
 
 
+def test_a_run_of_a_function_is_evaluated_by_its_folder_alone() -> None:
+    result = tw.fit("tests.verbs.made:make_by_name", steps=6, seed=0, quiet=True)
+    report = evaluate_run(result.run, "val", which="last", batch=None, average=False)
+    assert report.result.loss == pytest.approx(result.val_loss, rel=1e-6)
+    assert report.result.metrics["accuracy"] == result.metrics["accuracy"]
+    predicted = tw.predict(result.run, "val", which="last")
+    torch.testing.assert_close(predicted, tw.predict(result, made.dataset()))
+
+
 def test_what_is_not_there_is_said_in_words() -> None:
     live, model = live_run(net()).run, net()
     wrong: list[tuple[Any, str]] = [
-        (lambda: tw.evaluate(live, data()), r"was passed in Python(.|\n)*model=your_model"),
+        (lambda: tw.evaluate(live, data()), r"cannot be made again from its folder(.|\n)*model=your_model"),
         (lambda: tw.evaluate(live, data(), model=net()), "the loss CrossEntropyLoss of the run was passed in Python"),
         (lambda: tw.evaluate(live, "val", nn.CrossEntropyLoss(), model=net()), "val set .* got it in Python"),
         (lambda: tw.predict(live, data(), model=nn.Linear(4, 2)), "do not fit the model"),

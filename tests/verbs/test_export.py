@@ -210,9 +210,21 @@ def test_live_objects_need_no_building() -> None:
     result = fitted()
     done = export(result.run, format="safetensors")
     assert same(load_file(done.path / "model.safetensors"), model_of(result).state_dict())
-    with pytest.raises(UsageError, match="live:Sequential was handed over in Python") as caught:
+    with pytest.raises(UsageError, match="cannot be made again from its folder: model, data") as caught:
         export(result.run, format="hf")
     assert "--format safetensors" in caught.value.remedy
+
+
+@pytest.mark.slow
+def test_a_function_makes_the_model_of_an_adapter_again() -> None:
+    pytest.importorskip("peft")
+    settings = {"model.lora": {"rank": 2, "targets": ["0", "3"]}}
+    result = tw.fit("tests.verbs.made:make_without_optimizer", steps=6, settings=settings, seed=0, quiet=True)
+    done = export(result.run, format="safetensors")
+    merged = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+    merged.load_state_dict(load_file(done.path / "model.safetensors"))
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(merged.eval()(x), model_of(result).eval()(x))
 
 
 # ── which checkpoint ───────────────────────────────────────────────────────────────────────────────
@@ -405,7 +417,7 @@ def test_an_adapter_of_live_objects() -> None:
     peft = pytest.importorskip("peft")
     result = fitted(**{"model.lora": {"rank": 2, "targets": ["0", "2"]}})
     for layout in ("safetensors", "state_dict", "hf"):
-        with pytest.raises(UsageError, match="merging its adapter needs the model itself") as caught:
+        with pytest.raises(UsageError, match="cannot be made again from its folder: model, data") as caught:
             export(result.run, format=layout)
         assert "--adapter" in caught.value.remedy
     done = export(result.run, format="safetensors", adapter=True)

@@ -30,6 +30,7 @@ _BY_ARGUMENT = {
     "metrics": ("compute_metrics",),
     "resume": ("ckpt_path", "resume_from_checkpoint"),
     "restore_best": ("load_best_model_at_end",),
+    "name": ("out", "output_dir", "default_root_dir", "log_dir", "logging_dir", "run_name", "run_dir", "folder"),
     "quiet": ("verbose", "enable_progress_bar"),
 }
 _FAMILIAR = {theirs: ours for ours, names in _BY_ARGUMENT.items() for theirs in names}

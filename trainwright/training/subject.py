@@ -104,10 +104,12 @@ def parts_of_run(
     data: object = None,
     loss: Any = None,
     options: RunOptions | None = None,
+    *,
+    remedy: str | None = None,
 ) -> Parts:
     """Makes the objects of a run of ``tw.fit`` again, from copies of those given, or as its provenance says.
 
-    Raises UsageError where nothing is given and its provenance names no function.
+    Raises UsageError, with ``remedy``, where nothing is given and its provenance names no function.
     """
     made, seed = _record(folder)
     more: FitOptions = {**(options or {}), **({} if seed is None else {"seed": seed})}
@@ -115,10 +117,10 @@ def parts_of_run(
         return fit_objects(*copied(model, data, loss, more, val=more.get("val"))).parts
     if made.function is None:
         path = str(folder.path)
+        again = f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, loss)"
         raise UsageError(
             f"{path} cannot be made again from its folder: {made.reason}",
-            remedy=f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, "
-            f"loss); or, from the next run on, {LET_A_FUNCTION}",
+            remedy=f"{remedy or again}; or, from the next run on, {LET_A_FUNCTION}",
         )
     return fit_objects(made.function, None, None, more).parts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.build.assemble import build_dataset, build_loss
+from trainwright.build.assemble import Parts, build_dataset, build_loss, is_live
 from trainwright.build.data import EvaluationBatches, Loading
 from trainwright.build.resolve import LIVE, make
 from trainwright.build.unwrap import Unwrapped, unwrap
@@ -25,6 +25,7 @@ from trainwright.state.manifest import step_of
 from trainwright.state.store import read_best
 from trainwright.state.weights import load_plain_state_dict, read_weights
 from trainwright.training.result import Result
+from trainwright.training.subject import parts_of_run
 from trainwright.verbs.export import chosen_checkpoint, rebuilt
 
 OWN_SETS = ("train", "val")
@@ -32,12 +33,16 @@ OWN_SETS = ("train", "val")
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model; the recipe and step that it is of, where it is that of a run folder; the result that it is of."""
+    """A model; the recipe and step that it is of, where it is that of a run folder; the result that it is of.
+
+    ``parts`` are the objects of a run whose function made them again.
+    """
 
     model: nn.Module
     loaded: Loaded | None = None
     step: int | None = None
     result: Result | None = None
+    parts: Parts | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,19 +75,18 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
         which = "last" if read_best(folder.checkpoints, identity_of(folder)) is None else "best"
     checkpoint, _ = chosen_checkpoint(folder, which)
     weights = read_weights(checkpoint, average=average)
-    if model is None:
-        if loaded.recipe.model.use.startswith(f"{LIVE}:"):
-            raise UsageError(
-                f"the model {loaded.recipe.model.use.removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python, "
-                "and no file says how it is built",
-                remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model), tw.predict or "
-                "tw.bad_cases",
-            )
-        model = rebuilt(loaded, weights)
-    else:
+    parts = None
+    if model is not None:
         with _fitting(folder):
             load_plain_state_dict(model, weights)
-    return ChosenModel(model, loaded, step_of(checkpoint))
+    elif is_live(loaded.recipe):
+        parts = parts_of_run(
+            folder, remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model)"
+        )
+        model = rebuilt(loaded, weights, parts.model)
+    else:
+        model = rebuilt(loaded, weights)
+    return ChosenModel(model, loaded, step_of(checkpoint), parts=parts)
 
 
 @contextmanager
@@ -102,6 +106,8 @@ def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> 
         return given
     if chosen.loaded is None:
         return OfModel() if chosen.result is None or chosen.result.loss_fn is None else chosen.result.loss_fn
+    if chosen.parts is not None:
+        return chosen.parts.loss
     use = chosen.loaded.recipe.loss.use
     if use.startswith(f"{LIVE}:"):
         raise UsageError(
@@ -113,7 +119,7 @@ def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> 
 def batches_of(chosen: ChosenModel, data: object, batch: int | None) -> EvaluationBatches:
     """The batches of a dataset, in its order; a text names one of the run's, or one that a recipe can name."""
     if isinstance(data, str):
-        unwrapped = _named(chosen.loaded, data)
+        unwrapped = _named(chosen, data)
     else:
         unwrapped = unwrap(data)
     size = batch or unwrapped.batch_size or DEFAULT_BATCH_SIZE
@@ -123,13 +129,16 @@ def batches_of(chosen: ChosenModel, data: object, batch: int | None) -> Evaluati
     return EvaluationBatches(unwrapped.dataset, how)
 
 
-def _named(loaded: Loaded | None, name: str) -> Unwrapped:
+def _named(chosen: ChosenModel, name: str) -> Unwrapped:
+    loaded, parts = chosen.loaded, chosen.parts
     if loaded is None:
         raise UsageError(
             f"the data is the text {name!r}", remedy="give the dataset itself: only a run folder has names"
         )
     if name not in OWN_SETS:
         return unwrap(make(name, {}, DATASETS, "DATA", loaded.source))
+    if parts is not None and (made := parts.train if name == "train" else parts.val) is not None:
+        return made
     part = getattr(loaded.recipe.data, name)
     if part is None or part.use.startswith(f"{LIVE}:"):
         why = "has none" if part is None else "got it in Python"

@@ -40,13 +40,13 @@ def evaluate(
     """Returns loss and metrics over the whole of ``data``; the model stays as it is, and in its mode.
 
     Args:
-        of: A model, the result of ``tw.fit``, or a run folder, whose recipe says how its model is built.
+        of: A model, the result of ``tw.fit``, or a run folder, whose recipe or recorded function builds its model.
         data: Any form that ``tw.fit`` takes; of a run folder also ``"val"``, ``"train"``, a dataset in the box or
             ``"package.module:callable"``.
         loss: As in ``tw.fit``. None: that of the result or of the run's recipe; of a model, the loss that it returns
             itself.
         metrics: As in ``tw.fit``. None: those of the result or of the run's recipe.
-        model: Of a run folder that ``tw.fit`` wrote: a model such as it was given, which gets the weights.
+        model: Of a run folder of ``tw.fit`` with objects: a model such as it was given, which gets the weights.
         which: The checkpoint of a run folder: last, best or a step; else the best if there is one.
         batch: Samples per forward pass.
         average: The moving average of the weights of a run folder.
@@ -63,7 +63,8 @@ def evaluate(
 
 def _metrics_of(chosen: ChosenModel, loss: Callable[..., Loss | Tensor]) -> MetricSet:
     if chosen.loaded is not None:
-        return metric_set(named_metrics(chosen.loaded, loss))
+        own = {} if chosen.parts is None else chosen.parts.metrics
+        return metric_set({**own, **named_metrics(chosen.loaded, loss)})
     return NO_METRICS if chosen.result is None else chosen.result.metric_set
 
 

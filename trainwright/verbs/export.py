@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainwright.build.assemble import at_recipe, build_model
-from trainwright.build.resolve import LIVE
+from trainwright.build.assemble import at_recipe, build_model, is_live
 from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice
 from trainwright.models.lora import add_lora, merge_lora
 from trainwright.recipe import Loaded, Recipe, load
@@ -33,6 +32,7 @@ from trainwright.state.staging import on_host
 from trainwright.state.store import checkpoints, newest_valid, read_best
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
 from trainwright.training.resume import again, anew
+from trainwright.training.subject import parts_of_run
 
 FORMATS = ("safetensors", "hf", "state_dict")
 _ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
@@ -78,6 +78,8 @@ def export(
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, environ={})
     _require_possible(loaded.recipe, format, adapter)
+    needs_model = not adapter and (format == "hf" or loaded.recipe.model.lora is not None)
+    made = _made_again(folder, loaded.recipe) if needs_model and is_live(loaded.recipe) else None
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
@@ -89,7 +91,7 @@ def export(
             assert loaded.recipe.model.lora is not None
             tensors = _save_adapter(weights, loaded.recipe.model.lora, draft, about)
         else:
-            tensors = _save_model(weights, loaded, format, draft, about)
+            tensors = _save_model(weights, loaded, made, format, draft, about)
         num_bytes = sum(file.stat().st_size for file in draft.rglob("*"))
     return Exported(out, format, step, tensors, num_bytes, stepped_over)
 
@@ -108,18 +110,18 @@ def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
 
 
 def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
-    live, lora = recipe.model.use.startswith(f"{LIVE}:"), recipe.model.lora is not None
-    if adapter and not lora:
+    if adapter and recipe.model.lora is None:
         raise UsageError("the run trained no adapter (its recipe has no model.lora)", remedy="leave --adapter out")
     if adapter and layout == "state_dict":
         raise UsageError("an adapter is written in PEFT's layout, which is safetensors", remedy="leave --format out")
-    if live and not adapter and (lora or layout == "hf"):
-        what = "merging its adapter" if lora else "the layout of transformers"
-        other = "--adapter" if lora else "--format safetensors"
-        raise UsageError(
-            f"the model {recipe.model.use} was handed over in Python, and {what} needs the model itself",
-            remedy=f"export with {other}, and load that into the model in Python",
-        )
+
+
+def _made_again(folder: RunFolder, recipe: Recipe) -> nn.Module:
+    """The model that the function of a run makes. Raises UsageError where none is recorded."""
+    other = "--format safetensors" if recipe.model.lora is None else "--adapter"
+    remedy = f"export with {other}, which needs no model, and load that into the model in Python"
+    with preserved_rng():
+        return parts_of_run(folder, remedy=remedy).model
 
 
 def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
@@ -145,9 +147,16 @@ def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]
     return by_step[int(which)], ()
 
 
-def _save_model(weights: dict[str, object], loaded: Loaded, layout: str, folder: Path, about: dict[str, str]) -> int:
+def _save_model(
+    weights: dict[str, object],
+    loaded: Loaded,
+    made: nn.Module | None,
+    layout: str,
+    folder: Path,
+    about: dict[str, str],
+) -> int:
     if layout == "hf" or loaded.recipe.model.lora is not None:  # only these need the model itself
-        model = rebuilt(loaded, weights)
+        model = rebuilt(loaded, weights, made)
         weights = plain_state_dict(model)
     if layout == "hf":
         _save_pretrained(model, folder)
@@ -174,11 +183,14 @@ def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def rebuilt(loaded: Loaded, weights: Mapping[str, object]) -> nn.Module:
-    """The recipe's model with these weights, on the CPU, with adapters merged into it."""
+def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | None = None) -> nn.Module:
+    """The recipe's model, or the one ``made`` by the function of the run, with these weights and merged adapters.
+
+    It is on the CPU.
+    """
     lora = loaded.recipe.model.lora
     with preserved_rng():
-        model, _ = build_model(loaded)
+        model = build_model(loaded)[0] if made is None else made
         if lora is not None:
             with at_recipe(loaded, "model.lora"):
                 model = add_lora(model, **lora.model_dump())

@@ -94,6 +94,8 @@ def learning_rate(seen: RateEvidence) -> Verdict:
     if found.suggestion is None or start is None:
         return Verdict("cannot tell", "learning rate", f"{lr:.3g}; the loss falls at no rate of the range test")
     if seen.learned_at_peak or lr * seen.num_steps >= SLOW * start:
+        if lr < start and not seen.learned_at_peak:
+            message += f"; below that it learns more slowly, which {seen.num_steps:,.0f} steps make up for"
         return Verdict("ok", "learning rate", message)
     if lr * seen.num_steps < start and seen.smoke.learned is not True:
         message = f"{message}: nothing would move in {seen.num_steps:,.0f} steps"
