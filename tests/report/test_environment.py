@@ -15,6 +15,7 @@ import torch
 from tests.rows import each_row
 from trainwright.plan.machine import Gpu, Machine
 from trainwright.report.environment import Line, exit_status, judge, render, runs_on, worst
+from trainwright.report.stacks import DRIVERS, OLDEST_DRIVERS, STACKS
 from trainwright.report.system import SystemFacts, TorchFacts, gather
 
 GIB = 1 << 30
@@ -155,6 +156,55 @@ def test_lines_name_the_numbers() -> None:
     assert limit.remedy.endswith("ulimit -n 10240")
     hidden = judge(replace(with_gpus(GOOD), hidden_gpus=2, variables={"CUDA_VISIBLE_DEVICES": ""}))
     assert "2 (CUDA_VISIBLE_DEVICES='')" in [line.value for line in hidden]
+
+
+CUDA_13 = with_torch(
+    replace(GOOD, driver_cuda=(13, 0), nccl_package="2.29.7"),
+    version="2.13.0+cu130",
+    cuda_build="13.0",
+    nccl=(2, 29, 7),
+)
+
+PINNED: dict[str, tuple[SystemFacts, str, int, list[str]]] = {
+    "as pinned": (CUDA_13, "cu130", 1, []),
+    "image without a gpu, as when it is built": (with_gpus(CUDA_13), "cu130", 0, []),
+    "cpu": (CPU_ONLY, "cpu", 0, []),
+    "another build of torch": (GOOD, "cu130", 1, ["stack"]),
+    "a build for the cpu": (CPU_ONLY, "cu130", 0, ["stack"]),
+    "a build for CUDA as cpu": (CUDA_13, "cpu", 0, ["stack"]),
+    "no torch": (replace(CPU_ONLY, torch=None, torch_error="No module named 'torch'"), "cu130", 0, ["torch", "stack"]),
+    "an old driver": (replace(CUDA_13, driver_cuda=(12, 8)), "cu130", 1, ["driver"]),
+    "another nccl on this node": (
+        replace(with_torch(CUDA_13, nccl=(2, 27, 3)), nccl_package=None),
+        "cu130",
+        1,
+        ["nccl of stack"],
+    ),
+    "too few gpus": (CUDA_13, "cu130", 8, ["gpus"]),
+}
+
+
+@pytest.mark.parametrize("case", PINNED)
+def test_a_pinned_stack_names_what_differs(case: str) -> None:
+    facts, stack, gpus, expected = PINNED[case]
+    lines = judge(facts, stack=STACKS[stack], gpus=gpus)
+    assert [line.what for line in lines if line.verdict == "bad"] == expected
+    assert all(line.remedy for line in lines if line.verdict == "bad")
+
+
+def test_the_remedy_for_an_old_driver_names_the_version() -> None:
+    old = judge(with_torch(replace(GOOD, driver_cuda=(12, 4)), cuda_build="13.0"))
+    assert "update the driver to 580.65.06 or newer" in next(line.remedy for line in old if line.what == "driver")
+    minor = judge(replace(GOOD, driver_cuda=(12, 4)))
+    assert "update the driver to 570.26 or newer" in next(line.remedy for line in minor if line.what == "driver")
+
+
+def test_the_drivers_of_the_stacks_are_in_the_tables() -> None:
+    for stack in STACKS.values():
+        assert (stack.driver is None) == (stack.cuda is None) == (stack.name == "cpu")
+        if stack.cuda and stack.driver:
+            assert stack.name == f"cu{stack.cuda.replace('.', '')}" and DRIVERS[stack.cuda] >= stack.driver
+    assert set(OLDEST_DRIVERS) >= {int(version.split(".")[0]) for version in DRIVERS}
 
 
 @each_row(

@@ -183,11 +183,21 @@ def schema(as_json: Json = False) -> None:
 
 
 @verb()
-def env(as_json: Json = False) -> None:
-    """Report and judge torch, CUDA, cuDNN, NCCL, the driver and the CPU."""
+def env(
+    stack: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Expect this combination of CUDA, driver and NCCL: cpu, cu130.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=0, help="Expect at least this many visible GPUs.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Report and judge torch, CUDA, cuDNN, NCCL, the driver and the CPU; exit 1 where they do not fit together."""
+    from trainwright.errors import require_choice
     from trainwright.report.environment import exit_status, gather, judge, render
+    from trainwright.report.stacks import STACKS
 
-    lines = judge(gather())
+    if stack is not None:
+        require_choice("stack", stack, STACKS)
+    lines = judge(gather(), stack=None if stack is None else STACKS[stack], gpus=gpus)
     if as_json:
         print(json.dumps({"lines": [vars(line) for line in lines], "exit": exit_status(lines)}))
     else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.plan.machine import Gpu
+from trainwright.report.stacks import DRIVERS, OLDEST_DRIVERS, RELEASE_NOTES, Stack
 from trainwright.report.system import THREAD_VARIABLES, SystemFacts
 from trainwright.report.system import gather as gather  # so that judge(gather()) needs one import
 
@@ -35,9 +36,20 @@ class Line:
     remedy: str = ""
 
 
-def judge(facts: SystemFacts) -> list[Line]:
-    """The lines of every check, in reading order."""
-    return [line for check in _CHECKS for line in check(facts)]
+def judge(facts: SystemFacts, *, stack: Stack | None = None, gpus: int = 0) -> list[Line]:
+    """The lines of every check, in reading order.
+
+    Args:
+        facts: What ``gather`` returns.
+        stack: The combination of CUDA, driver and NCCL that is expected; None: any that fits together.
+        gpus: Least number of GPUs that must be visible.
+    """
+    lines = [line for check in _CHECKS for line in check(facts)]
+    if stack is not None:
+        lines += _pinned(facts, stack)
+    if gpus:
+        lines.append(_enough_gpus(facts, gpus))
+    return lines
 
 
 def worst(lines: Sequence[Line]) -> Verdict:
@@ -141,8 +153,41 @@ def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) ->
         return None
     value = f"{driver} is for CUDA {_dotted(driver_cuda)}, torch is built with {build}"
     if driver_cuda[0] < built[0]:
-        return Line("bad", "driver", value, f"update the driver, or install torch for CUDA {driver_cuda[0]}.x")
-    return Line("warn", "driver", value, "kernels that are compiled at run time may fail: update the driver")
+        update = _update(OLDEST_DRIVERS.get(built[0]))
+        return Line("bad", "driver", value, f"{update}, or install torch for CUDA {driver_cuda[0]}.x")
+    update = _update(DRIVERS.get(_dotted(built)))
+    return Line("warn", "driver", value, f"kernels that are compiled at run time may fail: {update}")
+
+
+def _update(version: str | None) -> str:
+    return "update the driver" if version is None else f"update the driver to {version} or newer ({RELEASE_NOTES})"
+
+
+def _pinned(facts: SystemFacts, stack: Stack) -> Iterator[Line]:
+    """Compares what is installed with the combination that an image or a job file pins."""
+    build = facts.torch.cuda_build if facts.torch is not None else None
+    found = f"CUDA {build}" if build else "the CPU"
+    expected = f"CUDA {stack.cuda}" if stack.cuda else "the CPU"
+    if found != expected:
+        remedy = f"install torch from the index {stack.name}, or name the stack that is installed"
+        yield Line("bad", "stack", f"{stack.name} has torch for {expected}, installed is torch for {found}", remedy)
+        return
+    needs = f", needs driver {stack.driver} or newer" if stack.driver else ""
+    yield Line("ok", "stack", f"{stack.name}: torch for {expected}{needs}")
+    loaded = _dotted(facts.torch.nccl or ()) if facts.torch is not None else ""
+    if stack.nccl and loaded and loaded != stack.nccl:
+        remedy = "ranks with different versions cannot meet: use the same image on all nodes, clear LD_LIBRARY_PATH"
+        yield Line("bad", "nccl of stack", f"{loaded} is loaded, {stack.name} has {stack.nccl}", remedy)
+    elif stack.nccl and loaded:
+        yield Line("ok", "nccl of stack", loaded)
+
+
+def _enough_gpus(facts: SystemFacts, expected: int) -> Line:
+    found = len(facts.machine.gpus)
+    if found >= expected:
+        return Line("ok", "gpus", f"{found}, at least {expected}")
+    remedy = "start the container with --gpus all, request GPUs from the scheduler, or use another node"
+    return Line("bad", "gpus", f"{found} visible, {expected} expected", remedy)
 
 
 def _architectures(facts: SystemFacts) -> Iterator[Line]:
