@@ -158,6 +158,8 @@ def test_the_header_of_a_slurm_job(project: Path) -> None:
         (["--ranks", "2x4", "--grace", "20"], "too short"),
         (["--ranks", "2x4", "--sbatch", "rm -rf"], "no options of sbatch"),
         (["--ranks", "2x4", "--output", "no/such/folder"], "cannot be written"),
+        (["--ranks", "2x4", "--stack", "cu13"], "did you mean 'cu130'?"),
+        (["--ranks", "2x4", "--stack", "cpu", "--set", "device=auto"], "stack cpu is for the CPU"),
     ],
 )
 def test_what_cannot_work_is_refused(project: Path, words: list[str], error: str) -> None:
@@ -209,3 +211,80 @@ def test_a_manifest_keeps_to_the_api(project: Path) -> None:
     grace = pod["terminationGracePeriodSeconds"]
     assert int(command[command.index("--shutdown-timeout") + 1]) < grace
     assert command[command.index("--set") + 1] == "device=auto" and "folder=/runs" in command
+
+
+def test_a_slurm_job_in_an_image_first_compares_the_node_with_the_stack(project: Path) -> None:
+    recipe = str(project / "recipe.yaml")
+    words = ["--ranks", "2x8", "--set", "device=auto", "--image", "registry#run:1-cu130", "--stack", "cu130"]
+    script = launched("slurm", recipe, *words)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    check, train = (line for line in script.splitlines() if line.startswith("srun"))
+    container = f"""--container-image='registry#run:1-cu130' --container-mounts="$PWD:$PWD",{project}:{project}"""
+    assert container in check and container in train
+    assert check.endswith("trainwright env --stack cu130 --gpus 8 || exit 1")
+    assert f"trainwright train {recipe}" in train and script.index(check) < script.index(train)
+    assert "--gpus" not in launched("slurm", recipe, "--ranks", "2", "--stack", "cpu")  # device: cpu
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_node_that_does_not_fit_the_stack_ends_the_slurm_job_before_training(project: Path) -> None:
+    words = [str(project / "recipe.yaml"), "--ranks", "1x1", "--stack", "cu130", "--set", "device=auto"]
+    launched("slurm", *words, "--output", str(project / "job.sbatch"))
+    job = submit(project)
+    stderr = job.communicate(timeout=120)[1]
+    assert job.returncode == 1 and not (project / "runs").exists(), stderr
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "kubeflow"])
+def test_a_pod_compares_its_node_with_the_stack_before_ranks_start(project: Path, kind: str) -> None:
+    words = ["--ranks", "2x8", "--image", "registry/run:1", "--volume", "runs", "--set", "device=auto"]
+    *_, job = pinned = [*yaml.safe_load_all(launched(kind, str(project / "recipe.yaml"), *words, "--stack", "cu130"))]
+    holder = job if kind == "kubernetes" else pinned[1]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
+    pod = holder["spec"]["template"]["spec"]
+    [check], [container] = pod["initContainers"], pod["containers"]
+    assert check["command"] == ["trainwright", "env", "--stack", "cu130", "--gpus", "8"]
+    assert pod["securityContext"]["fsGroup"] == 1000
+    assert (check["image"], check["resources"]) == (container["image"], container["resources"])
+    assert "initContainers" not in launched(kind, str(project / "recipe.yaml"), *words)
+
+
+def test_a_train_job_keeps_to_the_api_of_kubeflow_trainer(project: Path) -> None:
+    recipe = project / "recipe.yaml"
+    words = ["--image", "registry/run:1", "--volume", "runs", "--set", "device=auto", "--set", "name=GPT_7b.v2"]
+    config, runtime, job = yaml.safe_load_all(launched("kubeflow", str(recipe), "--ranks", "2x8", *words))
+    assert [each["kind"] for each in (config, runtime, job)] == ["ConfigMap", "TrainingRuntime", "TrainJob"]
+    assert {each["apiVersion"] for each in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
+    assert {each["metadata"]["name"] for each in (config, runtime, job)} == {"gpt-7b-v2"}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "gpt-7b-v2"}
+    assert job["spec"] == {"runtimeRef": reference, "trainer": {"numNodes": 2, "numProcPerNode": 8}}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {}}
+    # the operator finds the pods of a TrainJob by this label, and its variables go to the container of this name
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert replicated["name"] == container["name"] == "node"
+    command = container["command"]
+    assert command[command.index("--rdzv-endpoint") + 1] == "$(PET_MASTER_ADDR):29500"
+    assert command[command.index("--nnodes") + 1] == "2" and "folder=/runs" in command
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    rules = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {"node"}
+
+
+def test_a_task_of_skypilot(project: Path) -> None:
+    recipe = project / "recipe.yaml"
+    words = ["--ranks", "2x8", "--image", "registry/run:1", "--volume", "runs", "--set", "device=auto"]
+    task = yaml.safe_load(launched("skypilot", str(recipe), *words, "--gpu", "H100", "--stack", "cu130"))
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
+    assert task["resources"]["image_id"] == "docker:registry/run:1"
+    assert task["file_mounts"] == {"/recipe/recipe.yaml": str(recipe)} and task["volumes"] == {"/runs": "runs"}
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
+    lines = task["run"].splitlines()
+    assert lines[:2] == ["set -e", "trainwright env --stack cu130 --gpus 8"]
+    assert lines[3].startswith(
+        "trainwright train /recipe/recipe.yaml --set device=auto --set folder=/runs -- --nnodes 2"
+    )
+    done = CliRunner().invoke(app, ["launch", "skypilot", str(recipe), *words])
+    assert done.exit_code == 2 and "give for example --gpu H100" in done.stderr

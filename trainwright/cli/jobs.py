@@ -18,6 +18,12 @@ app.add_typer(launch_app, name="launch", no_args_is_help=True)
 
 Ranks = Annotated[str, typer.Option("--ranks", metavar="MACHINESxRANKS", help="Machines, and ranks of each: 2x8.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")]
+Stack = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Start only on machines with this CUDA, driver and NCCL: cpu, cu126, cu130."),
+]
+Image = Annotated[str, typer.Option(help="The container image, with trainwright and what the recipe imports.")]
+Volume = Annotated[str, typer.Option(help="The PersistentVolumeClaim for the runs, which all pods can write.")]
 Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to the kill: a step and a checkpoint.")]
 
 
@@ -32,6 +38,10 @@ def launch_slurm(
         list[str] | None,
         typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch, repeatable: qos=long."),
     ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Run in this container image (needs the Pyxis plugin), not in this Python.")
+    ] = None,
+    stack: Stack = None,
     grace: Grace = 120,
     output: Output = None,
     settings: Settings = None,
@@ -44,7 +54,15 @@ def launch_slurm(
     named = {"time": time, "partition": partition, "account": account}
     pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
     loaded = load(recipe, overrides=settings or [])
-    job = slurm_job(loaded, Shape.parse(ranks), settings=settings or [], grace_s=grace, directives=pairs)
+    job = slurm_job(
+        loaded,
+        Shape.parse(ranks),
+        settings=settings or [],
+        grace_s=grace,
+        directives=pairs,
+        image=image,
+        stack=stack,
+    )
     _print(job.written(output), as_json)
 
 
@@ -52,8 +70,9 @@ def launch_slurm(
 def launch_kubernetes(
     recipe: RecipePath,
     ranks: Ranks,
-    image: Annotated[str, typer.Option(help="The container image, with trainwright and what the recipe imports.")],
-    volume: Annotated[str, typer.Option(help="The PersistentVolumeClaim for the runs, which all pods can write.")],
+    image: Image,
+    volume: Volume,
+    stack: Stack = None,
     grace: Grace = 120,
     output: Output = None,
     settings: Settings = None,
@@ -63,8 +82,50 @@ def launch_kubernetes(
     from trainwright.recipe import load
     from trainwright.verbs.launch import Shape, kubernetes_job
 
-    loaded = load(recipe, overrides=settings or [])
-    job = kubernetes_job(loaded, Shape.parse(ranks), image=image, volume=volume, settings=settings or [], grace_s=grace)
+    loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
+    job = kubernetes_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
+    _print(job.written(output), as_json)
+
+
+@verb("kubeflow", of=launch_app)
+def launch_kubeflow(
+    recipe: RecipePath,
+    ranks: Ranks,
+    image: Image,
+    volume: Volume,
+    stack: Stack = None,
+    grace: Grace = 120,
+    output: Output = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Write a manifest for Kubeflow Trainer 2: a TrainingRuntime and a TrainJob."""
+    from trainwright.recipe import load
+    from trainwright.verbs.launch import Shape, kubeflow_job
+
+    loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
+    job = kubeflow_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
+    _print(job.written(output), as_json)
+
+
+@verb("skypilot", of=launch_app)
+def launch_skypilot(
+    recipe: RecipePath,
+    ranks: Ranks,
+    image: Image,
+    volume: Annotated[str, typer.Option(help="The volume of SkyPilot for the runs, which all machines can write.")],
+    gpu: Annotated[str | None, typer.Option(help="The accelerator of each rank: H100; for device: cpu none.")] = None,
+    stack: Stack = None,
+    output: Output = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Write a task of SkyPilot, for machines of a cloud or a Kubernetes cluster."""
+    from trainwright.recipe import load
+    from trainwright.verbs.launch import Shape, skypilot_job
+
+    loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
+    job = skypilot_job(loaded, shape, image=image, volume=volume, gpu=gpu, settings=settings or [], stack=stack)
     _print(job.written(output), as_json)
 
 

@@ -1,7 +1,8 @@
-"""``launch slurm`` and ``launch kubernetes``: the file by which a scheduler runs a recipe on several machines.
+"""``launch slurm``, ``kubernetes``, ``kubeflow`` and ``skypilot``: files by which schedulers run a recipe.
 
-Both start one torchrun a machine, which meet on the first one; both ask a run to save before they end it, and start the
-job again when the ranks say that this was done (exit code 75).
+All start one torchrun per machine, and these meet on the first machine. With a stack (``cu130``), each machine first
+compares itself with it by ``trainwright env``. Slurm and Kubernetes signal a run so that it saves before they end it,
+and start the job again when the ranks exit with 75 (stopped and saved).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.errors import RecipeError, StorageError, UsageError
+from trainwright.errors import RecipeError, StorageError, UsageError, require_choice
 from trainwright.recipe import Loaded
 from trainwright.recipe.yaml_core import write_all
+from trainwright.report.stacks import STACKS
 from trainwright.training.problems import problems_of
 
 RESTARTS = 3
@@ -29,6 +31,8 @@ MARGIN_S = 30
 """Of the grace: what is left for torchrun to end the ranks that are not done, and to end itself."""
 LEAST_GRACE_S = 60
 MEETING_PORT = 29500
+IMAGE_GROUP = 1000
+"""The group of the user in containers/Dockerfile: volumes are made writable for it."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,25 @@ def slurm_job(
     settings: Sequence[str] = (),
     grace_s: int = 120,
     directives: Sequence[str] = (),
+    image: str | None = None,
+    stack: str | None = None,
 ) -> JobFile:
-    """An sbatch script. ``directives`` are options of sbatch without their hyphens: ``partition=gpu``.
+    """An sbatch script.
 
-    Raises RecipeError where the layout of the recipe does not suit the ranks, UsageError for wrong options.
+    Args:
+        loaded: The recipe.
+        shape: Machines, and ranks of each.
+        settings: Overrides of the recipe.
+        grace_s: Time from the signal to the kill.
+        directives: Options of sbatch without their hyphens: ``partition=gpu``.
+        image: A container image, for the Pyxis plugin; None: the Python that writes the script.
+        stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
+
+    Raises:
+        RecipeError: The layout of the recipe does not suit the ranks.
+        UsageError: An option is wrong.
     """
-    _require(loaded, shape, grace_s)
+    _require(loaded, shape, grace_s, elsewhere=image is not None)
     options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
     if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
         raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
@@ -104,13 +121,19 @@ def slurm_job(
         "open-mode": "open-mode=append",
     }
     header = "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
-    program = [sys.executable, "-m", "trainwright", *_command(str(Path(loaded.source.name).absolute()), settings)]
+    recipe = Path(loaded.source.name).absolute()
+    trainwright = [sys.executable, "-m", "trainwright"] if image is None else ["trainwright"]
+    program = [*trainwright, *_command(str(recipe), settings)]
+    container = "" if image is None else _PYXIS.format(image=shlex.quote(image), folder=shlex.quote(str(recipe.parent)))
+    check = _check(stack, loaded, shape)
     meeting = f'"$first:$port" --rdzv-id "$SLURM_JOB_ID" {_limits(grace_s)}'
     return JobFile(
         _SBATCH.format(
             name=loaded.recipe.name,
             header=header,
             grace_s=grace_s - MARGIN_S,
+            container=container,
+            check=_SRUN_CHECK.format(container=container, check=shlex.join([*trainwright, *check])) if check else "",
             program=shlex.join(program),
             nodes=shape.nodes,
             each=shape.each,
@@ -121,6 +144,11 @@ def slurm_job(
     )
 
 
+_PYXIS = '--container-image={image} --container-mounts="$PWD:$PWD",{folder}:{folder} --container-workdir="$PWD" '
+_SRUN_CHECK = """
+# Each node compares its driver, CUDA and NCCL with the stack that this job pins.
+srun {container}{check} || exit 1
+"""
 _SBATCH = """\
 #!/bin/bash
 # {name}: made by `trainwright launch slurm`. One task a node, which is torchrun.
@@ -138,8 +166,8 @@ save() {{
     [ -n "$step" ] && kill -USR1 "$step"
 }}
 trap save USR1
-
-srun --kill-on-bad-exit=0 {program} -- \\
+{check}
+srun --kill-on-bad-exit=0 {container}{program} -- \\
     --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {meeting} &
 step=$!
 
@@ -164,16 +192,31 @@ def kubernetes_job(
     volume: str,
     settings: Sequence[str] = (),
     grace_s: int = 120,
+    stack: str | None = None,
 ) -> JobFile:
     """A manifest: the recipe as a ConfigMap, a headless Service, and an indexed Job. Needs no operator.
 
-    ``volume`` names the PersistentVolumeClaim for the runs. Raises RecipeError
-    where the layout of the recipe does not suit the ranks, UsageError for a grace that is too short.
+    Args:
+        loaded: The recipe.
+        shape: Machines, and ranks of each.
+        image: The container image.
+        volume: The PersistentVolumeClaim for the runs.
+        settings: Overrides of the recipe.
+        grace_s: Time from the signal to the kill.
+        stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
+
+    Raises:
+        RecipeError: The layout of the recipe does not suit the ranks.
+        UsageError: The grace is too short, or the stack is unknown.
     """
     _require(loaded, shape, grace_s, elsewhere=True)
-    name, recipe = _dns_label(loaded.recipe.name), Path(loaded.source.name).read_text("utf-8")
+    name = _dns_label(loaded.recipe.name)
+    meeting = ["--rdzv-endpoint", f"{name}-0.{name}:{MEETING_PORT}", "--rdzv-id", "$(JOB_UID)"]
+    uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+    container = _container("trainwright", loaded, shape, image, settings, grace_s, meeting)
+    container["env"] = [{"name": "JOB_UID", "valueFrom": uid}, *_environment(grace_s)]
     documents = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"recipe.yaml": recipe}},
+        _config_map(loaded, name),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -189,62 +232,189 @@ def kubernetes_job(
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": {"name": name, "labels": {"trainwright/run": name}},
-            "spec": _job_spec(name, shape, _container(loaded, name, shape, image, settings, grace_s), volume, grace_s),
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": shape.nodes,
+                "parallelism": shape.nodes,
+                "backoffLimit": FAILURES_OF_A_POD * shape.nodes,
+                "podFailurePolicy": _failure_policy("trainwright"),
+                "template": {
+                    "metadata": {"labels": {"trainwright/run": name}},
+                    "spec": {
+                        "restartPolicy": "Never",
+                        "subdomain": name,
+                        **_pod(name, container, volume, grace_s, _check(stack, loaded, shape)),
+                    },
+                },
+            },
         },
     ]
     head = f"# {name}: made by `trainwright launch kubernetes`. One pod a node, which is torchrun.\n"
     return JobFile(head + write_all(documents), "kubectl apply -f")
 
 
-def _job_spec(name: str, shape: Shape, container: dict[str, object], volume: str, grace_s: int) -> dict[str, object]:
-    def ends_with(codes: Sequence[int]) -> dict[str, object]:
-        return {"containerName": "trainwright", "operator": "In", "values": list(codes)}
+def kubeflow_job(
+    loaded: Loaded,
+    shape: Shape,
+    *,
+    image: str,
+    volume: str,
+    settings: Sequence[str] = (),
+    grace_s: int = 120,
+    stack: str | None = None,
+) -> JobFile:
+    """A manifest for Kubeflow Trainer 2: the recipe as a ConfigMap, a TrainingRuntime, and a TrainJob.
 
-    volumes = [
-        {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
-        {"name": "recipe", "configMap": {"name": name}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-    ]
-    return {
-        "completionMode": "Indexed",
-        "completions": shape.nodes,
-        "parallelism": shape.nodes,
-        "backoffLimit": FAILURES_OF_A_POD * shape.nodes,
-        "podFailurePolicy": {  # the first rule that fits; Ignore: a new pod, which does not count as a failure
-            "rules": [
-                {"action": "FailJob", "onExitCodes": ends_with(NOT_TRIED_AGAIN)},
-                {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        },
-        "template": {
-            "metadata": {"labels": {"trainwright/run": name}},
+    The operator makes the Service, and gives each pod the address of the first one (``PET_MASTER_ADDR``). The arguments
+    and errors are those of ``kubernetes_job``.
+    """
+    _require(loaded, shape, grace_s, elsewhere=True)
+    name = _dns_label(loaded.recipe.name)
+    meeting = ["--rdzv-endpoint", f"$(PET_MASTER_ADDR):{MEETING_PORT}", "--rdzv-id", name]
+    container = _container("node", loaded, shape, image, settings, grace_s, meeting)
+    container["env"] = _environment(grace_s)
+    pod = {"restartPolicy": "Never", **_pod(name, container, volume, grace_s, _check(stack, loaded, shape))}
+    job = {"backoffLimit": FAILURES_OF_A_POD, "podFailurePolicy": _failure_policy("node"), "template": {"spec": pod}}
+    api, step = "trainer.kubeflow.org/v1alpha1", {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    documents = [
+        _config_map(loaded, name),
+        {
+            "apiVersion": api,
+            "kind": "TrainingRuntime",
+            "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
             "spec": {
-                "restartPolicy": "Never",
-                "subdomain": name,
-                "terminationGracePeriodSeconds": grace_s,
-                "containers": [container],
-                "volumes": volumes,
+                "mlPolicy": {"numNodes": shape.nodes, "torch": {}},
+                "template": {
+                    "spec": {
+                        "replicatedJobs": [{"name": "node", "template": {"metadata": {"labels": step}, "spec": job}}]
+                    }
+                },
             },
         },
+        {
+            "apiVersion": api,
+            "kind": "TrainJob",
+            "metadata": {"name": name},
+            "spec": {
+                "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
+                "trainer": {"numNodes": shape.nodes, "numProcPerNode": shape.each},
+            },
+        },
+    ]
+    head = f"# {name}: made by `trainwright launch kubeflow`. One pod a node, which is torchrun.\n"
+    return JobFile(head + write_all(documents), "kubectl apply -f")
+
+
+def skypilot_job(
+    loaded: Loaded,
+    shape: Shape,
+    *,
+    image: str,
+    volume: str,
+    gpu: str | None = None,
+    settings: Sequence[str] = (),
+    stack: str | None = None,
+) -> JobFile:
+    """A task of SkyPilot: machines with the image, the recipe and the volume for runs.
+
+    Args:
+        loaded: The recipe.
+        shape: Machines, and ranks of each.
+        image: The container image.
+        volume: A volume of SkyPilot (``sky volumes``) for the runs, which all machines can write.
+        gpu: The accelerator of each rank: ``H100``. Required unless the recipe says ``device: cpu``.
+        settings: Overrides of the recipe.
+        stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
+
+    Raises:
+        RecipeError: The layout of the recipe does not suit the ranks.
+        UsageError: The accelerator is missing, or the stack is unknown.
+    """
+    _require(loaded, shape, LEAST_GRACE_S, elsewhere=True)
+    on_gpu = loaded.recipe.device != "cpu"
+    if on_gpu and not gpu:
+        raise UsageError("SkyPilot needs the accelerator of each rank", remedy="give for example --gpu H100")
+    check = _check(stack, loaded, shape)
+    command = [*_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
+    command += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
+    lines = [
+        *([shlex.join(["trainwright", *check])] if check else []),
+        'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+        f'trainwright {shlex.join(command)} --rdzv-endpoint "$first:{MEETING_PORT}" \\',
+        f'    --rdzv-id "$SKYPILOT_TASK_ID" {_limits(LEAST_GRACE_S)}',
+    ]
+    task = {
+        "name": _dns_label(loaded.recipe.name),
+        "num_nodes": shape.nodes,
+        "resources": {
+            "image_id": f"docker:{image}",
+            **({"accelerators": f"{gpu}:{shape.each}"} if on_gpu else {}),
+            "job_recovery": {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [STOPPED_AND_SAVED]},
+        },
+        "file_mounts": {"/recipe/recipe.yaml": str(Path(loaded.source.name).absolute())},
+        "volumes": {"/runs": volume},
+        "run": "set -e\n" + "\n".join(lines) + "\n",
+    }
+    head = f"# {task['name']}: made by `trainwright launch skypilot`. One torchrun a node.\n"
+    return JobFile(head + write_all([task]), "sky jobs launch")
+
+
+def _config_map(loaded: Loaded, name: str) -> dict[str, object]:
+    recipe = Path(loaded.source.name).read_text("utf-8")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"recipe.yaml": recipe}}
+
+
+def _failure_policy(container: str) -> dict[str, object]:
+    """The first rule that fits counts. Ignore: a new pod, which does not count as a failure."""
+
+    def ends_with(codes: Sequence[int]) -> dict[str, object]:
+        return {"containerName": container, "operator": "In", "values": list(codes)}
+
+    return {
+        "rules": [
+            {"action": "FailJob", "onExitCodes": ends_with(NOT_TRIED_AGAIN)},
+            {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        ]
+    }
+
+
+def _pod(name: str, container: dict[str, object], volume: str, grace_s: int, check: Sequence[str]) -> dict[str, object]:
+    """What is the same in the pods of a Job and of a TrainJob.
+
+    The check runs in a container of its own, before ranks start: where it fails, the pod fails, and its successor may
+    get another node. It has the same resources, as the driver is visible only to containers with a GPU.
+    """
+    resources = {"resources": container["resources"]} if "resources" in container else {}
+    first = {"name": "env", "image": container["image"], "command": ["trainwright", *check], **resources}
+    return {
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {"fsGroup": IMAGE_GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
+        **({"initContainers": [first]} if check else {}),
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
+            {"name": "recipe", "configMap": {"name": name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
     }
 
 
 def _container(
-    loaded: Loaded, name: str, shape: Shape, image: str, settings: Sequence[str], grace_s: int
+    name: str,
+    loaded: Loaded,
+    shape: Shape,
+    image: str,
+    settings: Sequence[str],
+    grace_s: int,
+    meeting: Sequence[str],
 ) -> dict[str, object]:
     words = ["trainwright", *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
     words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
-    words += ["--rdzv-endpoint", f"{name}-0.{name}:{MEETING_PORT}", "--rdzv-id", "$(JOB_UID)"]
-    uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     found: dict[str, object] = {
-        "name": "trainwright",
+        "name": name,
         "image": image,
-        "command": [*words, *_limits(grace_s).split()],
-        "env": [
-            {"name": "JOB_UID", "valueFrom": uid},
-            {"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - MARGIN_S)},
-        ],
+        "command": [*words, *meeting, *_limits(grace_s).split()],
         "volumeMounts": [
             {"name": "runs", "mountPath": "/runs"},
             {"name": "recipe", "mountPath": "/recipe", "readOnly": True},
@@ -254,6 +424,22 @@ def _container(
     return (
         found if loaded.recipe.device == "cpu" else {**found, "resources": {"limits": {"nvidia.com/gpu": shape.each}}}
     )
+
+
+def _environment(grace_s: int) -> list[dict[str, object]]:
+    return [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - MARGIN_S)}]
+
+
+def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
+    """The arguments of ``trainwright`` that compare a machine with a stack; empty without one. Raises UsageError."""
+    if stack is None:
+        return []
+    require_choice("stack", stack, STACKS)
+    on_gpu = loaded.recipe.device != "cpu"
+    if on_gpu and STACKS[stack].cuda is None:
+        remedy = "name a stack with CUDA, such as cu130, or write device: cpu into the recipe"
+        raise UsageError(f"stack {stack} is for the CPU, and the recipe may use a GPU", remedy=remedy)
+    return ["env", "--stack", stack, *(["--gpus", str(shape.each)] if on_gpu else [])]
 
 
 def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = False) -> None:
