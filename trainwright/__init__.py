@@ -39,6 +39,7 @@ _HOME = {
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
     "init": "trainwright.verbs.init",
+    "convert": "trainwright.verbs.convert.convert",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.state.checkpoint",
     "log": "trainwright.engine.user_log",
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train
     from trainwright.verbs.bad_cases import bad_cases as bad_cases
+    from trainwright.verbs.convert.convert import convert as convert
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
     from trainwright.verbs.init import init as init

@@ -46,6 +46,26 @@ def init(
 
 
 @verb()
+def convert(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="JSON of TrainingArguments, YAML of LightningCLI, or YAML of axolotl."),
+    ],
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="trainer, lightning or axolotl; else by its keys.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recipe there instead of printing it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn the settings of another trainer into a recipe, and name each key that it could not take."""
+    from trainwright.verbs.convert.convert import convert as run_convert
+
+    answer(run_convert(file, source=source, out=output), as_json)
+
+
+@verb()
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Say whether a recipe would train: one line for each verdict, with its remedy; exit 3 when it would not."""
     subject = subject_of(recipe, settings)

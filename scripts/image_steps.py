@@ -1,0 +1,100 @@
+"""Carries out the steps of containers/Dockerfile in a folder, where there is no container engine.
+
+    python scripts/image_steps.py /tmp/image --build-arg STACK=cpu
+
+Folders of the image lie below the one given. Steps of root (packages of the distribution, the user) are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCKERFILE = ROOT / "containers" / "Dockerfile"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction: ``RUN``, ``COPY``, ``ENV``, ..., and what follows it."""
+
+    name: str
+    text: str
+
+
+@dataclass
+class Image:
+    """A folder instead of an image, and what earlier steps have set."""
+
+    folder: Path
+    arguments: Mapping[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
+    workdir: Path = Path("/")
+    user: str = "root"
+
+    def apply(self, step: Step) -> None:
+        """Carry out one step. Raises CalledProcessError where a command fails."""
+        if step.name == "ARG":
+            name, _, default = step.text.partition("=")
+            self.variables[name] = self.arguments.get(name, self._expanded(default))
+        elif step.name == "ENV":
+            for word in shlex.split(step.text):
+                name, _, value = word.partition("=")
+                self.variables[name] = self._inside(self._expanded(value))
+        elif step.name == "USER":
+            self.user = step.text
+        elif step.name == "WORKDIR":
+            self.workdir = Path(self._inside(step.text))
+            self.workdir.mkdir(parents=True, exist_ok=True)
+        elif step.name == "COPY":
+            *sources, target = (word for word in shlex.split(step.text) if not word.startswith("--"))
+            for source in sources:
+                self._copy(ROOT / source, self.workdir / target, many=len(sources) > 1 or target.endswith("/"))
+        elif step.name == "RUN" and self.user != "root":
+            print(f"RUN {step.text}", flush=True)
+            environment = {**os.environ, **self.variables}
+            command = ["bash", "-o", "pipefail", "-c", self._inside(step.text)]
+            subprocess.run(command, cwd=self.workdir, env=environment, check=True)
+
+    def _copy(self, source: Path, target: Path, *, many: bool) -> None:
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, target / source.name if many else target)
+
+    def _inside(self, text: str) -> str:
+        return re.sub(r"(?<![\w.])/(opt|workspace|runs)\b", lambda found: f"{self.folder}/{found[1]}", text)
+
+    def _expanded(self, text: str) -> str:
+        known = {**os.environ, **self.variables}
+        return re.sub(r"\$\{?(\w+)\}?", lambda found: known.get(found[1], ""), text)
+
+
+def steps(text: str) -> Iterator[Step]:
+    """The instructions of a Dockerfile, without comments, continued lines joined."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
+        name, _, rest = instruction.partition(" ")
+        yield Step(name.upper(), rest.strip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    options = parser.parse_args()
+    image = Image(options.folder.absolute(), dict(each.split("=", 1) for each in options.build_arg))
+    for step in steps(DOCKERFILE.read_text("utf-8")):
+        image.apply(step)
+    print(f"done: {image.folder}/opt/venv/bin/trainwright")
+
+
+if __name__ == "__main__":
+    main()
