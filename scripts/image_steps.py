@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class Image:
             for source in sources:
                 self._copy(ROOT / source, self.workdir / target, many=len(sources) > 1 or target.endswith("/"))
         elif step.name == "RUN" and self.user != "root":
-            print(f"RUN {step.text}", flush=True)
+            sys.stderr.write(f"RUN {step.text}\n")
             environment = {**os.environ, **self.variables}
             command = ["bash", "-o", "pipefail", "-c", self._inside(step.text)]
             subprocess.run(command, cwd=self.workdir, env=environment, check=True)
@@ -79,7 +80,7 @@ class Image:
 
 def steps(text: str) -> Iterator[Step]:
     """The instructions of a Dockerfile, without comments, continued lines joined."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, rest = instruction.partition(" ")
         yield Step(name.upper(), rest.strip())
@@ -93,7 +94,7 @@ def main() -> None:
     image = Image(options.folder.absolute(), dict(each.split("=", 1) for each in options.build_arg))
     for step in steps(DOCKERFILE.read_text("utf-8")):
         image.apply(step)
-    print(f"done: {image.folder}/opt/venv/bin/trainwright")
+    sys.stdout.write(f"{image.folder}/opt/venv/bin/trainwright\n")
 
 
 if __name__ == "__main__":

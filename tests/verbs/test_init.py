@@ -19,8 +19,9 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.recipe import json_schema, load
 from trainwright.verbs.init import KINDS, SCHEMA, TEMPLATES
 
+WITH_SCRIPT = ("rl", "loop")
 ALL = pytest.mark.parametrize("kind", KINDS)
-WITH_RECIPE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "loop"])
+WITH_RECIPE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITH_SCRIPT])
 SETTINGS = ("precision", "schedule", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip.by", "batch.size")
 """Each recipe states what changes its result, also where that is the default."""
 
@@ -40,6 +41,7 @@ SCORES = {
     "language-model": Score("perplexity", 1, 11),  # pairs of characters give 14
     "finetune": Score("perplexity", 1, 17),  # single characters give 27
     "table": Score("accuracy", 0.96, 1),
+    "rl": Score("reward", 400, 500),
     "loop": Score("accuracy", 0.98, 1),
 }
 
@@ -95,7 +97,7 @@ def test_the_recipe_is_valid_and_states_its_settings(kind: str, tmp_path: Path) 
 @ALL
 def test_each_kind_writes_its_files(kind: str, tmp_path: Path) -> None:
     expected = {"README.md", "data.py", "model.py", "test_model.py"}
-    expected |= {"train.py"} if kind == "loop" else {"recipe.yaml", SCHEMA}
+    expected |= {"train.py"} if kind in WITH_SCRIPT else {"recipe.yaml", SCHEMA}
     project = tw.init(kind, tmp_path / "deep" / kind)
     assert set(project.files) == {path.name for path in project.folder.iterdir()} == expected
 

@@ -31,7 +31,7 @@ def init(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="classification, segmentation, language-model, finetune, table; loop: no recipe."
+            metavar="KIND", help="classification, segmentation, language-model, finetune, table; rl, loop: no recipe."
         ),
     ],
     folder: Annotated[

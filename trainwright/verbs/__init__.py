@@ -1,6 +1,7 @@
 """The work of each verb of the command line; ``cli/`` only parses arguments and prints.
 
 init         a small project in a new folder, from templates/
+convert      settings of another trainer as a recipe
 check        would this recipe train? verdicts on data, model, loss, learning rate and first steps
 plan         what a run would hold and take on a device, and the best layout
 graph        the modules of a model and the autograd graph of one step

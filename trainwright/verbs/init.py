@@ -21,6 +21,7 @@ KINDS = {
     "language-model": ("pytest",),
     "finetune": ("pytest", "peft", "transformers"),
     "table": ("pytest", "sklearn"),
+    "rl": ("pytest", "gymnasium"),
     "loop": ("pytest",),
 }
 """The kinds of projects, and the modules that each imports besides those that Trainwright needs."""
@@ -64,8 +65,9 @@ def init(kind: str, folder: str | Path | None = None) -> NewProject:
     """Write a small project that trains as it is: recipe, model, data, a test and a README.
 
     Args:
-        kind: ``classification``, ``segmentation``, ``language-model``, ``finetune``, ``table``, or ``loop``: a plain
-            PyTorch loop under ``tw.watch``, with ``train.py`` instead of a recipe.
+        kind: ``classification``, ``segmentation``, ``language-model``, ``finetune``, ``table``; or ``rl``, a policy
+            gradient by ``tw.fit``, and ``loop``, a plain PyTorch loop under ``tw.watch``: both with ``train.py``
+            instead of a recipe.
         folder: A folder that does not exist or is empty. Default: the kind, in the current folder.
 
     Returns:

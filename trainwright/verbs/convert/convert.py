@@ -12,7 +12,7 @@ from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
 from trainwright.runlog.files import parse_json, read_text
 from trainwright.runlog.secrets import masked
 from trainwright.verbs.convert import axolotl, lightning, trainer
-from trainwright.verbs.convert.draft import Draft, Row
+from trainwright.verbs.convert.draft import Draft, KeyRow
 
 MAX_BYTES = 1_000_000
 FORMATS: Mapping[str, Callable[[Mapping[str, object]], Draft]] = {
@@ -34,13 +34,13 @@ class Conversion:
     file: str
     source: str
     recipe: str
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
     to_fill_in: Mapping[str, str]
     path: Path | None = None
 
     exit_code = 0
 
-    def of(self, outcome: str) -> list[Row]:
+    def of(self, outcome: str) -> list[KeyRow]:
         """The rows with this outcome."""
         return [row for row in self.rows if row.outcome == outcome]
 

@@ -11,18 +11,18 @@ from trainwright.recipe import METRICS, Recipe
 from trainwright.recipe.showing import shown
 from trainwright.runlog.secrets import MASK, is_secret
 
-Outcome = Literal["taken", "no meaning", "not supported"]
+KeyOutcome = Literal["taken", "no meaning", "not supported"]
 INACTIVE = ("", "no", "none", "off", "None")
 """Texts by which a feature is off, as null, false, 0 and an empty list do. Such a key needs no counterpart."""
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """The outcome of one key of the file. ``paths`` are those of the recipe that it has set."""
 
     key: str
     value: str
-    outcome: Outcome
+    outcome: KeyOutcome
     note: str = ""
     remedy: str = ""
     paths: tuple[str, ...] = ()
@@ -33,22 +33,22 @@ class Draft:
     """Collects values of the recipe by dotted path, rows by key, and what the user has to write."""
 
     settings: dict[str, object] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KeyRow] = field(default_factory=list)
     to_fill_in: dict[str, str] = field(default_factory=dict)
     """By path: what belongs there. ``settings`` holds a placeholder."""
 
     def take(self, key: str, value: object, settings: Mapping[str, object], note: str = "") -> None:
         """The key sets these paths of the recipe."""
         self.settings |= settings
-        self.rows.append(Row(key, text_of(key, value), "taken", note=note, paths=tuple(settings)))
+        self.rows.append(KeyRow(key, text_of(key, value), "taken", note=note, paths=tuple(settings)))
 
     def skip(self, key: str, value: object, why: str) -> None:
         """The key needs no counterpart."""
-        self.rows.append(Row(key, text_of(key, value), "no meaning", note=why))
+        self.rows.append(KeyRow(key, text_of(key, value), "no meaning", note=why))
 
     def refuse(self, key: str, value: object, why: str, remedy: str) -> None:
         """The key has no counterpart, and would change the run."""
-        self.rows.append(Row(key, text_of(key, value), "not supported", note=why, remedy=remedy))
+        self.rows.append(KeyRow(key, text_of(key, value), "not supported", note=why, remedy=remedy))
 
     def leave_open(self, path: str, placeholder: object, what: str) -> None:
         """The file cannot say it: the user has to, unless a key has."""
@@ -63,7 +63,7 @@ class Draft:
             if at_fault:
                 for each in row.paths:
                     self.settings.pop(each, None)
-                self.rows[index] = Row(row.key, row.value, "not supported", note=why, remedy=remedy)
+                self.rows[index] = KeyRow(row.key, row.value, "not supported", note=why, remedy=remedy)
                 return True
         return False
 
