@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import files, nodes
+from tests.house import TEMPLATES, files, nodes
 from trainwright.errors import OPTIONAL, install_remedy
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
@@ -73,7 +73,9 @@ def imported(*folders: str) -> set[str]:
 def test_what_is_declared_is_imported() -> None:
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
     for_users = [*PROJECT["dependencies"], *(each for name in extras if name != "dev" for each in extras[name])]
-    unused = {name for name in distributions(for_users) if module_of(name) not in imported("trainwright")}
+    templates = {name.split(".")[0] for path in TEMPLATES.rglob("*.py") for name in modules_named(path)}
+    used = imported("trainwright") | templates
+    unused = {name for name in distributions(for_users) if module_of(name) not in used}
     assert not unused, "nothing in trainwright/ imports these"
     in_tests = imported("tests", "benchmarks")
     for name in distributions(extras["dev"]):
