@@ -106,6 +106,9 @@ class _QuantizedAdamW(GuardedOptimizer):
         for parameter, grad, state in zip(parameters, grads, states, strict=True):
             state["step"] += 1
             flat, flat_grad = (each.detach().contiguous().view(-1) for each in (parameter, grad))
+            if isinstance(flat, FakeTensor) and flat.device.type != "cpu" and group["compiled"] is not False:
+                _trace_fused_update(flat, flat_grad, state)
+                continue
             is_compiled = _is_compiled(group["compiled"], flat)
             update = self._torchao("optim.adam").single_param_adam
             update = torch.compile(update, fullgraph=True, dynamic=False) if is_compiled else update
@@ -150,6 +153,14 @@ class _QuantizedAdamW(GuardedOptimizer):
 @cache
 def _kept_table(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _trace_fused_update(flat: Tensor, flat_grad: Tensor, state: State) -> None:
+    """Reads and writes what a compiled update does: a plan for a GPU can trace no compiled kernel."""
+    flat.add_(flat_grad)
+    for name, value in state.items():
+        if name != "step":
+            value.add_(1)
 
 
 def _is_compiled(asked: bool | None, tensor: Tensor) -> bool:
