@@ -30,8 +30,8 @@ make_step mix mup_check pad plan predict profile replay save_checkpoint steps ta
 watch
 """
 VERBS = """
-average batch-size check compare demo diagnose env errors evaluate explain export graph init launch laws lr-range mup-check
-plan predict profile replay report resume runs schema serve train verify version
+average batch-size check compare demo diagnose env errors evaluate explain export graph init launch laws lr-range
+mup-check plan predict profile replay report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel plain resume"
 LAUNCH = "kubernetes slurm"

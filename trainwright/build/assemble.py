@@ -165,6 +165,10 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         machine = read_machine()
         with at_recipe(loaded, "precision"):
             require_fp8(recipe, device_name(device, machine), low_precision(device, machine))
+        if recipe.parallel.tensor != 1:
+            rule, remedy = "does not divide 8-bit layers among ranks", "use parallel.shard, or precision: bf16"
+            where = loaded.source.where("parallel.tensor")
+            raise RecipeError(Problem("parallel.tensor", rule, str(recipe.parallel.tensor), remedy, where))
         settings = recipe.fp8 or Fp8()
         with at_recipe(loaded, "fp8"):
             converted = convert_linear_layers(model, recipe.precision, settings)

@@ -381,7 +381,8 @@ class GPT(nn.Module):
         """Weights whose learning rate muP divides by the growth of their fan-in, and that growth (for Adam)."""
         ratio = self.options.width_ratio
         layers = (each for each in self.blocks.modules() if isinstance(each, nn.Linear))
-        return {layer.weight: ratio for layer in layers} if ratio != 1 else {}
+        weights = (layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter))
+        return dict.fromkeys(weights, ratio) if ratio != 1 else {}
 
     def take_part(self, part: SequencePart) -> None:
         """From here on it computes a part of each sequence; ids are given whole, and logits are those of the part."""

@@ -111,8 +111,7 @@ def build_by_width(what: str | Path, key: str, settings: Sequence[str]) -> Build
     settings = [*settings, "precision=fp32"]
     if ":" in text and not Path(what).exists():
         function = find(text, {}, "function", WHERE)
-        pairs = [tuple(each.partition("=")[::2]) for each in settings]
-        return lambda width: Built(*fit_objects(partial(function, width), None, None, {}, more=pairs))
+        return lambda width: Built(*fit_objects(partial(function, width), None, None, {}, more=settings))
     subject = named(what, settings)
     return lambda width: subject.build([f"{key}={width}"])
 

@@ -128,7 +128,7 @@ def matches(pattern: str, names: Sequence[str]) -> bool:
 
 def fan_in_ratios(model: nn.Module) -> dict[int, float]:
     """Growth of the fan-in of weights by their ids, of a model in muP."""
-    ratios = getattr(unwrapped(model), "fan_in_ratios", dict)()
+    ratios: dict[nn.Parameter, float] = getattr(unwrapped(model), "fan_in_ratios", dict)()
     return {id(parameter): ratio for parameter, ratio in ratios.items()}
 
 
