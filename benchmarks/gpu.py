@@ -7,7 +7,7 @@
     zoo       gpu_zoo.py: healthy programs and listed faults there
     stall     checkpoint_stall.py with GPT-2 124M on the GPU
     plan      plan_accuracy.py: the foreseen peak against torch.cuda.max_memory_allocated
-    amp       tokens/s of GPT-2 124M by precision, eager and compiled, against fp32
+    amp       tokens/s of GPT-2 124M by precision (fp8 with torchao), eager and compiled, against fp32
     mfu       model FLOPs utilization of GPT-2 124M in bf16, compiled
 
 This file needs the standard library alone. Each part is a process of its own with a time limit; its figures go to

@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -57,21 +58,25 @@ class Gpt:
     """GPT-2 124M on the device with its step function and batches that lie there already; on a CPU a tiny one."""
 
     def __init__(self, device: torch.device, precision: str, *, compiled: bool = False, accumulation: int = 1) -> None:
+        from trainwright.build.fp8 import convert_linear_layers
         from trainwright.engine.clip import make_clip
         from trainwright.engine.losses import language_model
-        from trainwright.engine.precision import Precision
+        from trainwright.engine.precision import MatmulMode, Precision
         from trainwright.engine.step import make_step
         from trainwright.models.gpt import gpt
+        from trainwright.recipe.schema import Fp8
         from trainwright.state.train_state import TrainState
 
         torch.manual_seed(0)
         self.device, self.shape = device, GPT2 if device.type == "cuda" else SMALL
         self.micro, self.accumulation = (16 if device.type == "cuda" else 2), accumulation
         self.model = gpt(heads=12 if device.type == "cuda" else 2, **self.shape).to(device)
+        how = Precision(precision, device.type)  # type: ignore[arg-type]
+        MatmulMode.asked(precision).set()  # type: ignore[arg-type]
+        if precision in ("fp8", "mxfp8"):
+            convert_linear_layers(self.model, precision, Fp8())  # type: ignore[arg-type]
         if compiled:
             self.model.compile()
-        how = Precision(precision, device.type)  # type: ignore[arg-type]
-        how.set_matmul_mode()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.state = TrainState(self.model, self.optimizer, scaler=how.scaler(device))
         self.advance = make_step(language_model, precision=how, clip=make_clip("norm", 1.0))
@@ -235,9 +240,18 @@ def plan(device: torch.device) -> None:
         other_benchmark("plan_accuracy", "--device", "cuda", "--only", model)
 
 
+def eight_bits(device: torch.device) -> list[str]:
+    """Precisions of 8 bits that the device computes in hardware."""
+    from trainwright.plan.machine import read_machine
+    from trainwright.world import low_precision
+
+    return [name for name in low_precision(device, read_machine()) if "fp8" in name]
+
+
 def amp(device: torch.device) -> None:
     """Tokens/s by precision, eager and compiled."""
-    names = ("fp32", "tf32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16")
+    names = ["fp32", "tf32", "bf16", "fp16"] if device.type == "cuda" else ["fp32", "bf16"]
+    names += [name for name in eight_bits(device) if find_spec("torchao")]
     speeds: dict[str, list[float]] = {}
     for compiled in (False, True) if device.type == "cuda" else (False,):
         for precision in names:

@@ -278,8 +278,8 @@ CASES += [
 def test_the_state_of_an_optimizer_weighs_what_its_row_says(name: str, args: dict[str, object]) -> None:
     model, optimizer = stepped(name, args)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    values = sum(value.numel() for value in kept_values(optimizer).values())
-    assert values / weights == pytest.approx(optimizer_row(name).values_per_weight(args), abs=0.02)
+    num_bytes = sum(value.nbytes for value in kept_values(optimizer).values())
+    assert num_bytes / (4 * weights) == pytest.approx(optimizer_row(name).values_per_weight(args), abs=0.02)
     full = {key.split(".")[1] for key, value in kept_values(optimizer).items() if value.numel() == 256 * 256}
     known = isinstance(optimizer, GuardedOptimizer) or full <= NO_MASTER_WEIGHTS
     assert known, "a replay would take this state for a copy of the weights"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,9 +19,13 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.forecast.models import make_lstm
+from trainwright.build.fp8 import convert_linear_layers
 from trainwright.forecast.traced_step import trace_step
+from trainwright.plan.machine import read_machine
+from trainwright.recipe.schema import Fp8
 from trainwright.recorder.ring import LEAST_BYTES, enough_bytes
 from trainwright.state.codec import same_bits
+from trainwright.world import low_precision
 from trainwright.world.memory import capacity_bytes, free_bytes, held_bytes
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
@@ -208,3 +214,46 @@ def test_an_lstm_is_planned_where_there_is_a_gpu() -> None:
     """torch's shape function of cuDNN's RNNs lacks what their backward pass needs."""
     assert "lstm" in {unseen.op for unseen in trace_step(make_lstm, device="cuda").unseen}
     trace_step(make_lstm, device="cuda", precision="bf16")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
+def test_quantized_moments_train_and_a_bad_step_leaves_them(device: str, name: str) -> None:
+    """On CUDA the update is compiled and the flag is read there."""
+    if find_spec("torchao") is None:
+        pytest.skip("needs torchao")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3)).to(device)
+    optimizer = tw.make_optimizer(name, model, lr=1e-3)
+    state = tw.TrainState(model, optimizer)
+    train(state, tw.Precision("fp32", device), batches(device), 10)
+    assert sum("exp_avg_codes" in own for own in optimizer.state.values()) == 2
+    before = [value.clone() for own in optimizer.state.values() for value in own.values()]
+    train(state, tw.Precision("fp32", device), batches(device, poisoned=1), 1)
+    after = [value for own in optimizer.state.values() for value in own.values()]
+    assert state.ledger.total == 1
+    assert all(same_bits(one, other) for one, other in zip(before, after, strict=True))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("scales", ["rowwise", "tensorwise"])
+def test_hardware_computes_what_emulation_does(
+    precision: Literal["fp8", "mxfp8"], scales: Literal["rowwise", "tensorwise"]
+) -> None:
+    if precision not in low_precision(torch.device("cuda"), read_machine()):
+        pytest.skip(f"the device has no {precision}")
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to("cuda")
+    x = torch.randn(64, 256, device="cuda")
+    outputs = []
+    for emulate in (False, True):
+        model = copy.deepcopy(layers)
+        convert_linear_layers(model, precision, Fp8(scales=scales, emulate=emulate))
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs.append(model(x).float())
+        outputs[-1].square().mean().backward()
+        outputs.append(next(model[1].parameters()).grad)
+    torch.testing.assert_close(outputs[0], outputs[2], rtol=0.05, atol=0.05)
+    assert torch.nn.functional.cosine_similarity(outputs[1].flatten(), outputs[3].flatten(), dim=0) > 0.99

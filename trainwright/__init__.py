@@ -50,6 +50,7 @@ _HOME = {
     "make_schedule": "trainwright.build.schedule",
     "make_step": "trainwright.engine.step",
     "mix": "trainwright.data.mixture",
+    "mup_check": "trainwright.verbs.of_objects",
     "pad": "trainwright.data.padding",
     "plan": "trainwright.verbs.of_objects",
     "predict": "trainwright.verbs.evaluate",
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     from trainwright.verbs.of_objects import batch_size as batch_size
     from trainwright.verbs.of_objects import check as check
     from trainwright.verbs.of_objects import lr_range as lr_range
+    from trainwright.verbs.of_objects import mup_check as mup_check
     from trainwright.verbs.of_objects import plan as plan
     from trainwright.verbs.of_objects import profile as profile
     from trainwright.verbs.of_objects import replay as replay

@@ -78,6 +78,9 @@ def test_a_devices_file_may_say_what_its_host_does() -> None:
     assert parse_devices(row, "x")["own"].host_bandwidth == 2e11
 
 
+WITHOUT_GAIN = ("adafactor", "muon", "adamw8bit", "adamw4bit")
+
+
 @each_row("name", OPTIMIZERS)
 def test_which_of_the_box_gain_by_it(name: str) -> None:
-    assert bool(why_not_offloaded(name, {"momentum": 0.9})) == (name in ("adafactor", "muon"))
+    assert bool(why_not_offloaded(name, {"momentum": 0.9})) == (name in WITHOUT_GAIN)

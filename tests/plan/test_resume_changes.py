@@ -241,6 +241,23 @@ def test_stochastic_averaging_changes_the_maths_by_its_learning_rate() -> None:
     assert between(mean, fewer).kind == "safe"
 
 
+def test_fp8_changes_the_maths_where_it_applies() -> None:
+    plain, emulated = recipe("precision=fp8"), recipe("precision=fp8", "fp8={emulate: true}")
+    scales = recipe("precision=fp8", "fp8={scales: tensorwise, emulate: true}")
+    assert between(emulated, scales).kind == "maths"
+    assert between(plain, emulated).kind == "maths"  # the section as a whole
+    here, there = emulated, recipe("precision=fp8", "fp8={emulate: false}")
+    assert between(here, there).kind == "safe"
+    assert between(recipe("precision=bf16"), recipe("precision=bf16", "fp8={scales: tensorwise}")).kind == "safe"
+    assert between(recipe("precision=bf16"), recipe("precision=mxfp8")).kind == "maths"
+
+
+def test_another_block_size_of_quantized_moments_is_fatal() -> None:
+    one, other = (recipe("optimizer.use=adamw8bit", f"optimizer.args.block_size={size}") for size in (256, 128))
+    assert between(one, other).kind == "fatal"
+    assert between(recipe("optimizer.use=adamw"), recipe("optimizer.use=adamw8bit")).kind == "fatal"
+
+
 def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     many = [f"layers.{i}.weight is not in the checkpoint" for i in range(5)]
     changed = run_metadata("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")

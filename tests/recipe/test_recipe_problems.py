@@ -177,7 +177,7 @@ def test_every_problem_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
         seed: 2
         """
     )
-    found = problems_in(text, tmp_path, overrides=("precision=fp8", "nonsense"))
+    found = problems_in(text, tmp_path, overrides=("precision=fp4", "nonsense"))
     assert [(one.path, one.where.removeprefix(f"{tmp_path}/")) for one in found] == [
         ("model.use", "r.yaml:3"),
         ("model.lora.rank", "r.yaml:4"),

@@ -268,7 +268,7 @@ def test_json_schema_agrees_with_the_check() -> None:
         {**SMALL, "optimizer": {"lr": 0}},
         {**SMALL, "optimizer": {"groups": [{"lr": 1.0}]}},
         {**SMALL, "batch": {"size": 1.5}},
-        {**SMALL, "precision": "fp8"},
+        {**SMALL, "precision": "fp4"},
         {**SMALL, "data": {"train": "digits", "pin_memory": "yes"}},
         {**SMALL, "log": {"sinks": ["tensorbord"]}},
         {**SMALL, "name": "a/b"},

@@ -18,6 +18,7 @@ from trainwright.build.checkpointing import checkpointing_as_requested
 from trainwright.build.compiling import compile_in_place
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches
 from trainwright.build.first_samples import first_samples
+from trainwright.build.fp8 import convert_linear_layers, note_of
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
@@ -31,10 +32,10 @@ from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError
 from trainwright.models.lora import add_lora
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
-from trainwright.plan.machine import Machine
-from trainwright.plan.make import Note, Plan, RunFacts
+from trainwright.plan.machine import Machine, read_machine
+from trainwright.plan.make import Note, Plan, RunFacts, require_fp8
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
-from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Fp8
 from trainwright.state.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.rng import RngBag, seed_all
@@ -144,7 +145,7 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
 
 
 def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
-    """Applies the recipe to a model: LoRA, freezing, activation checkpointing, device, compile.
+    """Applies the recipe to a model: LoRA, freezing, 8-bit layers, activation checkpointing, device, compile.
 
     ``planned`` is the activation checkpointing of the plan, where the recipe leaves it to the plan. Raises RecipeError,
     also for a quarantine that the training set does not have.
@@ -160,6 +161,18 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         with at_recipe(loaded, "model.freeze"):
             frozen = freeze(model, recipe.model.freeze)
         notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
+    if recipe.precision in ("fp8", "mxfp8"):
+        machine = read_machine()
+        with at_recipe(loaded, "precision"):
+            require_fp8(recipe, device_name(device, machine), low_precision(device, machine))
+        if recipe.parallel.tensor != 1:
+            rule, remedy = "does not divide 8-bit layers among ranks", "use parallel.shard, or precision: bf16"
+            where = loaded.source.where("parallel.tensor")
+            raise RecipeError(Problem("parallel.tensor", rule, str(recipe.parallel.tensor), remedy, where))
+        settings = recipe.fp8 or Fp8()
+        with at_recipe(loaded, "fp8"):
+            converted = convert_linear_layers(model, recipe.precision, settings)
+        notes.append(note_of(converted, recipe.precision, settings))
     if recipe.model.activation_checkpointing != "none":
         with at_recipe(loaded, "model.activation_checkpointing"):
             applied = checkpointing_as_requested(model, recipe.model.activation_checkpointing, planned)

@@ -194,6 +194,35 @@ def lr_range(
         print(json.dumps(answer))
 
 
+@verb("mup-check")
+def mup_check(
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|MODULE:FUNCTION",
+            help="A recipe, or a function of a width that returns (model, data, loss, optimizer).",
+        ),
+    ],
+    more: Annotated[list[int] | None, typer.Argument(metavar="", hidden=True)] = None,
+    settings: Settings = None,
+    widths: Annotated[
+        list[int] | None, typer.Option(metavar="N ...", help="Widths to train; without it 64 128 256 512.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each width.")] = 4,
+    key: Annotated[str, typer.Option(metavar="PATH", help="What a width is in the recipe.")] = "model.args.d_model",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture is written.")] = Path("mup-check.svg"),
+    as_json: Json = False,
+) -> None:
+    """Say for each layer whether a step changes it as much in a wide model as in a narrow one; exit 3 when not."""
+    subject_of(recipe, settings)
+    from trainwright.verbs.mup_check import WIDTHS, build_by_width, check_widths, draw
+
+    build = build_by_width(recipe, key, settings or [])
+    with prints_aside(as_json):
+        found = check_widths(build, [*(widths or ()), *(more or ())] or WIDTHS, steps=steps, say=say_to(as_json))
+    answer(draw(found, out), as_json)
+
+
 @verb()
 def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of recipes, for editors."""

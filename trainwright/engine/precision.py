@@ -11,13 +11,15 @@ import torch
 from trainwright.errors import require_choice
 from trainwright.state.scaler import LossScaler, NoScaler
 
-PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "mxfp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Precision:
     """fp32 and tf32 compute as they are; bf16 and fp16 run the forward pass and the loss under autocast.
+
+    fp8 and mxfp8 are bf16 here: the linear layers themselves cast their operands, see ``build.fp8``.
 
     Weights, gradients and optimizer state stay in fp32 in every mode. ``caches``: autocast keeps its copy of a weight
     to the end of a forward pass, for it may be used twice. Where ranks hold parts of weights, the copies are whole.

@@ -19,7 +19,7 @@ from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded, weigh
-from trainwright.plan.make import Note, choose_precision
+from trainwright.plan.make import Note, choose_precision, require_fp8
 from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.plan.remedies import Held, Remedy, remedies
 from trainwright.plan.trace import Trace
@@ -138,6 +138,7 @@ def with_offload(
 
 def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
     """The recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run of a run may choose another."""
+    require_fp8(recipe, device.name, device.precisions)
     if device.kind == "cpu":
         return "fp32" if recipe.precision in (None, "auto", "tf32") else cast(PrecisionName, recipe.precision)
     return choose_precision(recipe.precision, device.kind, device.precisions, {})[0]
@@ -219,7 +220,7 @@ def _held(blueprint: Blueprint, option: Option, device: Device) -> Held:
         parameters=parameters,
         trainable=trainable,
         has_lora=recipe.model.lora is not None,
-        cast_bytes=2 * trainable if option.layout.precision in ("bf16", "fp16") else 0,
+        cast_bytes=2 * trainable if option.layout.precision in ("bf16", "fp16", "fp8", "mxfp8") else 0,
         offload=offload_of(option.layout.scaled.small, device) if can_offload(blueprint.loaded, device) else None,
     )
 

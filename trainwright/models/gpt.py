@@ -20,6 +20,8 @@ from trainwright.models.last_positions import LastPositions
 from trainwright.models.options import configure, require_counts, require_dropout
 
 INIT_STD = 0.02
+MUP_ATTENTION_SCALE = 8.0
+"""muP divides attention scores by the head width K, not by its root: 8 / K, the same as 1 / sqrt(K) where K is 64."""
 TENSOR_PLAN = {
     "tokens": "row",
     "dropout": "scatter",
@@ -61,13 +63,16 @@ class GPTConfig:
     zero_init_out: bool = False
     logit_softcap: float = 0.0
     rope_base: float = 10_000.0
+    init: Literal["gpt2", "mup"] = "gpt2"
+    base_width: int = 128
 
     def __post_init__(self) -> None:
-        least = {"vocab_size": 1, "block_size": 1, "layers": 1, "heads": 1, "d_model": 1, "bigram": 0, "ngram": 2}
-        require_counts(self, least)
+        positive = ("vocab_size", "block_size", "layers", "heads", "d_model", "base_width")
+        require_counts(self, {**dict.fromkeys(positive, 1), "bigram": 0, "ngram": 2})
         require_choice("norm", self.norm, ("layer", "rms"))
         require_choice("positions", self.positions, ("learned", "rope"))
         require_choice("activation", self.activation, ("gelu", "relu2", "swiglu"))
+        require_choice("init", self.init, ("gpt2", "mup"))
         require_dropout(self.dropout)
         if self.d_model % self.heads:
             nearest = max(1, round(self.d_model / self.heads)) * self.heads
@@ -88,6 +93,16 @@ class GPTConfig:
     @property
     def head_width(self) -> int:
         return self.d_model // self.heads
+
+    @property
+    def width_ratio(self) -> float:
+        """Width relative to that of the model whose learning rates are used; 1 without muP."""
+        return self.d_model / self.base_width if self.init == "mup" else 1.0
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on attention scores; None: 1 / sqrt(K)."""
+        return MUP_ATTENTION_SCALE / self.head_width if self.init == "mup" else None
 
     @property
     def hidden_width(self) -> int:
@@ -165,6 +180,7 @@ class Attention(nn.Module):
         self.head_width = config.head_width
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
+        self.scale = config.attention_scale
         self.part: SequencePart | None = None
         self.mask = LastPositions()
 
@@ -177,11 +193,15 @@ class Attention(nn.Module):
             query, key = self.rope(query, start), self.rope(key, start)
         dropout = self.dropout if self.training else 0.0
         if self.part is None:
-            mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+            mixed_BHTK = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale
+            )
         else:
             key, value = self.part.before(key), self.part.before(value)
             mask_TS = self.mask.of(query, key)
-            mixed_BHTK = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_TS, dropout_p=dropout)
+            mixed_BHTK = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask_TS, dropout_p=dropout, scale=self.scale
+            )
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
@@ -293,6 +313,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialises every weight as GPT-2 does: normal(0, 0.02), residual projections / sqrt(2 * layers).
 
+        With ``init: mup`` matrices of the blocks are divided by sqrt(d_model / base_width) besides.
         Also fills the RoPE tables and ties the head again, which a model built on the meta device needs after
         ``to_empty``.
         """
@@ -305,9 +326,14 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
             if isinstance(module, nn.LayerNorm | nn.RMSNorm | Rope):
                 module.reset_parameters()
-        residual_std = 0.0 if self.options.zero_init_out else INIT_STD / math.sqrt(2 * self.options.layers)
+        hidden_std = INIT_STD / math.sqrt(self.options.width_ratio)
+        residual_std = 0.0 if self.options.zero_init_out else hidden_std / math.sqrt(2 * self.options.layers)
         for block in self.blocks:
             assert isinstance(block, Block)
+            if self.options.init == "mup":
+                for module in block.modules():
+                    if isinstance(module, nn.Linear):
+                        nn.init.normal_(module.weight, std=hidden_std)
             nn.init.normal_(block.attention.output.weight, std=residual_std)
             nn.init.normal_(block.mlp.down.weight, std=residual_std)
         if self.options.zero_init_out and not self.options.tied:
@@ -318,8 +344,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD)
         if hidden:
-            hidden_BTD: Tensor = self.norm(x_BTD)
-            return hidden_BTD
+            return self._scaled_norm(x_BTD)
         return self.unembed(x_BTD) if self.head is not None else x_BTD
 
     def embed(self, ids_BT: Tensor) -> Tensor:
@@ -342,9 +367,22 @@ class GPT(nn.Module):
 
     def unembed(self, x_BTD: Tensor) -> Tensor:
         """Returns logits_BTV of what the last block gave."""
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        logits_BTV: Tensor = self.head(self._scaled_norm(x_BTD))
         cap = self.logit_softcap
         return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
+
+    def _scaled_norm(self, x_BTD: Tensor) -> Tensor:
+        """What the head reads, with muP's multiplier of the output weights."""
+        hidden_BTD: Tensor = self.norm(x_BTD)
+        ratio = self.options.width_ratio
+        return hidden_BTD if ratio == 1 else hidden_BTD / ratio
+
+    def fan_in_ratios(self) -> dict[nn.Parameter, float]:
+        """Weights whose learning rate muP divides by the growth of their fan-in, and that growth (for Adam)."""
+        ratio = self.options.width_ratio
+        layers = (each for each in self.blocks.modules() if isinstance(each, nn.Linear))
+        weights = (layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter))
+        return dict.fromkeys(weights, ratio) if ratio != 1 else {}
 
     def take_part(self, part: SequencePart) -> None:
         """From here on it computes a part of each sequence; ids are given whole, and logits are those of the part."""
@@ -381,6 +419,9 @@ def gpt(**options: object) -> GPT:
             identity.
         logit_softcap: Bound of the logits, by tanh; 0: none.
         rope_base: Base of the wavelengths of ``positions: rope``.
+        init: Weights as in GPT-2, or ``mup``: initialization, multipliers and learning rates of Adam that keep their
+            optimum when ``d_model`` grows (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, Table 8).
+        base_width: With ``init: mup`` the ``d_model`` that the learning rate was found for.
 
     Raises UsageError for a value that cannot be used.
     """

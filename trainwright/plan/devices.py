@@ -14,7 +14,7 @@ from trainwright.plan.links import ALONE, ClusterNode
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.yaml_core import UnreadableError, read
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
 CUDA_CONTEXT_BYTES = 600 << 20
 """Memory of a CUDA process before its first tensor: context, kernels, cuBLAS workspace. Grows with the libraries."""
 FRAGMENTATION = 0.05
@@ -59,7 +59,7 @@ class Device:
     @property
     def training_precision(self) -> str:
         """The precision that ``precision: auto`` selects: bf16 where it is the fastest, else fp16, else fp32."""
-        fastest = max(self.flops.values())
+        fastest = max(rate for name, rate in self.flops.items() if "fp8" not in name)
         return next(name for name in ("bf16", "fp16", "fp32") if self.flops.get(name, 0.0) >= fastest or name == "fp32")
 
     def of_ranks(self, count: int) -> Device:

@@ -181,14 +181,17 @@ def _spent(option: Option) -> str:
 
 def _precision_note(best: Option, options: Sequence[Option], device: Device) -> Note:
     name = best.layout.precision
-    seconds = {each: best.time.flops / (device.flops[each] * device.reach_flops) for each in device.precisions}
-    rates = ", ".join(f"{human_seconds(seconds[each])} in {each}" for each in device.precisions)
+    shown = [each for each in device.precisions if each == name or "fp8" not in each]
+    seconds = {each: best.time.flops / (device.flops[each] * device.reach_flops) for each in shown}
+    rates = ", ".join(f"{human_seconds(took)} in {each}" for each, took in seconds.items())
     reasons = [f"the arithmetic of a step alone takes {rates}"]
-    if name in ("bf16", "fp16"):
+    if name not in ("fp32", "tf32"):
         reasons.append("weights, gradients and moments stay in fp32 (master weights)")
     same = [option for option in options if (option.layout.offload is None) == (best.layout.offload is None)]
     others = {option.layout.precision for option in same} - {name}
     reasons += [f"{other} would be {_best_where(same, best, precision=other)}" for other in sorted(others)]
+    if name in ("fp8", "mxfp8"):
+        reasons.append("memory and time are planned as in bf16")
     return Note("precision", name, "; ".join(reasons))
 
 

@@ -15,7 +15,7 @@ from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Duration, Recipe
 
-PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 # Both gains are measured before each start, and a default must not make two starts of one recipe differ. By the
 # processor time of one thread, which a busy machine does not change, models for which bf16 does not pay measure 0.9 to
 # 1.15, those for which it does 1.6 and more. Fewer threads are faster only where threads wait for cores, by factors.
@@ -38,7 +38,7 @@ class RunFacts:
 
     ``own_batches`` are those that the data come in, None where Trainwright makes the batches.
 
-    ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16");
+    ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16", "fp8", "mxfp8");
     ``threads`` are the numbers of CPU threads to choose from, the largest first.
     """
 
@@ -369,6 +369,25 @@ def choose_precision(
     timed = f"one thread works {seconds['fp32'] * 1e3:.3g} ms a step in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
     chosen: PrecisionName = "bf16" if gain > BF16_PAYS_ABOVE else "fp32"
     return chosen, Note("precision", chosen, f"measured in the dry run: {timed}")
+
+
+FP8_DEVICES = {
+    "fp8": "NVIDIA GPUs from Ada and Hopper on (compute capability 8.9)",
+    "mxfp8": "NVIDIA GPUs from Blackwell on (compute capability 10.0)",
+}
+
+
+def require_fp8(recipe: Recipe, device: str, low_precision: tuple[str, ...]) -> None:
+    """Raise RecipeError where the recipe trains in fp8 or mxfp8 and ``device`` does not compute it in hardware."""
+    name = recipe.precision
+    if name not in FP8_DEVICES or name in low_precision or (recipe.fp8 is not None and recipe.fp8.emulate):
+        return
+    nearest = next((each for each in ("fp8", "bf16", "fp16") if each in low_precision and each != name), "bf16")
+    rule = f"{device} does not compute {name} in hardware; {FP8_DEVICES[name]} do"
+    remedy = (
+        f"write precision: {nearest}, the nearest; fp8.emulate: true rounds as {name} does, but is slower than fp32"
+    )
+    raise RecipeError(Problem("precision", rule, got=name, remedy=remedy))
 
 
 def _steps_per_epoch(samples: int | None, batch: int, drop_last: bool) -> int | None:

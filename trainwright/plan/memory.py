@@ -40,7 +40,7 @@ def memory_bytes(
     return {
         "weights": _held(parameters * BYTES, shard, whole=zero < 3) + average,
         "gradients": _held(trainable * BYTES, shard, whole=zero < 2),
-        "optimizer": _held(trainable * BYTES * state, shard),
+        "optimizer": _held(round(trainable * BYTES * state), shard),
         "activations": activations,
     } | {kind: size for kind, size in (("buffers", buffers), ("inputs", inputs)) if size}
 

@@ -93,6 +93,15 @@ def _argument(found: RecipeDifference) -> Verdict:
     return _UPDATE
 
 
+def _fp8(found: RecipeDifference) -> Verdict:
+    """Its section has no effect in other precisions."""
+    if {recipe.get("precision") for recipe in (found.before, found.after)}.isdisjoint(("fp8", "mxfp8")):
+        return "safe", "it applies to precision: fp8 and mxfp8 only"
+    if found.path == "fp8.emulate":
+        return "safe", f"the same rounding of operands; {_KERNELS}"
+    return "maths", "other layers are rounded to 8 bits, or with other scales; weights and moments are kept"
+
+
 def _spikes(found: RecipeDifference) -> Verdict:
     """warn and off leave every update as it is; under them the factor decides only what is reported."""
     policies = {(recipe.get("spikes") or {}).get("policy", "warn") for recipe in (found.before, found.after)}
@@ -121,6 +130,10 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "deterministic": ("safe", _KERNELS),
     "device": ("safe", f"{_KERNELS}; dropout draws other numbers"),
     "precision": ("maths", "other arithmetic in forward and backward; weights and moments are kept"),
+    "fp8": _fp8,
+    "fp8.scales": _fp8,
+    "fp8.layers": _fp8,
+    "fp8.emulate": _fp8,
     "until": _until,
     "model.use": ("maths", "another model, though the weights fit it"),
     "model.args": ("maths", "the model computes something else, though the weights fit it"),

@@ -32,8 +32,8 @@ class SinkRow(Row):
 class OptimizerRow(Row):
     """What the recipe, the plan and the build know of an optimizer without importing it."""
 
-    state_per_weight: int
-    """Values kept for each trained weight, in the dtype of the weight."""
+    state_per_weight: float
+    """Bytes kept for each trained weight, relative to those of a weight in fp32."""
     decoupled: bool
     """Whether weight decay stays out of the moments, as in AdamW; False: it is added to the gradient (L2)."""
     lr: float | None = 1e-3
@@ -57,7 +57,7 @@ class OptimizerRow(Row):
     why_not_offloaded: str = ""
     """Why its state should not move to the host's memory; "" where it may."""
 
-    def values_per_weight(self, args: Mapping[str, object]) -> int:
+    def values_per_weight(self, args: Mapping[str, object]) -> float:
         """``state_per_weight`` with these arguments."""
         if self.needs_for_state and not args.get(self.needs_for_state, self.keeps_state):
             return 0
@@ -152,6 +152,26 @@ OPTIMIZERS = _by_name(
         weight_decay=0.01,
         fused=True,
         adds_state=("amsgrad",),
+    ),
+    OptimizerRow(
+        "adamw8bit",
+        "trainwright.build.optim.quantized:AdamW8bit",
+        "AdamW with moments of 8 bits and a scale per block of 256 values.",
+        state_per_weight=2 * (1 + 4 / 256) / 4,
+        decoupled=True,
+        weight_decay=0.01,
+        splits_state=("block_size",),
+        why_not_offloaded="its moments take a quarter of AdamW's memory already",
+    ),
+    OptimizerRow(
+        "adamw4bit",
+        "trainwright.build.optim.quantized:AdamW4bit",
+        "AdamW with moments of 4 bits and a scale per block of 128 values.",
+        state_per_weight=2 * (1 / 2 + 4 / 128) / 4,
+        decoupled=True,
+        weight_decay=0.01,
+        splits_state=("block_size",),
+        why_not_offloaded="its moments take an eighth of AdamW's memory already",
     ),
     OptimizerRow(
         "adafactor",

@@ -104,6 +104,25 @@ class Model(Part):
         return self.ema is not None or self.swa is not None
 
 
+class Fp8(Section):
+    """Which linear layers precision: fp8 and mxfp8 apply to, and how."""
+
+    scales: Literal["rowwise", "tensorwise"] = Field(
+        default="rowwise",
+        description="fp8: a scale for each row of a matrix (more accurate), or one for the matrix (faster). mxfp8 "
+        "always has one for each 32 values.",
+    )
+    layers: Texts = Field(
+        default=(),
+        description="Glob patterns of layer names. Empty: all linear layers but the first and the last.",
+        examples=[["blocks.*"]],
+    )
+    emulate: bool = Field(
+        default=False,
+        description="Round as fp8 does, but compute in fp32: for tests and tries on any device. Slower than fp32.",
+    )
+
+
 class Objective(Part):
     """The loss that is minimised."""
 
@@ -411,11 +430,15 @@ class Recipe(Section):
     seed: int = Field(default=1337, ge=0, le=LARGEST_INT, description="Seed of all random numbers.")
     deterministic: bool = Field(default=False, description="Only deterministic kernels: the same bits each time.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the run computes.")
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = Field(
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None = Field(
         default=None,
         description="Arithmetic of forward and backward. null: float32, with TF32 only where torch is set to use it; "
-        "fp32: float32 without TF32; auto: the fastest that the device has.",
+        "fp32: float32 without TF32; auto: bf16, fp16 or fp32, the fastest that the device has; fp8 and mxfp8: bf16, "
+        "and linear layers in 8 bits.",
         examples=["auto"],
+    )
+    fp8: Fp8 | None = Field(
+        default=None, description="How precision: fp8 and mxfp8 are computed.", examples=[{"scales": "tensorwise"}]
     )
     until: Duration = Field(default=Duration(1, "ep"), description="When the run ends.")
     model: Model = Field(description="What is trained.", examples=["gpt"])

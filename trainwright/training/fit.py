@@ -81,7 +81,7 @@ class RunOptions(TypedDict, total=False):
     schedule: str | ScheduleLike | None
     warmup: str | None
     clip: float | None
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None
     device: str | torch.device | None
     seed: int | None
     preset: Literal["recommended"] | None
@@ -123,7 +123,7 @@ def fit(
     schedule: str | ScheduleLike | None = None,
     warmup: str | None = None,
     clip: float | None = None,
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = None,
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None = None,
     device: str | torch.device | None = None,
     seed: int | None = None,
     preset: Literal["recommended"] | None = None,

@@ -72,7 +72,7 @@ from trainwright.training.alike import begin_alike, first_of, require_same_data
 from trainwright.training.first_batch import try_batch
 from trainwright.training.header import run_header
 from trainwright.training.layout import NOT_TRIED, keep_compression, lay_out, rank_layout, tensor_share
-from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
+from trainwright.training.own_objects import Live, build_live, measured_state, memory_note
 from trainwright.training.own_step import untried
 from trainwright.training.problems import all_at_once
 from trainwright.training.reading import time_workers
@@ -394,7 +394,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | Non
             shard=plan.degrees.shard,
             zero=job.recipe.parallel.zero,
         )
-        | of_own_optimizer(job.recipe, seen.optimizer_bytes),
+        | measured_state(job.recipe, seen.optimizer_bytes),
     )
 
 

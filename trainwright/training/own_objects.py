@@ -176,9 +176,9 @@ def _of_schedule(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSched
         yield Note("schedule", f"{schedule.name}, by {metric} of the validation", "stepped after each evaluation")
 
 
-def of_own_optimizer(recipe: Recipe, measured: int | None) -> dict[str, int]:
-    """The memory of an optimizer that is not in the box, where the dry run has measured it."""
-    if recipe.optimizer.use in OPTIMIZERS or measured is None or recipe.optimizer.offload is True:
+def measured_state(recipe: Recipe, measured: int | None) -> dict[str, int]:
+    """The memory of the optimizer's state, where the dry run has measured it."""
+    if measured is None or recipe.optimizer.offload is True:
         return {}
     return {"optimizer": measured}
 

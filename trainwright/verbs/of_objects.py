@@ -6,23 +6,27 @@ Each works on copies of the objects, and leaves the random generators and the se
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar, Unpack
+
+from torch import nn
 
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import UsageError
 from trainwright.observe.terminal import Console
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.runlog.folder import RunFolder
+from trainwright.state.rng import RngBag
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions
 from trainwright.training.run import process_settings
-from trainwright.training.subject import parts_of_run, subject
+from trainwright.training.subject import Built, parts_of_run, subject
 from trainwright.verbs.batch_size import LargestBatch, find_batch_size
 from trainwright.verbs.check.check import check as check_recipe
 from trainwright.verbs.check.verdict import Checkup
 from trainwright.verbs.lr_range import run_lr_range
+from trainwright.verbs.mup_check import STEPS, WIDTHS, MupCheck, build_by_width, check_widths, draw
 from trainwright.verbs.plan import ShownPlan, show_plan
 from trainwright.verbs.profile import ProfiledRun
 from trainwright.verbs.profile import profile as profile_recipe
@@ -159,6 +163,55 @@ def lr_range(
     with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
         return run_lr_range(loaded, parts, steps=steps, lowest=lowest, highest=highest)[0]
+
+
+def mup_check(
+    model: str | Callable[[int], nn.Module],
+    data: object = None,
+    loss: LossLike = None,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    steps: int = STEPS,
+    key: str = "model.args.d_model",
+    out: str | Path | None = None,
+    quiet: bool = False,
+    **options: Unpack[RunOptions],
+) -> MupCheck:
+    """Say for each layer whether a step changes it as much in a wide model as in a narrow one (coordinate check).
+
+    Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
+
+    Args:
+        model: A function of a width that returns the model; or the name alone of a recipe, or of a function of a width
+            that returns what ``tw.fit`` takes, ``module:function``.
+        data: As in ``tw.fit``.
+        loss: As in ``tw.fit``.
+        widths: Widths to train.
+        steps: Optimizer steps of each, at the peak learning rate.
+        key: What a width is in a recipe.
+        out: Where the picture is written (SVG); by default nowhere.
+        quiet: Prints nothing.
+        **options: The other arguments of ``tw.fit``. The optimizer must be a name or what makes one.
+
+    Returns:
+        Sizes, slopes and a verdict for each layer; ``exit_code`` is 3 where one grows or vanishes with the width.
+
+    Example:
+        >>> tw.mup_check(lambda width: Net(width), loader, nn.CrossEntropyLoss(), lr=1e-3)
+    """
+    with _without_a_trace():
+        if isinstance(model, str):
+            build = build_by_width(model, key, ())
+        else:
+            start = RngBag.capture()
+
+            def build(width: int) -> Built:
+                start.restore()
+                more: RunOptions = {**options, "precision": "fp32"}
+                return subject(model(width), data, loss, more).build(())
+
+        found = check_widths(build, widths, steps=steps, say=_say(quiet))
+        return _printed(draw(found, Path(out)) if out else found, quiet)
 
 
 def batch_size(

@@ -28,10 +28,14 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
-    """Which of tf32, bf16 and fp16 the device computes in hardware."""
+    """Which of tf32, bf16, fp16, fp8 and mxfp8 the device computes in hardware."""
     if device.type == "cuda":
-        major, _ = torch.cuda.get_device_capability(device)
-        return ("tf32", "bf16", "fp16") if major >= 8 else ("fp16",) if major >= 7 else ()
+        capability = torch.cuda.get_device_capability(device)
+        least = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0), "fp8": (8, 9), "mxfp8": (10, 0)}
+        # of the consumer cards with compute capability 12, torchao has no MXFP8 kernels
+        return tuple(
+            name for name, needed in least.items() if capability >= needed and (name != "mxfp8" or capability < (12, 0))
+        )
     flags = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     return ("bf16",) if flags else ()
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from trainwright.build.optim.groups import GroupRule, GroupSettings, param_groups
+from trainwright.build.optim.groups import GroupRule, GroupSettings, fan_in_ratios, param_groups
 from trainwright.build.optim.offload import offloaded
 from trainwright.build.optim.own import Factory, arguments_of, as_one, makes_own_groups, require_plain_step
 from trainwright.build.resolve import imported
@@ -20,6 +20,7 @@ from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
 from trainwright.state.shards import holds_parts, is_divided
 
+MUP_OPTIMIZERS = ("adamw", "adam", "adamw8bit", "adamw4bit")
 _NOT_OURS_TO_GIVE = ("params", "lr", "weight_decay", "differentiable")
 
 
@@ -64,6 +65,11 @@ def make_optimizer(
     _require_known(name, arguments)
     if offload and (why := why_not_offloaded(name, arguments)):
         raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
+    if name not in MUP_OPTIMIZERS and fan_in_ratios(model):
+        raise UsageError(
+            f"init: mup has learning rates for Adam, and {name} is another rule",
+            remedy=f"choose {', '.join(MUP_OPTIMIZERS)}, or leave init: mup out",
+        )
     row = OPTIMIZERS[name]
     groups = imported(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
     arguments = {**_implementation(name, model, arguments), **arguments}

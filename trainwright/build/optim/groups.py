@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.errors import Problem, UsageError, suggest
+from trainwright.state.weights import unwrapped
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
 
@@ -71,6 +72,9 @@ def param_groups(
     parameter's names wins; a tied parameter has several names and is in one group. Parameters keep the model's order,
     groups that of their first parameter; frozen ones are left out.
 
+    Of a model in muP (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the growth
+    of its fan-in, and its decay multiplied by it, since AdamW multiplies the two.
+
     Raises UsageError when nothing is trainable, a rule matches no trainable parameter, or one scales a learning rate
     that is not given.
     """
@@ -82,7 +86,7 @@ def param_groups(
         )
     for found in unmatched_rules(model, rules):
         raise UsageError(found.rule, remedy=found.remedy)
-    normed = norm_parameters(model)
+    normed, ratios = norm_parameters(model), fan_in_ratios(model)
     default = Role("", lr)
     groups: dict[tuple[float | None, float | None, Role, object], Group] = {}
     for parameter in trainable:
@@ -92,7 +96,9 @@ def param_groups(
         its_decay = weight_decay if decays else 0.0
         if rule.weight_decay is not None:
             its_decay = rule.weight_decay
-        its_lr = _rate(role, rule)
+        ratio = ratios.get(id(parameter), 1.0)
+        its_lr = _rate(role, rule, ratio)
+        its_decay = its_decay * ratio if its_decay else its_decay
         key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch updates no mixture
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
@@ -120,14 +126,23 @@ def matches(pattern: str, names: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _rate(role: Role, rule: GroupRule) -> float | None:
+def fan_in_ratios(model: nn.Module) -> dict[int, float]:
+    """Growth of the fan-in of weights by their ids, of a model in muP."""
+    ratios: dict[nn.Parameter, float] = getattr(unwrapped(model), "fan_in_ratios", dict)()
+    return {id(parameter): ratio for parameter, ratio in ratios.items()}
+
+
+def _rate(role: Role, rule: GroupRule, ratio: float) -> float | None:
     lr = role.lr if rule.lr is None else rule.lr
+    if lr is None and ratio != 1.0:
+        rule_of_mup = "muP divides the learning rate of hidden weights, and none is given"
+        raise UsageError(rule_of_mup, remedy="give optimizer.lr")
     if lr is None and rule.lr_scale != 1.0:
         raise UsageError(
             f"the group rule {rule.match!r} scales the learning rate, and none is given",
             remedy="give optimizer.lr, or the rule an lr of its own",
         )
-    return None if lr is None else lr * rule.lr_scale
+    return None if lr is None else lr * rule.lr_scale / ratio
 
 
 def _group_name(role: Role, lr: float | None, decay: float | None, usual_decay: float | None) -> str:

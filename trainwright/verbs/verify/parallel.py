@@ -33,7 +33,7 @@ from trainwright.state.manifest import name_of
 from trainwright.state.rng import preserved_rng, reseed
 from trainwright.training.job import prepare
 
-EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10}
+EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
 """Of the arithmetic of the forward pass: the relative distance of two neighbours."""
 DEVIATIONS = 4
 """Standard deviations that a rounding error may have: of independent ones 1 in 1,500 has more, see ``rounding``."""

@@ -429,4 +429,4 @@ def _parts(outputs: Sequence[Loss | Tensor], sizes: Sequence[int]) -> list[Tenso
 
 
 def _autocast(precision: str, device: str) -> AbstractContextManager[object]:
-    return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
+    return torch.autocast(device, torch.bfloat16) if precision in ("bf16", "fp8", "mxfp8") else nullcontext()
