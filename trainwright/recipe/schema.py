@@ -16,7 +16,8 @@ from trainwright.recipe.alerts import Alerts
 from trainwright.recipe.catalog import (
     LOSSES,
     MODELS,
-    OPTIMIZERS,
+    OPTIMIZER_ALIASES,
+    OPTIMIZER_NAMES,
     SCHEDULES,
     SINKS,
     SPIKE_POLICIES,
@@ -215,8 +216,10 @@ class LrRule(Section):
 class Optimizer(Part):
     """How gradients change the weights."""
 
-    use: Annotated[str, ShortName("optimizer", OPTIMIZERS)] = Field(
-        default="adamw", description="An optimizer in the box, or package.module:callable.", examples=["sgd"]
+    use: Annotated[str, ShortName("optimizer", OPTIMIZER_NAMES)] = Field(
+        default="adamw",
+        description="An optimizer in the box, a short name of one of pytorch_optimizer, or package.module:callable.",
+        examples=["sgd"],
     )
     lr: float | None = Field(
         default=None,
@@ -252,6 +255,8 @@ class Optimizer(Part):
         if not isinstance(value, dict):
             return value
         use = value.get("use", cls.model_fields["use"].default)
+        if isinstance(use, str) and use in OPTIMIZER_ALIASES:
+            return {**value, "use": OPTIMIZER_ALIASES[use].factory}
         row = optimizer_row(use) if isinstance(use, str) else USERS_OPTIMIZER
         defaults = {"lr": row.lr, "weight_decay": row.weight_decay}
         return {**value, **{key: default for key, default in defaults.items() if value.get(key) is None}}
