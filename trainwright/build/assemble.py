@@ -37,6 +37,7 @@ from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, 
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.state.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.state.cursor import Cursor, count_tokens
+from trainwright.state.modes import names_with_modes, use_training_weights, with_modes
 from trainwright.state.rng import RngBag, seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.world import device_name, low_precision
@@ -202,7 +203,13 @@ def gather_facts(
 
 def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
     """Returns the state before the first step."""
-    return TrainState(parts.model, build_optimizer(parts, loaded, plan), ema=_build_average(parts, loaded, plan))
+    optimizer, ask = build_optimizer(parts, loaded, plan), loaded.recipe.model
+    if ask.keeps_average and with_modes(optimizer):
+        path, names = "model.ema" if ask.ema is not None else "model.swa", names_with_modes(optimizer)
+        rule, remedy = f"contradicts the optimizer: {names} averages the weights itself", f"leave {path} out"
+        raise RecipeError(Problem(path, rule, remedy=remedy, where=loaded.source.where(path)))
+    use_training_weights(optimizer)
+    return TrainState(parts.model, optimizer, ema=_build_average(parts, loaded, plan))
 
 
 def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | NoAverage:

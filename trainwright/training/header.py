@@ -19,6 +19,7 @@ from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
 from trainwright.recipe import OPTIMIZERS, SCHEDULES, Loaded
 from trainwright.state.chained import parts_of
 from trainwright.state.cursor import StepBatch, count_tokens
+from trainwright.state.modes import names_with_modes, with_modes
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job
@@ -223,6 +224,9 @@ class _Header:
         if plan.swa is not None:
             shown = f"the mean of the weights every {plan.swa.every:,} steps from step {plan.swa.start:,} on"
             yield self._setting("average", shown, "model.swa")
+        if with_modes(self.job.state.optimizer):
+            shown = f"of the weights, by {names_with_modes(self.job.state.optimizer)}: evaluated, saved and exported"
+            yield self._setting("average", shown, *OF_OPTIMIZER)
         if recipe.spikes.policy not in ("warn", "off"):
             yield self._setting("spikes", recipe.spikes.policy, "spikes")
         if recipe.deterministic:

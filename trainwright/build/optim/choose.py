@@ -27,6 +27,7 @@ from trainwright.errors import MissingExtra, Problem, UsageError, require_choice
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZER_ALIASES, OPTIMIZER_NAMES, OPTIMIZERS
 from trainwright.state.chained import parts_of
+from trainwright.state.modes import with_modes
 from trainwright.state.shards import holds_parts, is_divided
 
 _NOT_OURS_TO_GIVE = ("params", "lr", "weight_decay", "differentiable")
@@ -45,8 +46,9 @@ def make_optimizer(
 ) -> Optimizer:
     """Returns the optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
 
-    ``name`` is a short name (docs/catalog.md), or a callable. What is not given has the default of the optimizer's own class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself
-    with ``adjust_lr="match_rms_adamw"``), ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
+    ``name`` is a short name (docs/catalog.md), or a callable. What is not given has the default of the optimizer's own
+    class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with ``adjust_lr="match_rms_adamw"``), ``adamw_betas``,
+    ``adamw_eps`` and ``head`` (see ``muon_groups``).
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update but for
     rounding. Fused was the fastest in every case measured, and takes a skipped step on the device.
 
@@ -183,7 +185,13 @@ def _call(
 ) -> Optimizer | Sequence[Optimizer]:
     @wraps(factory)
     def checked(params: ParamsT, **arguments: object) -> Optimizer:
-        return with_momentum_buffers(require_plain_step(factory(params, **arguments)))
+        optimizer = with_momentum_buffers(require_plain_step(factory(params, **arguments)))
+        if with_modes(optimizer):
+            raise UsageError(
+                f"{name_of(factory)} averages the weights itself and cannot be offloaded",
+                remedy="set optimizer.offload to false",
+            )
+        return optimizer
 
     try:
         if offload:
