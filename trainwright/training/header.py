@@ -124,7 +124,9 @@ class _Header:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.advance is not None:
             return Setting("clip", "as the step function clips", "asked")
-        return self._setting("clip", ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}", "optimizer.clip")
+        shown = ask.by if ask.by in ("none", "zclip") else f"{ask.by} at {ask.at:g}"
+        own = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
+        return self._setting("clip", ", ".join([shown, *own]), "optimizer.clip")
 
     def _precision(self) -> Setting:
         ask, job = self.job.recipe.precision, self.job
