@@ -29,8 +29,8 @@ for_seconds for_steps init load load_checkpoint log lr_range make_clip make_opti
 make_step mix pad plan predict profile replay save_checkpoint steps table train verify_plain verify_resume watch
 """
 VERBS = """
-average batch-size check compare compare-optimizers demo diagnose env errors evaluate explain export graph init launch laws lr-range plan
-predict profile replay report resume runs schema serve train verify version
+average batch-size check compare compare-optimizers demo diagnose env errors evaluate explain export graph
+init launch laws lr-range plan predict profile replay report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel plain resume"
 LAUNCH = "kubernetes slurm"

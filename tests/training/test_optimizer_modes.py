@@ -1,4 +1,4 @@
-"""Optimizers with ``train()`` and ``eval()``: their reference loop, checkpoints, resume, and what is left in the model."""
+"""Optimizers with ``train()`` and ``eval()``: their reference loop, checkpoints, resume, and the model at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 

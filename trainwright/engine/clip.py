@@ -170,7 +170,7 @@ class AdaGC(AdaptiveClip):
         steps before ``warmup``:  h_i = min(1, at / g),               gamma_i <- min(gamma_i, h_i g_i)
         from then on:             h_i = min(1, ratio gamma_i / g_i),  gamma_i <- decay gamma_i + (1 - decay) h_i g_i
 
-    h_i is the factor on the gradient. A tensor that has had no gradient, or one of zeros, has no gamma_i: it begins with
+    h_i is the factor on the gradient. A tensor that has had no gradient, or only zeros, has no gamma_i: it begins with
     the first other one.
     """
 

@@ -1,9 +1,9 @@
 """Optimizers with a mode for training and one for evaluation, such as ScheduleFree (Defazio et al. 2024).
 
-While such an optimizer trains, the model has the weights at which gradients are computed. ``eval()`` writes the averaged
-weights into the model, and ``train()`` writes the training weights back, but for rounding. An optimizer is recognized by
-these two methods. Here the training weights always come back bit for bit, so that neither an evaluation nor a save
-changes the training.
+While such an optimizer trains, the model has the weights at which gradients are computed. ``eval()`` writes the
+averaged weights into the model, and ``train()`` writes the training weights back, but for rounding. An optimizer is
+recognized by these two methods. Here the training weights always come back bit for bit, so that neither an evaluation
+nor a save changes the training.
 """
 
 from __future__ import annotations
