@@ -28,6 +28,9 @@ METRICS = "[metrics.md](metrics.md) explains the arguments; `options` are furthe
 STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
 STATE += "adamw in a forecast; before a run the dry run measures it."
 
+ALIASES = 'Short names of optimizers of the package pytorch_optimizer (`pip install "trainwright[optimizers]"`); '
+ALIASES += "[optimizers.md](optimizers.md) has the rules for any optimizer that is named by its package."
+
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     rows = [list(columns), ["---"] * len(list(columns)), *map(list, lines)]
@@ -133,6 +136,11 @@ def page() -> str:
             "## Optimizers",
             table(optimizers, map(optimizer, recipe.OPTIMIZERS.values())),
             STATE,
+            ALIASES,
+            table(
+                ("name", "what it is", "stands for"),
+                ([f"`{row.name}`", row.doc, f"`{row.factory}`"] for row in recipe.OPTIMIZER_ALIASES.values()),
+            ),
             "## Schedules",
             table(("name", "what it is", "args"), map(schedule, recipe.SCHEDULES.values())),
             *("## Observers", named(recipe.OBSERVERS)),

@@ -33,6 +33,7 @@ from trainwright.recipe import (
     METRICS,
     MODELS,
     OBSERVERS,
+    OPTIMIZER_ALIASES,
     OPTIMIZERS,
     SCHEDULES,
     SINKS,
@@ -93,7 +94,7 @@ class Kept:
 
 
 LION = OptimizerRow(
-    "lion",
+    "sign",
     f"{__name__}:Lion",
     "The sign of a momentum.",
     state_per_weight=1,
@@ -107,7 +108,7 @@ LION = OptimizerRow(
 def added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One row each, and nothing else."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(OPTIMIZERS, "lion", LION)
+    monkeypatch.setitem(OPTIMIZERS, "sign", LION)
     monkeypatch.setitem(SCHEDULES, "halves", Row("halves", f"{__name__}:halves", "Half from some step on."))
     monkeypatch.setitem(SINKS, "kept", SinkRow("kept", f"{__name__}:Kept", "Keeps the losses."))
 
@@ -136,7 +137,7 @@ def trained(model: nn.Module, until: str, resume: Path | None = None) -> tw.Resu
         nn.CrossEntropyLoss(),
         until=until,
         lr=0.01,
-        optimizer="lion",
+        optimizer="sign",
         schedule="halves",
         settings=settings,
         resume=resume,
@@ -161,23 +162,24 @@ def test_what_one_row_adds_is_trained_with(added: None) -> None:
 def test_what_one_row_adds_is_known_to_the_recipe_and_the_plan(added: None) -> None:
     defs = json_schema()["$defs"]
     uses = [defs[section]["anyOf"][0]["anyOf"][0] for section in ("Optimizer", "Schedule")]
-    assert [use["enum"][-1] for use in uses] == ["lion", "halves"]
-    assert uses[0]["enumDescriptions"][-1] == "The sign of a momentum."
+    at = [use["enum"].index(name) for use, name in zip(uses, ["sign", "halves"])]
+    assert uses[0]["enumDescriptions"][at[0]] == "The sign of a momentum."
+    assert uses[1]["enumDescriptions"][at[1]] == "Half from some step on."
     assert defs["Log"]["properties"]["sinks"]["items"]["enum"][-1] == "kept"
-    with pytest.raises(RecipeError, match="did you mean lion"):
-        from_mapping({**SMALL, "optimizer": "lionn"})
+    with pytest.raises(RecipeError, match="did you mean sign"):
+        from_mapping({**SMALL, "optimizer": "signn"})
     with pytest.raises(RecipeError, match="did you mean kept"):
         from_mapping({**SMALL, "log": {"sinks": ["kep"]}})
     with pytest.raises(UsageError, match="has no argument 'betta'") as caught:
-        make_optimizer("lion", nn.Linear(2, 2), lr=0.1, args={"betta": 0.5})
+        make_optimizer("sign", nn.Linear(2, 2), lr=0.1, args={"betta": 0.5})
     assert "did you mean 'beta'" in caught.value.remedy
-    held = memory_bytes("lion", {"twice": True}, parameters=10, trainable=10, activations=0)
+    held = memory_bytes("sign", {"twice": True}, parameters=10, trainable=10, activations=0)
     assert held["optimizer"] == 2 * 4 * 10
-    assert why_not_offloaded("lion", {}) == "this is a test"
+    assert why_not_offloaded("sign", {}) == "this is a test"
     with pytest.raises(UsageError, match="cannot be offloaded: this is a test"):
-        make_optimizer("lion", nn.Linear(2, 2), lr=0.1, offload=True)
+        make_optimizer("sign", nn.Linear(2, 2), lr=0.1, offload=True)
     once, twice = (
-        from_mapping({**SMALL, "optimizer": {"use": "lion", "args": {"twice": value}}}).recipe.model_dump(mode="json")
+        from_mapping({**SMALL, "optimizer": {"use": "sign", "args": {"twice": value}}}).recipe.model_dump(mode="json")
         for value in (False, True)
     )
     assert [change.kind for change in compare_recipes(once, twice, step=1)] == ["fatal"]
@@ -219,6 +221,15 @@ def test_a_page_is_as_its_script_prints_it(name: str) -> None:
     done = forked.run("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(script))
     assert done.returncode == 0, done.stderr
     assert (ROOT / "docs" / f"{name}.md").read_text() == done.stdout, f"python scripts/{name}.py > docs/{name}.md"
+
+
+def test_every_short_name_of_another_package_stands_for_an_optimizer() -> None:
+    package = pytest.importorskip("pytorch_optimizer")
+    for name, row in OPTIMIZER_ALIASES.items():
+        assert row.name == name and name not in OPTIMIZERS
+        assert row.factory.startswith(f"{package.__name__}:")
+        assert issubclass(imported(row.factory), Optimizer)
+        assert from_mapping({**SMALL, "optimizer": name}).recipe.optimizer.use == row.factory
 
 
 def test_the_page_of_the_catalog_has_every_row() -> None:

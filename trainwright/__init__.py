@@ -33,6 +33,7 @@ _HOME = {
     "bad_cases": "trainwright.verbs.bad_cases",
     "batch_size": "trainwright.verbs.of_objects",
     "check": "trainwright.verbs.of_objects",
+    "compare_optimizers": "trainwright.verbs.compare_optimizers",
     "evaluate": "trainwright.verbs.evaluate",
     "files": "trainwright.build.read_files",
     "fit": "trainwright.training.fit",
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from trainwright.training.run import train as train
     from trainwright.verbs.bad_cases import bad_cases as bad_cases
     from trainwright.verbs.convert.convert import convert as convert
+    from trainwright.verbs.compare_optimizers import compare_optimizers as compare_optimizers
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
     from trainwright.verbs.init import init as init

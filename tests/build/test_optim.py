@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from tests.build.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
-from trainwright.build.optim import Lamb, Lars, Muon, make_optimizer, muon_groups
+from trainwright.build.optim import GroupRule, Lamb, Lars, Muon, make_optimizer, muon_groups
 from trainwright.build.optim.muon import orthogonalize
 from trainwright.build.resolve import imported
 from trainwright.errors import UsageError
@@ -246,8 +247,57 @@ def test_a_factory_of_the_user_gets_groups_and_arguments() -> None:
         (0.5, 0.7, 0.1),
         (0.5, 0.7, 0.0),
     ]
-    with pytest.raises(UsageError, match="RMSprop refuses"):
+    with pytest.raises(UsageError, match="RMSprop has no argument 'alhpa'") as caught:
         make_optimizer(torch.optim.RMSprop, model, lr=0.5, args={"alhpa": 0.7})
+    assert "did you mean 'alpha'? it accepts: alpha, eps" in caught.value.remedy
+    with pytest.raises(UsageError, match="RMSprop refuses"):
+        make_optimizer(torch.optim.RMSprop, model, lr=0.5, args={"alpha": -0.7})
+
+
+class ReadsAny(torch.optim.SGD):
+    """Takes any keyword argument, and reads one of them."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1, **kwargs: object) -> None:
+        self.is_cautious = kwargs.get("cautious", False)
+        super().__init__(params, lr)
+
+
+class PassesOn(torch.optim.SGD):
+    """Passes its keyword arguments on."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(params, lr, **kwargs)
+
+
+def test_an_argument_that_a_class_would_ignore_is_refused() -> None:
+    assert make_optimizer(ReadsAny, net(), args={"cautious": True}).is_cautious  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="ReadsAny has no argument 'cautios'"):
+        make_optimizer(ReadsAny, net(), args={"cautios": True})
+    assert make_optimizer(PassesOn, net(), args={"momentum": 0.5}).param_groups[0]["momentum"] == 0.5
+    with pytest.raises(UsageError, match="PassesOn refuses its arguments"):
+        make_optimizer(PassesOn, net(), args={"momentun": 0.5})
+
+
+def test_a_misspelt_argument_of_pytorch_optimizer_is_refused() -> None:
+    lion = pytest.importorskip("pytorch_optimizer").Lion
+    assert make_optimizer("lion", net(), args={"use_gc": True}).param_groups[0]["use_gc"]
+    with pytest.raises(UsageError, match="Lion has no argument 'beta'") as caught:
+        make_optimizer(lion, net(), args={"beta": [0.9, 0.99]})
+    assert "did you mean 'betas'? it accepts: betas, weight_decouple" in caught.value.remedy
+
+
+def test_groups_and_decay_apply_to_an_optimizer_of_a_package() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    rules = [GroupRule("up.*", lr_scale=0.5, weight_decay=0.3)]
+    made = make_optimizer("lion", net(), lr=0.1, weight_decay=0.2, decay_norms_and_biases=False, rules=rules)
+    found = sorted((g["lr"], g["weight_decay"]) for g in made.param_groups)
+    assert found[0] == (0.05, 0.3) and set(found[1:]) == {(0.1, 0.0), (0.1, 0.2)}
+
+
+def test_a_weight_decay_that_an_optimizer_does_not_have_is_refused() -> None:
+    for given in ({"weight_decay": 0.1}, {"rules": [GroupRule("*", weight_decay=0.1)]}):
+        with pytest.raises(UsageError, match="has no effect: Rprop has no weight decay"):
+            make_optimizer(torch.optim.Rprop, net(), **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

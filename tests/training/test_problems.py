@@ -116,10 +116,17 @@ COMPONENTS: tuple[Edits, Expected] = (
         "spikes.policy.use": (17, "'Reads'"),
     },
 )
+PACKAGES: tuple[Edits, Expected] = (
+    [
+        ("use: adamw", "use: torch.optim:NAdam\n  args: {momentun_decay: 0.1}"),
+        ("use: cosine", "use: torch.optim.lr_scheduler:StepLR\n  args: {step_sze: 3}"),
+    ],
+    {"optimizer.args.momentun_decay": (12, "'momentum_decay'"), "schedule.args.step_sze": (15, "'step_size'")},
+)
 ASKED = pytest.mark.parametrize(
     "asked",
-    [NAMES, VALUES, COMPONENTS],
-    ids=["names and files", "patterns, values and durations", "arguments, components and batch"],
+    [NAMES, VALUES, COMPONENTS, PACKAGES],
+    ids=["names and files", "patterns, values and durations", "arguments, components and batch", "packages"],
 )
 
 

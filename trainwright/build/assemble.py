@@ -24,11 +24,11 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.optim.own import as_one, takes_first
 from trainwright.build.ready import ReadyBatches, Say, silent
-from trainwright.build.resolve import LIVE, find, make, parameters_of
+from trainwright.build.resolve import LIVE, find, make, parameters_of, require_arguments
 from trainwright.build.schedule import make_schedule
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule, unchanged
 from trainwright.build.unwrap import Unwrapped, length_of, unwrap
-from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
+from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
 from trainwright.models.lora import add_lora
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
@@ -38,6 +38,7 @@ from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, 
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Fp8
 from trainwright.state.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.state.cursor import Cursor, count_tokens
+from trainwright.state.modes import names_with_modes, use_training_weights, with_modes
 from trainwright.state.rng import RngBag, seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.world import device_name, low_precision
@@ -215,7 +216,13 @@ def gather_facts(
 
 def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
     """Returns the state before the first step."""
-    return TrainState(parts.model, build_optimizer(parts, loaded, plan), ema=_build_average(parts, loaded, plan))
+    optimizer, ask = build_optimizer(parts, loaded, plan), loaded.recipe.model
+    if ask.keeps_average and with_modes(optimizer):
+        path, names = "model.ema" if ask.ema is not None else "model.swa", names_with_modes(optimizer)
+        rule, remedy = f"contradicts the optimizer: {names} averages the weights itself", f"leave {path} out"
+        raise RecipeError(Problem(path, rule, remedy=remedy, where=loaded.source.where(path)))
+    use_training_weights(optimizer)
+    return TrainState(parts.model, optimizer, ema=_build_average(parts, loaded, plan))
 
 
 def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | NoAverage:
@@ -279,10 +286,26 @@ def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimize
         every = _steps_between(ask.every, plan)
         if parts.schedule is not None:
             return own_schedule(parts.schedule, optimizer, every)
-        named = find(ask.use, {}, "schedule", source)
+        named = find_schedule(loaded)
         if takes_first(named, "optimizer") or takes_first(named, "step"):
             return own_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)
         return function_of_step(make(ask.use, {**shared, **ask.args}, {}, "schedule", source))
+
+
+def find_schedule(loaded: Loaded) -> Callable[..., Any]:
+    """Returns the callable that a recipe names as its schedule. Raises RecipeError for arguments that do not fit."""
+    ask, source = loaded.recipe.schedule, loaded.source
+    named = find(ask.use, {}, "schedule", source)
+    if takes_first(named, "optimizer"):
+        require_arguments(partial(named, None), ask.args, ask.use, "schedule", source)
+    elif takes_first(named, "step"):
+        wrong = unknown_args(ask.use, "schedule.args", ask.args, list(parameters_of(named))[1:])
+        if wrong:
+            raise RecipeError([replace(each, where=source.where(each.path)) for each in wrong])
+    else:
+        given = dict.fromkeys(("total", "warmup", "floor"))
+        require_arguments(named, {**given, **ask.args}, ask.use, "schedule", source)
+    return named
 
 
 def _steps_between(every: Duration, plan: Plan) -> int:

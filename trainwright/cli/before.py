@@ -223,6 +223,26 @@ def mup_check(
     answer(draw(found, out), as_json)
 
 
+@verb("compare-optimizers")
+def compare_optimizers(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    optimizers: Annotated[
+        list[str], typer.Argument(metavar="OPTIMIZER...", help="Short names, or package.module:callable.")
+    ],
+    settings: Settings = None,
+    range_steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each range test.")] = 80,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each run.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe with several optimizers, each at the learning rate of a range test, and compare them."""
+    from trainwright.verbs.compare_optimizers import compare_optimizers as compared
+
+    found = compared(
+        recipe, optimizers, settings=settings or [], range_steps=range_steps, threads=threads, say=say_to(as_json)
+    )
+    answer(found, as_json)
+
+
 @verb()
 def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of recipes, for editors."""

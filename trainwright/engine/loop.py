@@ -13,6 +13,7 @@ from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
 from trainwright.state.cursor import StepBatch
+from trainwright.state.modes import use_averaged_weights
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
@@ -76,6 +77,8 @@ def run(
 ) -> Outcome:
     """Trains until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
 
+    At the end the model has the averaged weights of an optimizer that averages them itself, such as ScheduleFree.
+
     ``complete`` finishes the state after the last step, unless a signal stopped the run or the state is poisoned.
 
     Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
@@ -117,4 +120,5 @@ def run(
         if not stop:
             evaluation.finish(state)
         done = until(state) >= 1.0
-        return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)
+    use_averaged_weights(state.optimizer)  # when no observer replays a step any more
+    return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)

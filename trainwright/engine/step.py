@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate, divided_before, run_divided
-from trainwright.engine.clip import ClipFn, global_norm, no_clip
+from trainwright.engine.clip import AdaptiveClip, ClipFn, global_norm, no_clip
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
@@ -151,6 +151,8 @@ def make_step(
         try:
             reports += update(skipped, state, batch)
             recovery.buffers.restore_if(skipped)
+            if isinstance(clip, AdaptiveClip):
+                clip.accept(skipped)
             state.scaler.update(grad_norm)
             state.ema.update(state.step + 1)
         except Exception as error:

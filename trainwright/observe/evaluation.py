@@ -15,6 +15,7 @@ from trainwright.engine.over_ranks import share_buffers
 from trainwright.engine.precision import Precision
 from trainwright.observe.cadence import Every
 from trainwright.state.cursor import MicroBatch
+from trainwright.state.modes import averaged_weights
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
@@ -36,6 +37,8 @@ class ValidationSet:
 
 class PeriodicEvaluation:
     """Evaluates when due; ``last`` is the newest result.
+
+    The weights are the averaged ones of an optimizer that averages them itself, such as ScheduleFree.
 
     The metric ``ema_loss`` or ``swa_loss`` is the loss of the average of the weights.
     Of several sets the loss is that of the first, and each figure of each has the name of the set before its own.
@@ -74,7 +77,8 @@ class PeriodicEvaluation:
     def _evaluate(self, state: TrainState, sets: Mapping[str, Iterable[MicroBatch]], count: int) -> None:
         if self._world.size > 1:
             share_buffers(state, self._world)
-        each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
+        with averaged_weights(state.optimizer):
+            each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
         seen, first = _as_one(each_seen), next(iter(sets.values()))
         if state.ema.is_complete:
             with state.ema.swapped():

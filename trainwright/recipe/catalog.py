@@ -7,6 +7,7 @@ arithmetic, offload, the rules of resume and docs/catalog.md follow from the row
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -223,6 +224,23 @@ USERS_OPTIMIZER = OptimizerRow(
     adds_state=("amsgrad",),
 )
 """What is assumed of ``package.module:callable``: that it keeps what AdamW keeps."""
+
+OPTIMIZER_ALIASES = _by_name(
+    Row("ademamix", "pytorch_optimizer:AdEMAMix", "AdamW with a second, slower average of the gradients."),
+    Row("adan", "pytorch_optimizer:Adan", "Adam with Nesterov momentum from differences of gradients."),
+    Row("adopt", "pytorch_optimizer:ADOPT", "Adam that normalizes by the second moment of the step before."),
+    Row("came", "pytorch_optimizer:CAME", "Factored second moments, scaled by the confidence in them."),
+    Row("lion", "pytorch_optimizer:Lion", "The sign of an interpolated momentum."),
+    Row("mars", "pytorch_optimizer:MARS", "AdamW with variance-reduced gradients."),
+    Row("prodigy", "pytorch_optimizer:Prodigy", "AdamW that estimates its learning rate; lr is a factor on it."),
+    Row("schedulefree", "pytorch_optimizer:ScheduleFreeAdamW", "AdamW with averaged weights and no schedule."),
+    Row("schedulefree_sgd", "pytorch_optimizer:ScheduleFreeSGD", "SGD with averaged weights and no schedule."),
+    Row("soap", "pytorch_optimizer:SOAP", "Adam in the eigenbasis of Shampoo's preconditioner."),
+    Row("stableadamw", "pytorch_optimizer:StableAdamW", "AdamW with update clipping as in Adafactor."),
+)
+"""Short names of optimizers of the package pytorch_optimizer. A recipe is read as if it named the factory."""
+OPTIMIZER_NAMES: Mapping[str, Row] = ChainMap[str, Row](OPTIMIZER_ALIASES, OPTIMIZERS)  # type: ignore[arg-type]
+"""All short names; those in the box come first."""
 
 SCHEDULES = _by_name(
     Row("constant", "trainwright.build.schedule:ConstantSchedule", "The peak learning rate to the end."),

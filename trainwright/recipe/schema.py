@@ -16,7 +16,8 @@ from trainwright.recipe.alerts import Alerts
 from trainwright.recipe.catalog import (
     LOSSES,
     MODELS,
-    OPTIMIZERS,
+    OPTIMIZER_ALIASES,
+    OPTIMIZER_NAMES,
     SCHEDULES,
     SINKS,
     SPIKE_POLICIES,
@@ -185,18 +186,56 @@ class Batch(Section):
 class Clip(Section):
     """Gradient clipping before each update."""
 
-    by: Literal["norm", "value", "agc", "none"] = Field(
+    by: Literal["norm", "value", "agc", "zclip", "adagc", "none"] = Field(
         default="none",
-        description="Global norm, each value, adaptive per unit (AGC), or no clipping. norm where only at is given.",
+        description="Global norm, each value, each unit by its weights (agc), the global norm by those before (zclip), "
+        "each tensor by its norms before (adagc), or no clipping. norm where only at is given.",
         examples=["norm"],
     )
-    at: float = Field(default=1.0, gt=0, description="The bound.")
+    at: float = Field(
+        default=1.0, gt=0, description="The bound; of adagc: of the global norm in its warm-up; zclip has none."
+    )
+    z: float | None = Field(
+        default=None,
+        gt=0,
+        description="zclip: standard deviations above the mean from which on a norm is clipped; null: 2.5.",
+        examples=[3.0],
+    )
+    ratio: float | None = Field(
+        default=None,
+        gt=0,
+        description="adagc: the largest norm of a tensor, relative to its average; null: 1.05.",
+        examples=[1.2],
+    )
+    decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="zclip, adagc: decay of the moving averages; null: 0.97 and 0.98.",
+        examples=[0.95],
+    )
+    warmup: Count | None = Field(
+        default=None,
+        description="zclip, adagc: steps before the averages are used; null: 25 and 100.",
+        examples=[50],
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _by_norm(cls, value: object) -> object:
         """A bound without a measure bounds the global norm; without this rule it would have no effect."""
         return {"by": "norm", **value} if isinstance(value, dict) and "at" in value else value
+
+    @model_validator(mode="after")
+    def _no_idle_key(self) -> Clip:
+        own = {"zclip": ("z", "decay", "warmup"), "adagc": ("ratio", "decay", "warmup")}.get(self.by, ())
+        idle = [key for key in ("z", "ratio", "decay", "warmup") if getattr(self, key) is not None and key not in own]
+        idle += ["at"] if self.by == "zclip" and self.at != 1.0 else []
+        if idle:
+            takes = f"its keys are {', '.join(own)}" if own else "it has no further key"
+            rule = f"has no effect on by: {self.by}"
+            raise RecipeError([Problem(key, rule, remedy=f"leave it out; {takes}") for key in idle])
+        return self
 
 
 class Group(Section):
@@ -234,8 +273,10 @@ class LrRule(Section):
 class Optimizer(Part):
     """How gradients change the weights."""
 
-    use: Annotated[str, ShortName("optimizer", OPTIMIZERS)] = Field(
-        default="adamw", description="An optimizer in the box, or package.module:callable.", examples=["sgd"]
+    use: Annotated[str, ShortName("optimizer", OPTIMIZER_NAMES)] = Field(
+        default="adamw",
+        description="An optimizer in the box, a short name of one of pytorch_optimizer, or package.module:callable.",
+        examples=["sgd"],
     )
     lr: float | None = Field(
         default=None,
@@ -271,6 +312,8 @@ class Optimizer(Part):
         if not isinstance(value, dict):
             return value
         use = value.get("use", cls.model_fields["use"].default)
+        if isinstance(use, str) and use in OPTIMIZER_ALIASES:
+            return {**value, "use": OPTIMIZER_ALIASES[use].factory}
         row = optimizer_row(use) if isinstance(use, str) else USERS_OPTIMIZER
         defaults = {"lr": row.lr, "weight_decay": row.weight_decay}
         return {**value, **{key: default for key, default in defaults.items() if value.get(key) is None}}

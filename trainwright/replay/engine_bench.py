@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated
-from trainwright.engine.clip import ClipFn, GradientClip
+from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.engine.spikes import SpikeDecision, SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
@@ -235,7 +235,9 @@ class _BenchWitness:
         tell("on_multiplied", factor)
 
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
-        by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
+        if isinstance(clip, AdaptiveClip):
+            clip = clip.frozen(parameters, total_norm)
+        by, at = (clip.by, float(clip.at)) if isinstance(clip, GradientClip) else ("custom", float("nan"))
         tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
 
 

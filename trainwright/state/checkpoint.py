@@ -1,8 +1,9 @@
 """Saving and loading a TrainState: written aside, committed by one rename, never unpickled.
 
 checkpoints/step-00000400/
-  model.safetensors    the model's state_dict under its own key names
-  rest.safetensors     tensors of the optimizer, EMA and random generators
+  model.safetensors    the model's state_dict under its own key names; of an optimizer that averages the weights itself
+                       (``state.modes``) the averaged weights
+  rest.safetensors     tensors of the optimizer, EMA and random generators; the training weights of such an optimizer
   state.json           everything else, and the metadata of the run
   manifest.json        step, sizes and sha256
 """
@@ -35,6 +36,7 @@ from trainwright.state.manifest import (
     verify,
     write_manifest,
 )
+from trainwright.state.modes import both_weights
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.names import plain_name
 from trainwright.state.rng import RngBag
@@ -102,24 +104,34 @@ def _part_of(state: TrainState, staging: Staging | None = None) -> StagePart:
 def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], StateDict]:
     tensors: dict[tuple[str, str], Tensor] = {}
     values: StateDict = {}
-    for part, tree in (("model", _model(state.model)), ("rest", _rest(state))):
-        try:
-            named, values[part] = encode(tree)
-        except TypeError as error:
-            raise CheckpointError(
-                f"the state cannot be saved: {_brief(error)}",
-                remedy="keep tensors, numbers, strings and containers of them in extra state and parameter groups",
-            ) from None
-        tensors |= {(part, name): tensor for name, tensor in named.items()}
+    with both_weights(state.optimizer) as weights:
+        trees = {"model": _model(state.model, weights.averaged), "rest": _rest(state, weights.training)}
+        for part, tree in trees.items():
+            try:
+                named, values[part] = encode(tree)
+            except TypeError as error:
+                raise CheckpointError(
+                    f"the state cannot be saved: {_brief(error)}",
+                    remedy="keep tensors, numbers, strings and containers of them in extra state and parameter groups",
+                ) from None
+            tensors |= {(part, name): tensor for name, tensor in named.items()}
     return tensors, values
 
 
-def _model(model: nn.Module) -> StateDict:
-    return plain_state_dict(model, keep_vars=holds_parts(model))
+def _model(model: nn.Module, averaged: Mapping[int, Tensor]) -> StateDict:
+    plain = plain_state_dict(model, keep_vars=bool(averaged) or holds_parts(model))
+    return {name: averaged.get(id(value), value) for name, value in plain.items()}
 
 
-def _rest(state: TrainState) -> StateDict:
+def _training_weights(model: nn.Module, training: Mapping[int, Tensor]) -> StateDict:
+    """Under all names that a tied weight has."""
+    plain = plain_state_dict(model, keep_vars=True) if training else {}
+    return {name: training[id(value)] for name, value in plain.items() if id(value) in training}
+
+
+def _rest(state: TrainState, training: Mapping[int, Tensor]) -> StateDict:
     return {
+        "training_weights": _training_weights(state.model, training),
         "optimizer": moments(state.model, state.optimizer),
         "scaler": state.scaler.state_dict(),
         "ema": state.ema.state_dict(),
@@ -208,7 +220,8 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
     contents = read_contents(path)
     rest = contents.rest
     try:
-        load_plain_state_dict(state.model, contents.model, is_stage=state.stages.size > 1)
+        weights = {**contents.model, **rest.get("training_weights", {})}
+        load_plain_state_dict(state.model, weights, is_stage=state.stages.size > 1)
         load_moments(state.model, state.optimizer, rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
@@ -276,7 +289,7 @@ def _require_finite(snapshot: CheckpointData) -> None:
     """
     masks = snapshot.model.keys() - snapshot.trained
     poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]
-    own = ("optimizer.", "ema.")
+    own = ("optimizer.", "ema.", "training_weights.")
     rest = snapshot.rest.items()
     poisoned += [name for name, each in rest if not _is_finite(each, or_infinite=not name.startswith(own))]
     if poisoned:

@@ -23,6 +23,7 @@ REST: Rule = {
     "optimizer": {"class": TEXT, "built": {}, "state": {}, "own": {}, "param_groups": [{"params": [TEXT]}]},
     "scaler": Maybe({"scale": AMOUNT, "clean_steps": NATURAL}),
     "ema": Maybe({"kind?": TEXT, "num_updates": NATURAL, "shadow": {"*": TENSOR}}),
+    "training_weights?": {"*": TENSOR},
     "loss": {},
     "transient": {"*": TENSOR},
     "ledger": {

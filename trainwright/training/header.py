@@ -19,6 +19,7 @@ from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
 from trainwright.recipe import OPTIMIZERS, SCHEDULES, Loaded
 from trainwright.state.chained import parts_of
 from trainwright.state.cursor import StepBatch, count_tokens
+from trainwright.state.modes import names_with_modes, with_modes
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job
@@ -123,7 +124,9 @@ class _Header:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.advance is not None:
             return Setting("clip", "as the step function clips", "asked")
-        return self._setting("clip", ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}", "optimizer.clip")
+        shown = ask.by if ask.by in ("none", "zclip") else f"{ask.by} at {ask.at:g}"
+        own = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
+        return self._setting("clip", ", ".join([shown, *own]), "optimizer.clip")
 
     def _precision(self) -> Setting:
         ask, job = self.job.recipe.precision, self.job
@@ -223,6 +226,9 @@ class _Header:
         if plan.swa is not None:
             shown = f"the mean of the weights every {plan.swa.every:,} steps from step {plan.swa.start:,} on"
             yield self._setting("average", shown, "model.swa")
+        if with_modes(self.job.state.optimizer):
+            shown = f"of the weights, by {names_with_modes(self.job.state.optimizer)}: evaluated, saved and exported"
+            yield self._setting("average", shown, *OF_OPTIMIZER)
         if recipe.spikes.policy not in ("warn", "off"):
             yield self._setting("spikes", recipe.spikes.policy, "spikes")
         if recipe.deterministic:

@@ -27,7 +27,6 @@ from trainwright.build.assemble import (
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
 from trainwright.build.resolve import find, parameters_of
-from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.guard import LARGEST_TABLE
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
@@ -498,7 +497,6 @@ def make_advance(
     probes: Sequence[Probe] = (),
 ) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
-    clip = job.recipe.optimizer.clip
     job.matmul.set()
     torch.set_num_threads(job.plan.threads)
     if job.parts.advance is not None:
@@ -507,7 +505,7 @@ def make_advance(
         job.parts.loss,
         schedule=job.built.schedule,
         precision=job.precision,
-        clip=make_clip(clip.by, clip.at),
+        clip=job.built.clip,
         probes=probes,
         ranks=rank_layout(job.parts, job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro), job.state),
         seed=job.recipe.seed,

@@ -14,6 +14,7 @@ from trainwright.build.optim.own import not_trained
 from trainwright.build.resolve import find, imported, make, parameters_of
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule
 from trainwright.build.swa_schedule import SwaSchedule
+from trainwright.engine.clip import AdaptiveClip, ClipFn, make_clip
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
 from trainwright.engine.named_metrics import LossPerplexity, stated_by
 from trainwright.engine.observer import Observer, as_observer
@@ -21,6 +22,7 @@ from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
 from trainwright.state.chained import parts_of
+from trainwright.state.moments import parameter_names
 from trainwright.state.train_state import TrainState
 
 CROSS_ENTROPIES = ("cross_entropy", "language_model", "hf_causal_lm")
@@ -36,6 +38,7 @@ class Live(NamedTuple):
     plan: Plan
     metrics: MetricSet
     train_metrics: MetricSet
+    clip: ClipFn
 
 
 def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
@@ -53,7 +56,19 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     swa = loaded.recipe.model.swa
     if plan.swa is not None and swa is not None and swa.lr is not None:
         schedule = state.stateful["swa"] = SwaSchedule(schedule, state.optimizer, plan.swa, swa.lr, swa.anneal_by)
-    return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training)
+    clip = build_clip(loaded.recipe, state)
+    if isinstance(clip, AdaptiveClip):
+        state.stateful["clip"] = clip
+    return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training, clip)
+
+
+def build_clip(recipe: Recipe, state: TrainState) -> ClipFn:
+    """Returns the clip that a recipe asks for, with statistics of its own."""
+    ask, optimizer = recipe.optimizer.clip, state.optimizer
+    stated = {name: value for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name)) is not None}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    named = zip(parameter_names(state.model, optimizer), parameters, strict=True)
+    return make_clip(ask.by, ask.at, parameters=named, **stated)
 
 
 def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:

@@ -16,11 +16,20 @@ import torch
 from torch import nn
 
 from trainwright.build import schedule as schedules
-from trainwright.build.assemble import Parts, build_dataset, build_loss, gather_facts, make_dataset, require_in_set
+from trainwright.build.assemble import (
+    Parts,
+    build_dataset,
+    build_loss,
+    find_schedule,
+    gather_facts,
+    make_dataset,
+    require_in_set,
+)
 from trainwright.build.checkpointing import find_blocks
 from trainwright.build.model import freeze, require_ready, unmatched_patterns
 from trainwright.build.optim.choose import make_optimizer, wrong_args
 from trainwright.build.optim.groups import GroupRule, unmatched_rules
+from trainwright.build.optim.own import wrong_arguments
 from trainwright.build.resolve import LIVE, find, parameters_of, require_arguments, search_beside
 from trainwright.build.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
@@ -202,12 +211,13 @@ class _Examination:
                     )
         elif self._is_here(optimizer.use, {}):
             with self._at("optimizer.use"):
-                find(optimizer.use, {}, "optimizer", self.loaded.source)
+                found = find(optimizer.use, {}, "optimizer", self.loaded.source)
+                self.problems.found += wrong_arguments(found, optimizer.args)
         if schedule.use in SCHEDULES:
             self.problems.found += schedules.wrong_args(schedule.use, schedule.args)
         elif self._is_here(schedule.use, {}):
             with self._at("schedule.use"):
-                find(schedule.use, {}, "schedule", self.loaded.source)
+                find_schedule(self.loaded)
 
     def _rest(self) -> None:
         recipe = self.recipe

@@ -15,6 +15,7 @@ import torch
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
+from trainwright.engine.clip import AdaptiveClip, ClipFn
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
 from trainwright.engine.precision import MatmulMode
@@ -326,8 +327,12 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         warns_of_spikes=job.recipe.spikes.policy == "warn",
         datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
         quarantine=frozenset(job.recipe.data.quarantine),
-        functions=[each for each in (job.parts.loss, job.parts.advance) if each is not None],
+        functions=[each for each in (job.parts.loss, job.parts.advance, *_held_by(job.built.clip)) if each is not None],
     )
+
+
+def _held_by(clip: ClipFn) -> tuple[object, ...]:
+    return (clip.held,) if isinstance(clip, AdaptiveClip) else ()
 
 
 def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from trainwright.build.assemble import Parts
-from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import LrRange, lr_range
 from trainwright.errors import StorageError, UsageError
 from trainwright.observe.terminal import Console
@@ -31,7 +30,6 @@ def run_lr_range(
     require_loss(parts, "lr_range")
     job = prepare(in_one_process(loaded), parts)
     torch.set_num_threads(job.plan.threads)
-    clip = job.recipe.optimizer.clip
     found = lr_range(
         job.state,
         job.batches,
@@ -40,7 +38,7 @@ def run_lr_range(
         highest=highest,
         num_steps=steps,
         precision=job.precision,
-        clip=make_clip(clip.by, clip.at),
+        clip=job.built.clip,
     )
     return found, job.lr
 

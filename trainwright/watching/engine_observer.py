@@ -55,7 +55,7 @@ class EngineSession:
     ``examine``: what the budget allows, or everything. ``keeps_last_steps``: at the end they are written to ``bundles``
     where something found no time. ``warns_of_spikes`` is true where the step function has no SpikeGuard. ``datasets``
     are those of training and validation, if there is one, ``quarantine`` the training samples that must not be read;
-    ``functions`` are those of the user that a step calls.
+    ``functions`` are those of the user that a step calls, and objects with a state of the step.
     """
 
     def __init__(

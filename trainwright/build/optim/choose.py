@@ -13,11 +13,21 @@ from torch.optim.optimizer import ParamsT
 
 from trainwright.build.optim.groups import GroupRule, GroupSettings, fan_in_ratios, param_groups
 from trainwright.build.optim.offload import offloaded
-from trainwright.build.optim.own import Factory, arguments_of, as_one, makes_own_groups, require_plain_step
+from trainwright.build.optim.own import (
+    Factory,
+    arguments_of,
+    as_one,
+    makes_own_groups,
+    name_of,
+    require_plain_step,
+    wrong_arguments,
+)
 from trainwright.build.resolve import imported
-from trainwright.errors import Problem, UsageError, require_choice, unknown_args
+from trainwright.errors import MissingExtra, Problem, UsageError, require_choice, unknown_args
 from trainwright.plan.offload import why_not_offloaded
-from trainwright.recipe import OPTIMIZERS
+from trainwright.recipe import OPTIMIZER_ALIASES, OPTIMIZER_NAMES, OPTIMIZERS
+from trainwright.state.chained import parts_of
+from trainwright.state.modes import with_modes
 from trainwright.state.shards import holds_parts, is_divided
 
 MUP_OPTIMIZERS = ("adamw", "adam", "adamw8bit", "adamw4bit")
@@ -37,8 +47,9 @@ def make_optimizer(
 ) -> Optimizer:
     """Returns the optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
 
-    What is not given has the default of the optimizer's own class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself
-    with ``adjust_lr="match_rms_adamw"``), ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
+    ``name`` is a short name (docs/catalog.md), or a callable. What is not given has the default of the optimizer's own
+    class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with ``adjust_lr="match_rms_adamw"``), ``adamw_betas``,
+    ``adamw_eps`` and ``head`` (see ``muon_groups``).
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update but for
     rounding. Fused was the fastest in every case measured, and takes a skipped step on the device.
 
@@ -50,6 +61,8 @@ def make_optimizer(
     one that gains nothing by it.
     """
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
+    if isinstance(name, str) and name in OPTIMIZER_ALIASES:
+        name = _of_package(name)
     if isinstance(name, str):
         lr, weight_decay = _rates(name, lr, weight_decay)
     shared: GroupSettings = {
@@ -60,8 +73,12 @@ def make_optimizer(
     }
     if callable(name):
         _require_no_groups(name, shared, offload=offload)
+        for found in wrong_arguments(name, arguments):
+            raise UsageError(found.rule, remedy=found.remedy)
         params, rate = arguments_of(name, model, lambda: param_groups(model, **shared), lr)
-        return as_one(_call(name, params, {**rate, **arguments}, offload=offload), model)
+        made = as_one(_call(name, params, {**rate, **arguments}, offload=offload), model)
+        _require_decay(made, shared)
+        return made
     _require_known(name, arguments)
     if offload and (why := why_not_offloaded(name, arguments)):
         raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
@@ -73,14 +90,37 @@ def make_optimizer(
     row = OPTIMIZERS[name]
     groups = imported(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
     arguments = {**_implementation(name, model, arguments), **arguments}
-    made = _call(imported(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
-    assert isinstance(made, Optimizer)
-    return made
+    in_the_box = _call(imported(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
+    assert isinstance(in_the_box, Optimizer)
+    return in_the_box
+
+
+def _of_package(alias: str) -> Factory:
+    """The class of pytorch_optimizer that a short name stands for. Raises MissingExtra where that is not installed."""
+    try:
+        return imported(OPTIMIZER_ALIASES[alias].factory)
+    except ModuleNotFoundError as error:
+        if error.name != "pytorch_optimizer":
+            raise
+        raise MissingExtra("pytorch_optimizer", needed_for=f"the optimizer {alias}") from None
+
+
+def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:
+    """Raises UsageError for a weight decay that an optimizer does not have."""
+    stated = {"optimizer.weight_decay": shared["weight_decay"]}
+    stated |= {f"optimizer.groups.{i}.weight_decay": rule.weight_decay for i, rule in enumerate(shared["rules"])}
+    for part in parts_of(optimizer):
+        for path, value in stated.items():
+            if value and "weight_decay" not in part.defaults:
+                raise UsageError(
+                    f"{path} has no effect: {type(part).__name__} has no weight decay",
+                    remedy="leave it out, or choose an optimizer that has it, such as adamw",
+                )
 
 
 def _rates(name: str, lr: float | None, weight_decay: float | None) -> tuple[float | None, float | None]:
     """Learning rate and weight decay of an optimizer in the box. Raises UsageError for another name."""
-    require_choice("optimizer", name, OPTIMIZERS)
+    require_choice("optimizer", name, OPTIMIZER_NAMES)
     row = OPTIMIZERS[name]
     return row.lr if lr is None else lr, row.weight_decay if weight_decay is None else weight_decay
 
@@ -141,7 +181,7 @@ def _require_no_groups(factory: Factory, shared: GroupSettings, *, offload: bool
         if value:
             path = "optimizer.groups" if key == "rules" else f"optimizer.{key}"
             raise UsageError(
-                f"{path} has no effect: {_name(factory)} makes its groups itself",
+                f"{path} has no effect: {name_of(factory)} makes its groups itself",
                 remedy="set it there, or give the function a parameter lr, so that it gets groups",
             )
 
@@ -151,7 +191,13 @@ def _call(
 ) -> Optimizer | Sequence[Optimizer]:
     @wraps(factory)
     def checked(params: ParamsT, **arguments: object) -> Optimizer:
-        return with_momentum_buffers(require_plain_step(factory(params, **arguments)))
+        optimizer = with_momentum_buffers(require_plain_step(factory(params, **arguments)))
+        if with_modes(optimizer):
+            raise UsageError(
+                f"{name_of(factory)} averages the weights itself and cannot be offloaded",
+                remedy="set optimizer.offload to false",
+            )
+        return optimizer
 
     try:
         if offload:
@@ -166,12 +212,9 @@ def _call(
     except (ValueError, TypeError, RuntimeError) as error:  # torch refuses bad values with any of these
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise UsageError(
-            f"{_name(factory)} refuses its arguments ({arguments}): {error}", remedy="change the argument that it names"
+            f"{name_of(factory)} refuses its arguments ({arguments}): {error}",
+            remedy="change the argument that it names",
         ) from error
-
-
-def _name(factory: Factory) -> str:
-    return str(getattr(factory, "__name__", None) or getattr(getattr(factory, "func", factory), "__name__", "it"))
 
 
 def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:

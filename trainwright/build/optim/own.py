@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from types import CodeType
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from trainwright.build.resolve import parameters_of
-from trainwright.errors import UsageError
+from trainwright.errors import Problem, UsageError, unknown_args
 from trainwright.recipe import OPTIMIZERS
 from trainwright.state.chained import ChainedOptimizer, parts_of
 
@@ -28,6 +30,47 @@ def takes(factory: Callable[..., object], name: str) -> bool:
 def takes_first(factory: Callable[..., object], name: str) -> bool:
     """Whether the first parameter of a callable has that name."""
     return next(iter(parameters_of(factory)), None) == name
+
+
+def name_of(factory: Callable[..., object]) -> str:
+    """What a factory is called in messages."""
+    return str(getattr(factory, "__name__", None) or getattr(getattr(factory, "func", factory), "__name__", "it"))
+
+
+def wrong_arguments(factory: Callable[..., object], args: Iterable[str]) -> list[Problem]:
+    """The problems of ``optimizer.args`` that a factory does not take."""
+    parameters = list(parameters_of(factory).values())
+    named = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    is_open = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    read = _names_read(factory) if is_open else frozenset()
+    accepted = [name for name in named if name not in ("lr", "weight_decay", "differentiable")]
+    left = [] if read is None else [name for name in args if name not in read]
+    return unknown_args(name_of(factory), "optimizer.args", left, accepted)
+
+
+def _names_read(factory: Callable[..., object]) -> frozenset[str] | None:
+    """The names of ``**kwargs`` that a class may read: all texts in its code. None: it may take any name.
+
+    Optimizers of pytorch_optimizer take ``**kwargs`` and ignore what they do not know, so that a misspelled setting
+    would have no effect.
+    """
+    if not isinstance(factory, type):
+        return None
+    found: set[str] = set()
+    for base in factory.__mro__[: factory.__mro__.index(Optimizer)] if Optimizer in factory.__mro__ else ():
+        for name, member in vars(base).items():
+            code = getattr(inspect.unwrap(getattr(member, "__func__", member)), "__code__", None)
+            if code is None:
+                continue
+            if name == "__init__" and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(code)):
+                return None  # it passes them on
+            found |= _texts_in(code)
+    return frozenset(found) if found else None
+
+
+def _texts_in(code: CodeType) -> set[str]:
+    inside = [_texts_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {each for each in code.co_consts if isinstance(each, str)}.union(*inside)
 
 
 def makes_own_groups(factory: Callable[..., object]) -> bool:

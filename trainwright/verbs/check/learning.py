@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from trainwright.engine.clip import make_clip
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loop import steps
 from trainwright.engine.loss import as_loss_fn
@@ -19,6 +18,7 @@ from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
+from trainwright.training.own_objects import build_clip
 from trainwright.verbs.check.first_batch import LossRecorder
 from trainwright.verbs.check.sandbox import Sandbox, within
 from trainwright.verbs.check.verdict import Verdict, first_of
@@ -43,7 +43,6 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
     """
     if RANGE_STEPS * step_s > budget_s or not sandbox.kept:
         return None
-    clip = sandbox.job.recipe.optimizer.clip
     with sandbox.fresh() as state:
         found = lr_range(
             state,
@@ -53,7 +52,7 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
             highest=HIGHEST,
             num_steps=RANGE_STEPS,
             precision=sandbox.job.precision,
-            clip=make_clip(clip.by, clip.at),
+            clip=build_clip(sandbox.job.recipe, state),
         )
     return found if found.stopped_at is not None or len(found.lrs) == RANGE_STEPS else None
 
@@ -72,9 +71,9 @@ def falls_from(found: LrRange) -> float | None:
 
 def first_update(sandbox: Sandbox) -> float:
     """How far one update at the peak rate moves the weights: norm of the change over norm of the weights."""
-    job, clip = sandbox.job, sandbox.job.recipe.optimizer.clip
-    advance = make_step(job.parts.loss, precision=job.precision, clip=make_clip(clip.by, clip.at))
+    job = sandbox.job
     with sandbox.fresh() as state:
+        advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
         trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in trained]
         advance(state, sandbox.kept[0])
@@ -138,10 +137,9 @@ def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
     """Trains on a few samples of the first micro-batch at a constant rate, without dropout."""
     fit, micro = BatchFit(lr=lr), fewer(sandbox.kept[0].micro[0], BY_HEART)
     batch = StepBatch((micro,))
-    clip = sandbox.job.recipe.optimizer.clip
-    advance = make_step(sandbox.job.parts.loss, precision=sandbox.job.precision, clip=make_clip(clip.by, clip.at))
-    ever: set[str] = set()
+    job, ever = sandbox.job, set[str]()
     with sandbox.fresh() as state:
+        advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
         without_dropout(state.model)
         scale_lr(state, lr)
         for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(HEART_STEPS)):

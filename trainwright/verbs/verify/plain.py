@@ -384,7 +384,11 @@ def _settings(recipe: Recipe, steps: int, folder: Path) -> list[str]:
 def _require_comparable(loaded: Loaded) -> None:
     recipe = loaded.recipe
     for wrong, what, remedy in (
-        (recipe.optimizer.clip.by == "agc", "clips adaptively (agc), for which torch has no function", "clip by norm"),
+        (
+            recipe.optimizer.clip.by in ("agc", "zclip", "adagc"),
+            f"clips by {recipe.optimizer.clip.by}, for which torch has no function",
+            "clip by norm",
+        ),
         (recipe.precision == "fp16", "computes in fp16, whose loss scale is not compared", "--set precision=bf16"),
         (recipe.optimizer.offload is not False, "offloads the optimizer", "--set optimizer.offload=false"),
     ):
