@@ -56,6 +56,7 @@ _HOME = {
     "replay": "trainwright.verbs.of_objects",
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
+    "sweep": "trainwright.verbs.sweep.call",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
     "verify_plain": "trainwright.verbs.verify.plain",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
     from trainwright.verbs.of_objects import profile as profile
     from trainwright.verbs.of_objects import replay as replay
     from trainwright.verbs.of_objects import verify_resume as verify_resume
+    from trainwright.verbs.sweep.call import sweep as sweep
     from trainwright.verbs.verify.plain import verify_plain as verify_plain
     from trainwright.watching.watch import watch as watch
 

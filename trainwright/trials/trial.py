@@ -71,8 +71,9 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the trial came to an end by itself. One that was stopped or killed can be resumed."""
-        return self.ended in ("finished", "data_exhausted", "failed")
+        """Whether the trial came to an end by itself. One that a signal stopped, or a kill, can be resumed."""
+        is_interrupted = self.ended == "stopped" and self.reason.partition(" ")[0] in signal.Signals.__members__
+        return self.ended in ("finished", "data_exhausted", "failed", "stopped") and not is_interrupted
 
     @property
     def val_loss(self) -> float:
