@@ -109,7 +109,13 @@ def run_speed(trials: int, pairs: int) -> dict[str, Any]:
                 subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True)
                 found.append(round(time.monotonic() - began_s, 2))
         same = table(recipe.parent / "jobs-1-0") == table(recipe.parent / "jobs-2-0")
-    return {"trials": trials, "cores": os.cpu_count(), "one_at_a_time_s": seconds["1"], "two_s": seconds["2"], "same_table": same}
+    return {
+        "trials": trials,
+        "cores": os.cpu_count(),
+        "one_at_a_time_s": seconds["1"],
+        "two_s": seconds["2"],
+        "same_table": same,
+    }
 
 
 def main() -> None:

@@ -57,7 +57,19 @@ MAY_IMPORT["verbs"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 ROOT = {"__init__", "__main__", "version", "errors"}
 """The files that lie in the root. Every room may import ``errors`` and ``version``."""
-WITHOUT_TORCH = {"errors", "version", "recipe", "runlog", "plan", "doctor", "report", "pages", "cli", "trials", "__init__"}
+WITHOUT_TORCH = {
+    "errors",
+    "version",
+    "recipe",
+    "runlog",
+    "plan",
+    "doctor",
+    "report",
+    "pages",
+    "cli",
+    "trials",
+    "__init__",
+}
 
 
 def row_of(path: Path, house: Path = HOUSE) -> str:

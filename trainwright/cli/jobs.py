@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.cli.app import Json, RecipePath, Settings, app, verb
+from trainwright.cli.app import Json, Settings, app, verb
 
 if TYPE_CHECKING:
     from trainwright.verbs.launch import JobFile
+    from trainwright.verbs.sweep import Sweep
 
-launch_app = typer.Typer(help="Write the job file by which a scheduler trains a recipe on several machines.")
+launch_app = typer.Typer(
+    help="Write the job file by which a scheduler trains a recipe on several machines, or a sweep."
+)
 app.add_typer(launch_app, name="launch", no_args_is_help=True)
 
+RecipeOrSweep = Annotated[
+    Path, typer.Argument(metavar="RECIPE|SWEEP", help="A recipe, or a sweep file: a job a trial.")
+]
+AtOnce = Annotated[int | None, typer.Option("--at-once", min=1, help="Trials of a sweep at once; else all.")]
 Ranks = Annotated[str, typer.Option("--ranks", metavar="MACHINESxRANKS", help="Machines, and ranks of each: 2x8.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")]
 Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to the kill: a step and a checkpoint.")]
@@ -23,8 +31,8 @@ Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to 
 
 @verb("slurm", of=launch_app)
 def launch_slurm(
-    recipe: RecipePath,
-    ranks: Ranks,
+    recipe: RecipeOrSweep,
+    ranks: Ranks = "1x1",
     time: Annotated[str | None, typer.Option(help="Limit of the job: 04:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="Where the job is queued.")] = None,
     account: Annotated[str | None, typer.Option(help="Who pays for it.")] = None,
@@ -32,6 +40,7 @@ def launch_slurm(
         list[str] | None,
         typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch, repeatable: qos=long."),
     ] = None,
+    at_once: AtOnce = None,
     grace: Grace = 120,
     output: Output = None,
     settings: Settings = None,
@@ -43,6 +52,13 @@ def launch_slurm(
 
     named = {"time": time, "partition": partition, "account": account}
     pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
+    if sweep := _sweep(recipe, ranks, settings):
+        from trainwright.verbs.sweep.cluster import slurm_sweep
+
+        words = [str(recipe.absolute()), *(word for each in settings or [] for word in ("--set", each))]
+        job = slurm_sweep(sweep, words, at_once=at_once, grace_s=grace, directives=pairs)
+        _print(job.written(output), as_json)
+        return
     loaded = load(recipe, overrides=settings or [])
     job = slurm_job(loaded, Shape.parse(ranks), settings=settings or [], grace_s=grace, directives=pairs)
     _print(job.written(output), as_json)
@@ -50,10 +66,11 @@ def launch_slurm(
 
 @verb("kubernetes", of=launch_app)
 def launch_kubernetes(
-    recipe: RecipePath,
-    ranks: Ranks,
+    recipe: RecipeOrSweep,
     image: Annotated[str, typer.Option(help="The container image, with trainwright and what the recipe imports.")],
     volume: Annotated[str, typer.Option(help="The PersistentVolumeClaim for the runs, which all pods can write.")],
+    ranks: Ranks = "1x1",
+    at_once: AtOnce = None,
     grace: Grace = 120,
     output: Output = None,
     settings: Settings = None,
@@ -63,9 +80,28 @@ def launch_kubernetes(
     from trainwright.recipe import load
     from trainwright.verbs.launch import Shape, kubernetes_job
 
+    if sweep := _sweep(recipe, ranks, settings):
+        from trainwright.verbs.sweep.cluster import kubernetes_sweep
+
+        job = kubernetes_sweep(sweep, image=image, volume=volume, at_once=at_once, grace_s=grace)
+        _print(job.written(output), as_json)
+        return
     loaded = load(recipe, overrides=settings or [])
     job = kubernetes_job(loaded, Shape.parse(ranks), image=image, volume=volume, settings=settings or [], grace_s=grace)
     _print(job.written(output), as_json)
+
+
+def _sweep(path: Path, ranks: str, settings: list[str] | None) -> Sweep | None:
+    """The sweep of a sweep file; None for a recipe. Raises UsageError for several ranks: a trial has one."""
+    from trainwright.errors import UsageError
+    from trainwright.verbs.launch import Shape
+    from trainwright.verbs.sweep.spec import is_sweep_file, read_sweep
+
+    if not is_sweep_file(path):
+        return None
+    if Shape.parse(ranks) != Shape(1, 1):
+        raise UsageError("a trial of a sweep has one rank", remedy="leave --ranks out")
+    return read_sweep(path, settings=settings or [], environ=os.environ)
 
 
 def _print(job: JobFile, as_json: bool) -> None:

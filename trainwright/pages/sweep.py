@@ -38,16 +38,20 @@ def sweep_page(
         else ""
     )
     bars = bars_svg(importance, title=f"Importance for {metric} (PED-ANOVA)") if importance else ""
-    page = templates().get_template("sweep.html").render(
-        of_every_page("file"),
-        title=name,
-        head=head,
-        rows=rows,
-        parallel=parallel,
-        bars=bars,
-        best_recipe=best_recipe,
-        note=note,
-        data={},
-        live=False,
+    page = (
+        templates()
+        .get_template("sweep.html")
+        .render(
+            of_every_page("file"),
+            title=name,
+            head=head,
+            rows=rows,
+            parallel=parallel,
+            bars=bars,
+            best_recipe=best_recipe,
+            note=note,
+            data={},
+            live=False,
+        )
     )
     return readable(page)

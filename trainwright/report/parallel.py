@@ -31,7 +31,9 @@ def parallel_coordinates_svg(
     axes = [*coordinates, Coordinate(metric, values)]
     width = _LEFT * 2 + _APART * (len(axes) - 1)
     placed = [_placed(each) for each in axes]
-    order = sorted(range(len(values)), key=lambda n: values[n], reverse=is_smaller_better)[-MAX_LINES:]  # the best on top
+    order = sorted(range(len(values)), key=lambda n: values[n], reverse=is_smaller_better)[
+        -MAX_LINES:
+    ]  # the best on top
     parts = [root(width, 400, f"parallel coordinates of {metric}"), text(16, 20, "Parallel coordinates", TITLE)]
     for rank, number in enumerate(order):
         share = rank / max(1, len(order) - 1)

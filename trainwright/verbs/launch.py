@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,9 +91,6 @@ def slurm_job(
     Raises RecipeError where the layout of the recipe does not suit the ranks, UsageError for wrong options.
     """
     _require(loaded, shape, grace_s)
-    options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
-    if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
-        raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
     own = {
         "job-name": f"job-name={loaded.recipe.name}",
         "nodes": f"nodes={shape.nodes}",
@@ -103,7 +100,7 @@ def slurm_job(
         "requeue": "requeue",
         "open-mode": "open-mode=append",
     }
-    header = "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
+    header = sbatch_header(own, directives)
     program = [sys.executable, "-m", "trainwright", *_command(str(Path(loaded.source.name).absolute()), settings)]
     meeting = f'"$first:$port" --rdzv-id "$SLURM_JOB_ID" {_limits(grace_s)}'
     return JobFile(
@@ -119,6 +116,14 @@ def slurm_job(
         ),
         "sbatch",
     )
+
+
+def sbatch_header(own: Mapping[str, str], directives: Sequence[str]) -> str:
+    """The ``#SBATCH`` lines; ``directives`` replace those of the same name. Raises UsageError for what is no option."""
+    options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
+    if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
+        raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
+    return "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
 
 
 _SBATCH = """\
@@ -171,7 +176,7 @@ def kubernetes_job(
     where the layout of the recipe does not suit the ranks, UsageError for a grace that is too short.
     """
     _require(loaded, shape, grace_s, elsewhere=True)
-    name, recipe = _dns_label(loaded.recipe.name), Path(loaded.source.name).read_text("utf-8")
+    name, recipe = dns_label(loaded.recipe.name), Path(loaded.source.name).read_text("utf-8")
     documents = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"recipe.yaml": recipe}},
         {
@@ -263,6 +268,11 @@ def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = Fa
     """
     if found := problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere):
         raise RecipeError(found)
+    require_grace(grace_s)
+
+
+def require_grace(grace_s: int) -> None:
+    """Raises UsageError for a grace in which a step and its checkpoint do not fit."""
     if grace_s < LEAST_GRACE_S:
         rule = f"{MARGIN_S} s of it are for torchrun to end, the rest for the last step and its checkpoint"
         raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {LEAST_GRACE_S}")
@@ -276,7 +286,7 @@ def _limits(grace_s: int) -> str:
     return f"--max-restarts {RESTARTS} --shutdown-timeout {grace_s - MARGIN_S}"
 
 
-def _dns_label(name: str) -> str:
+def dns_label(name: str) -> str:
     """The name as Kubernetes takes it for a host: so short that ``-INDEX`` can follow within 63 characters."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")

@@ -22,13 +22,13 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
-from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.figures import figure
+from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.runlog.storage import write_atomically
 from trainwright.trials import Trial, TrialProcess, read_trial
-from trainwright.verbs.sweep.result import SweepResult, shown, write_results
+from trainwright.verbs.sweep.result import INTERRUPTED, SweepResult, ranked, shown, write_results
 from trainwright.verbs.sweep.spec import SPEC, Sweep, differences, spec_of, without_overrides
 from trainwright.verbs.sweep.study import JOURNAL, Row, Trials, Unfinished, quiet_optuna, require_optuna, trial_folder
 from trainwright.verbs.sweep.values import Values
@@ -114,7 +114,7 @@ class _Control:
             for each in self._running:
                 each.process.wait()
             raise
-        return self._result()
+        return self._result(only)
 
     def _go_on(self, *, asks: bool) -> bool:
         """Notes what happened, and starts what may start. Returns False when nothing runs and nothing is left."""
@@ -216,7 +216,7 @@ class _Control:
         elapsed_s, budget = time.monotonic() - self._began_s, self._sweep.budget
         price = self._sweep.usd_per_hour or 0.0
         if self._stop.is_set():
-            self._why_ended = "interrupted"
+            self._why_ended = INTERRUPTED
         elif elapsed_s > budget.seconds:
             self._why_ended = f"the budget of {human_seconds(budget.seconds)} is spent"
         elif price * (self._seconds_before / (self._jobs or 1) + elapsed_s) / 3600 > budget.usd:
@@ -238,11 +238,13 @@ class _Control:
             self._say(str(each))
         pruner = "" if sweep.pruner == "none" else f", {sweep.pruner} pruner"
         before = f", {done} of them are over" if done else ""
-        self._say(f"{sweep.trials} trials{before}: {sweep.sampler} sampler{pruner}, seed {sweep.seed}, in {sweep.folder}")
+        self._say(
+            f"{sweep.trials} trials{before}: {sweep.sampler} sampler{pruner}, seed {sweep.seed}, in {sweep.folder}"
+        )
         if sweep.jobs != 1 and (sweep.sampler == "tpe" or sweep.pruner != "none"):
             self._say("several at once: later trials depend on the order in which others end; --jobs 1 is repeatable")
 
-    def _result(self) -> SweepResult:
+    def _result(self, only: int | None) -> SweepResult:
         self._trials.refresh()
         rows = self._trials.rows()
         for number in sorted(self._trials.unfinished):
@@ -250,8 +252,12 @@ class _Control:
             run = read_trial(trial_folder(self._sweep, number))
             folder = str(run.folder.relative_to(self._sweep.folder))
             rows.append(Row(number, trial.params, None, run.steps, run.seconds, "stopped", folder=folder))
-        result = SweepResult.of(self._sweep, rows, self._trials.importance(), self._why_ended)
-        write_results(self._sweep, result)
+        sweep = self._sweep
+        table = ranked(rows, sweep.mode)
+        result = SweepResult(
+            sweep.folder, sweep.metric, sweep.mode, table, self._trials.importance(), self._why_ended, only
+        )
+        write_results(sweep, result)
         return result
 
 
@@ -297,7 +303,9 @@ def _locked(sweep: Sweep, say: Say, *, shared: bool) -> Iterator[int]:
         if not shared:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-            with suppress(FileNotFoundError):  # left by a process that was killed while it wrote; nobody else writes now
+            with suppress(
+                FileNotFoundError
+            ):  # left by a process that was killed while it wrote; nobody else writes now
                 (sweep.folder / f"{JOURNAL}.lock").unlink()
         yield descriptor
     finally:

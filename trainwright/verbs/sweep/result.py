@@ -28,7 +28,7 @@ class SweepResult:
 
     ``best`` is the best trial that finished, None where none did, and ``best_recipe`` the file of its recipe.
     ``importance`` says for each varied path which fraction of the spread of the values it explains. ``why_ended`` is
-    empty where all trials are over.
+    empty where all trials are over. ``only`` is the number of the trial that was to run, None for all.
     """
 
     folder: Path
@@ -37,11 +37,7 @@ class SweepResult:
     rows: tuple[Row, ...]
     importance: Mapping[str, float] = field(default_factory=dict)
     why_ended: str = ""
-
-    @classmethod
-    def of(cls, sweep: Sweep, rows: Sequence[Row], importance: Mapping[str, float], why_ended: str) -> SweepResult:
-        """Sorts the rows of a sweep."""
-        return cls(sweep.folder, sweep.metric, sweep.mode, ranked(rows, sweep.mode), importance, why_ended)
+    only: int | None = None
 
     @property
     def best(self) -> Row | None:
@@ -53,8 +49,8 @@ class SweepResult:
 
     @property
     def exit_code(self) -> int:
-        """75 when it was asked to stop, 1 when no trial finished, else 0."""
-        return 75 if self.why_ended == INTERRUPTED else 0 if self.best else 1
+        """75 when it was asked to stop, 1 when no trial finished, else 0; of one trial 0 when it is over."""
+        return 75 if self.why_ended == INTERRUPTED else 0 if self.best or self.only is not None else 1
 
     def lines(self) -> list[str]:
         """The table for people, and where everything is."""

@@ -325,25 +325,19 @@ def _metric(file: SweepFile, loaded: Loaded) -> tuple[str, Literal["min", "max"]
     return metric, file.mode or "min"
 
 
-def _sampler(
-    file: SweepFile, space: Sequence[Dimension]
-) -> tuple[Literal["grid", "random", "tpe"], int | None]:
+def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid", "random", "tpe"], int | None]:
     """The sampler, and the number of points of a grid. Without one, a grid where it is small enough to be tried."""
     if file.sampler == "grid":
         return "grid", len(grid_points(space))
-    if file.sampler is None and all(each.choices for each in space):
-        points = len(grid_points(space))
+    grids = [each.grid for each in space]
+    if file.sampler is None and space and None not in grids:
+        points = math.prod(len(grid) for grid in grids if grid is not None)
         if points <= (file.trials or DEFAULT_TRIALS):
             return "grid", points
-    elif file.sampler is None and len(space) == 1 and (grid := space[0].grid) is not None:
-        if len(grid) <= (file.trials or DEFAULT_TRIALS):
-            return "grid", len(grid)
     return file.sampler or "tpe", None
 
 
-def _check_combinations(
-    space: Sequence[Dimension], points: int | None, path: Path, settings: Sequence[str]
-) -> None:
+def _check_combinations(space: Sequence[Dimension], points: int | None, path: Path, settings: Sequence[str]) -> None:
     """Has the schema check the combinations of a grid. Raises RecipeError with all problems."""
     if points is None or points > MAX_CHECKED_COMBINATIONS or len(space) < 2:
         return

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from trainwright.errors import MissingExtra, StorageError
 from trainwright.runlog.files import UnreadableFile
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from optuna.trial import Trial as OptunaTrial
 
 JOURNAL = "journal.log"
+IN_MEMORY = "sweep"
+"""The name of the study in memory. Hyperband assigns trials to brackets by it, so it is the same for all sweeps."""
 INDEX, END = "trial", "end"
 """User attributes of a trial in the journal: its number in the sweep, and what else the table shows."""
 STARTUP_TRIALS = 5
@@ -106,7 +108,7 @@ class Trials:
         self._distributions = {each.path: each.distribution() for each in sweep.space}
         self._grid = grid_points(sweep.space) if sweep.sampler == "grid" else []
         self._journal = _open_journal(self._path, sweep)
-        self._study = optuna.create_study(study_name=sweep.name, direction=_direction(sweep))
+        self._study = optuna.create_study(study_name=IN_MEMORY, direction=_direction(sweep))
         self._pruner: BasePruner | None = None
         self.over: dict[int, FrozenTrial] = {}
         self.refresh()
@@ -244,7 +246,7 @@ def _for_optuna(value: float | None, sweep: Sweep) -> float:
     return math.inf if sweep.mode == "min" else -math.inf
 
 
-def _direction(sweep: Sweep) -> str:
+def _direction(sweep: Sweep) -> Literal["minimize", "maximize"]:
     return "minimize" if sweep.mode == "min" else "maximize"
 
 
