@@ -59,6 +59,7 @@ _HOME = {
     "replay": "trainwright.verbs.of_objects",
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
+    "sweep": "trainwright.verbs.sweep.call",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
     "verify_plain": "trainwright.verbs.verify.plain",
@@ -109,8 +110,8 @@ if TYPE_CHECKING:
     from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train
     from trainwright.verbs.bad_cases import bad_cases as bad_cases
-    from trainwright.verbs.convert.convert import convert as convert
     from trainwright.verbs.compare_optimizers import compare_optimizers as compare_optimizers
+    from trainwright.verbs.convert.convert import convert as convert
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
     from trainwright.verbs.init import init as init
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from trainwright.verbs.of_objects import profile as profile
     from trainwright.verbs.of_objects import replay as replay
     from trainwright.verbs.of_objects import verify_resume as verify_resume
+    from trainwright.verbs.sweep.call import sweep as sweep
     from trainwright.verbs.verify.plain import verify_plain as verify_plain
     from trainwright.watching.watch import watch as watch
 

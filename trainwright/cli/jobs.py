@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,17 @@ from trainwright.cli.app import Json, RecipePath, Settings, app, verb
 
 if TYPE_CHECKING:
     from trainwright.verbs.launch import JobFile
+    from trainwright.verbs.sweep import Sweep
 
-launch_app = typer.Typer(help="Write the job file by which a scheduler trains a recipe on several machines.")
+launch_app = typer.Typer(
+    help="Write the job file by which a scheduler trains a recipe on several machines, or a sweep."
+)
 app.add_typer(launch_app, name="launch", no_args_is_help=True)
 
+RecipeOrSweep = Annotated[
+    Path, typer.Argument(metavar="RECIPE|SWEEP", help="A recipe, or a sweep file: a job a trial.")
+]
+AtOnce = Annotated[int | None, typer.Option("--at-once", min=1, help="Trials of a sweep at once; else all.")]
 Ranks = Annotated[str, typer.Option("--ranks", metavar="MACHINESxRANKS", help="Machines, and ranks of each: 2x8.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")]
 Stack = Annotated[
@@ -29,8 +37,8 @@ Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to 
 
 @verb("slurm", of=launch_app)
 def launch_slurm(
-    recipe: RecipePath,
-    ranks: Ranks,
+    recipe: RecipeOrSweep,
+    ranks: Ranks = "1x1",
     time: Annotated[str | None, typer.Option(help="Limit of the job: 04:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="Where the job is queued.")] = None,
     account: Annotated[str | None, typer.Option(help="Who pays for it.")] = None,
@@ -42,6 +50,7 @@ def launch_slurm(
         str | None, typer.Option(help="Run in this container image (needs the Pyxis plugin), not in this Python.")
     ] = None,
     stack: Stack = None,
+    at_once: AtOnce = None,
     grace: Grace = 120,
     output: Output = None,
     settings: Settings = None,
@@ -53,6 +62,13 @@ def launch_slurm(
 
     named = {"time": time, "partition": partition, "account": account}
     pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
+    if sweep := _sweep(recipe, ranks, settings, image=image, stack=stack):
+        from trainwright.verbs.sweep.cluster import slurm_sweep
+
+        words = [str(recipe.absolute()), *(word for each in settings or [] for word in ("--set", each))]
+        job = slurm_sweep(sweep, words, at_once=at_once, grace_s=grace, directives=pairs)
+        _print(job.written(output), as_json)
+        return
     loaded = load(recipe, overrides=settings or [])
     job = slurm_job(
         loaded,
@@ -68,11 +84,12 @@ def launch_slurm(
 
 @verb("kubernetes", of=launch_app)
 def launch_kubernetes(
-    recipe: RecipePath,
-    ranks: Ranks,
+    recipe: RecipeOrSweep,
     image: Image,
     volume: Volume,
+    ranks: Ranks = "1x1",
     stack: Stack = None,
+    at_once: AtOnce = None,
     grace: Grace = 120,
     output: Output = None,
     settings: Settings = None,
@@ -82,6 +99,12 @@ def launch_kubernetes(
     from trainwright.recipe import load
     from trainwright.verbs.launch import Shape, kubernetes_job
 
+    if sweep := _sweep(recipe, ranks, settings, stack=stack):
+        from trainwright.verbs.sweep.cluster import kubernetes_sweep
+
+        manifest = kubernetes_sweep(sweep, image=image, volume=volume, at_once=at_once, grace_s=grace)
+        _print(manifest.written(output), as_json)
+        return
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = kubernetes_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
     _print(job.written(output), as_json)
@@ -127,6 +150,21 @@ def launch_skypilot(
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = skypilot_job(loaded, shape, image=image, volume=volume, gpu=gpu, settings=settings or [], stack=stack)
     _print(job.written(output), as_json)
+
+
+def _sweep(path: Path, ranks: str, settings: list[str] | None, **refused: str | None) -> Sweep | None:
+    """The sweep of a sweep file; None for a recipe. Raises UsageError for several ranks and options of recipes."""
+    from trainwright.errors import UsageError
+    from trainwright.verbs.launch import Shape
+    from trainwright.verbs.sweep.spec import is_sweep_file, read_sweep
+
+    if not is_sweep_file(path):
+        return None
+    if Shape.parse(ranks) != Shape(1, 1):
+        raise UsageError("a trial of a sweep has one rank", remedy="leave --ranks out")
+    for option in (name for name, given in refused.items() if given):
+        raise UsageError(f"--{option} is not for sweeps", remedy=f"leave --{option} out")
+    return read_sweep(path, settings=settings or [], environ=os.environ)
 
 
 def _print(job: JobFile, as_json: bool) -> None:

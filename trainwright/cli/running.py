@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -115,3 +116,57 @@ def resume(
         loaded, parts=parts, resume=folder, accept=accept or [], console=console_for(as_json), serve=serve
     )
     finish(result, as_json and result.is_first)
+
+
+@verb()
+def sweep(
+    what: Annotated[
+        Path, typer.Argument(metavar="SWEEP|RECIPE|FOLDER", help="A sweep file, a recipe, or the folder of a sweep.")
+    ],
+    over: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH=VALUES", help="What varies, repeatable: optimizer.lr=log:1e-4..1e-1, seed=0..4."),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials; else a whole grid, or 20.")] = None,
+    sampler: Annotated[str | None, typer.Option(help="grid, random or tpe.")] = None,
+    pruner: Annotated[str | None, typer.Option(help="none, median or hyperband.")] = None,
+    metric: Annotated[str | None, typer.Option(help="loss (validation), train_loss, or a metric by name.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; for a metric that is no loss.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampler.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Trials at once; else as many as cores and memory allow.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each trial, 1 by default.")] = None,
+    budget: Annotated[str | None, typer.Option(help="20min, 24 (trials) or 5USD.")] = None,
+    usd_per_hour: Annotated[float | None, typer.Option(help="Price of this machine, for a budget in USD.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the sweep and of its folder.")] = None,
+    folder: Annotated[str | None, typer.Option(help="Where the folder of the sweep is made; else runs.")] = None,
+    trial: Annotated[
+        int | None, typer.Option(min=0, help="Run this trial only: for a job of a cluster, see launch.")
+    ] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe with other settings, several at once, and rank the results. The same command resumes a sweep."""
+    from trainwright.verbs.sweep import over_of, read_sweep, run_one, run_sweep
+
+    found = read_sweep(
+        what,
+        over=over_of(over or []),
+        settings=settings or [],
+        environ=os.environ,
+        trials=trials,
+        sampler=sampler,
+        pruner=pruner,
+        metric=metric,
+        mode=mode,
+        seed=seed,
+        jobs=jobs,
+        threads=threads,
+        budget=budget,
+        usd_per_hour=usd_per_hour,
+        name=name,
+        folder=folder,
+    )
+    say = say_to(as_json)
+    answer(run_sweep(found, say=say) if trial is None else run_one(found, trial, say=say), as_json)

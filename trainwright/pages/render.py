@@ -58,14 +58,14 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
     page = templates().get_template("runs.html")
     comparison = RunComparison.of(views) if len(views) > 1 else None
     title = views[0].name if len(views) == 1 else f"{len(views)} runs"
-    shared = _of_every_page("live" if live else "file")
+    shared = of_every_page("live" if live else "file")
     return readable(page.render(shared, title=title, views=views, comparison=comparison, data=data, live=live))
 
 
 def overview_page(overview: Overview) -> str:
     """The page of all runs of a folder."""
     page, rows = templates().get_template("overview.html"), overview_rows(overview)
-    return page.render(_of_every_page("live"), title="runs", rows=rows, data={}, live=True)
+    return page.render(of_every_page("live"), title="runs", rows=rows, data={}, live=True)
 
 
 def overview_rows(overview: Overview) -> Markup:
@@ -103,7 +103,8 @@ def content_policy(*, live: bool) -> str:
     )
 
 
-def _of_every_page(kind: str) -> dict[str, object]:
+def of_every_page(kind: str) -> dict[str, object]:
+    """What the base template needs: ``kind`` is file or live."""
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     assets = {name: Markup(text) for name, text in _assets().items()}
     return {"policy": content_policy(live=kind == "live"), "made": made, "version": __version__, **assets}

@@ -71,8 +71,9 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the trial came to an end by itself. One that was stopped or killed can be resumed."""
-        return self.ended in ("finished", "data_exhausted", "failed")
+        """Whether the trial came to an end by itself. One that a signal stopped, or a kill, can be resumed."""
+        is_interrupted = self.ended == "stopped" and self.reason.partition(" ")[0] in signal.Signals.__members__
+        return self.ended in ("finished", "data_exhausted", "failed", "stopped") and not is_interrupted
 
     @property
     def val_loss(self) -> float:
@@ -107,13 +108,13 @@ def read_trial(folder: Path) -> Trial:
         _settings_in(starts[0].command),
         state,
         ends[-1].reason if ends and state == ends[-1].ending else "",
-        max((each.step for each in (*steps, *evaluations, *ends)), default=0),
+        max([0, *(each.step for each in steps), *(each.step for each in evaluations), *(each.step for each in ends)]),
         tuple((each.step, each.loss) for each in steps),
         evaluations,
         tuple(each.step_s for each in steps),
         _seconds(records),
         max((each.mem_bytes for each in steps), default=0),
-        max((each.skipped for each in (*steps, *ends)), default=0),
+        max([0, *(each.skipped for each in steps), *(each.skipped for each in ends)]),
         tuple(findings_in(records)),
     )
 

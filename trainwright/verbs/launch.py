@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,9 +108,6 @@ def slurm_job(
         UsageError: An option is wrong.
     """
     _require(loaded, shape, grace_s, elsewhere=image is not None)
-    options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
-    if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
-        raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
     own = {
         "job-name": f"job-name={loaded.recipe.name}",
         "nodes": f"nodes={shape.nodes}",
@@ -120,7 +117,7 @@ def slurm_job(
         "requeue": "requeue",
         "open-mode": "open-mode=append",
     }
-    header = "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
+    header = sbatch_header(own, directives)
     recipe = Path(loaded.source.name).absolute()
     trainwright = [sys.executable, "-m", "trainwright"] if image is None else ["trainwright"]
     program = [*trainwright, *_command(str(recipe), settings)]
@@ -142,6 +139,14 @@ def slurm_job(
         ),
         "sbatch",
     )
+
+
+def sbatch_header(own: Mapping[str, str], directives: Sequence[str]) -> str:
+    """The ``#SBATCH`` lines; ``directives`` replace those of the same name. Raises UsageError for what is no option."""
+    options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
+    if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
+        raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
+    return "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
 
 
 _PYXIS = '--container-image={image} --container-mounts="$PWD:$PWD",{folder}:{folder} --container-workdir="$PWD" '
@@ -210,7 +215,7 @@ def kubernetes_job(
         UsageError: The grace is too short, or the stack is unknown.
     """
     _require(loaded, shape, grace_s, elsewhere=True)
-    name = _dns_label(loaded.recipe.name)
+    name = dns_label(loaded.recipe.name)
     meeting = ["--rdzv-endpoint", f"{name}-0.{name}:{MEETING_PORT}", "--rdzv-id", "$(JOB_UID)"]
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     container = _container("trainwright", loaded, shape, image, settings, grace_s, meeting)
@@ -269,7 +274,7 @@ def kubeflow_job(
     and errors are those of ``kubernetes_job``.
     """
     _require(loaded, shape, grace_s, elsewhere=True)
-    name = _dns_label(loaded.recipe.name)
+    name = dns_label(loaded.recipe.name)
     meeting = ["--rdzv-endpoint", f"$(PET_MASTER_ADDR):{MEETING_PORT}", "--rdzv-id", name]
     container = _container("node", loaded, shape, image, settings, grace_s, meeting)
     container["env"] = _environment(grace_s)
@@ -344,7 +349,7 @@ def skypilot_job(
         f'    --rdzv-id "$SKYPILOT_TASK_ID" {_limits(LEAST_GRACE_S)}',
     ]
     task = {
-        "name": _dns_label(loaded.recipe.name),
+        "name": dns_label(loaded.recipe.name),
         "num_nodes": shape.nodes,
         "resources": {
             "image_id": f"docker:{image}",
@@ -449,6 +454,11 @@ def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = Fa
     """
     if found := problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere):
         raise RecipeError(found)
+    require_grace(grace_s)
+
+
+def require_grace(grace_s: int) -> None:
+    """Raises UsageError for a grace in which a step and its checkpoint do not fit."""
     if grace_s < LEAST_GRACE_S:
         rule = f"{MARGIN_S} s of it are for torchrun to end, the rest for the last step and its checkpoint"
         raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {LEAST_GRACE_S}")
@@ -462,7 +472,7 @@ def _limits(grace_s: int) -> str:
     return f"--max-restarts {RESTARTS} --shutdown-timeout {grace_s - MARGIN_S}"
 
 
-def _dns_label(name: str) -> str:
+def dns_label(name: str) -> str:
     """The name as Kubernetes takes it for a host: so short that ``-INDEX`` can follow within 63 characters."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")

@@ -1,0 +1,154 @@
+"""The table of a sweep, and the files that a sweep leaves: sweep.json, best.yaml and sweep.html."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from trainwright.plan.explain import human_seconds
+from trainwright.recipe import dump_masked, load
+from trainwright.runlog.figures import figure
+from trainwright.runlog.json_values import strict
+from trainwright.runlog.storage import write_atomically
+from trainwright.verbs.sweep.space import label_of
+from trainwright.verbs.sweep.spec import Sweep
+from trainwright.verbs.sweep.study import Row
+
+TABLE, BEST, PAGE = "sweep.json", "best.yaml", "sweep.html"
+INTERRUPTED = "interrupted"
+_ORDER = ("finished", "pruned", "diverged", "failed", "stopped")
+
+
+@dataclass(frozen=True, repr=False)
+class SweepResult:
+    """The trials of a sweep, the best first.
+
+    ``best`` is the best trial that finished, None where none did, and ``best_recipe`` the file of its recipe.
+    ``importance`` says for each varied path which fraction of the spread of the values it explains. ``why_ended`` is
+    empty where all trials are over. ``only`` is the number of the trial that was to run, None for all.
+    """
+
+    folder: Path
+    metric: str
+    mode: str
+    rows: tuple[Row, ...]
+    importance: Mapping[str, float] = field(default_factory=dict)
+    why_ended: str = ""
+    only: int | None = None
+
+    @property
+    def best(self) -> Row | None:
+        return self.rows[0] if self.rows and self.rows[0].ended == "finished" else None
+
+    @property
+    def best_recipe(self) -> Path | None:
+        return self.folder / BEST if self.best else None
+
+    @property
+    def exit_code(self) -> int:
+        """75 when it was asked to stop, 1 when no trial finished, else 0; of one trial 0 when it is over."""
+        return 75 if self.why_ended == INTERRUPTED else 0 if self.best or self.only is not None else 1
+
+    def lines(self) -> list[str]:
+        """The table for people, and where everything is."""
+        paths = list(self.rows[0].params) if self.rows else []
+        head = ("trial", *paths, self.metric, "steps", "time", "ended", "findings")
+        table = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
+        if self.importance:
+            parts = (f"{path} {part:.0%}" for path, part in self.importance.items())
+            lines.append(f"importance  {', '.join(parts)}")
+        lines += [f"ended       {self.why_ended}"] if self.why_ended else []
+        lines.append(f"page        {self.folder / PAGE}")
+        if self.best_recipe:
+            lines.append(f"best        trainwright train {shlex.quote(str(self.best_recipe))}")
+        if any(row.ended == "stopped" for row in self.rows) or self.why_ended:
+            lines.append(f"next        trainwright sweep {shlex.quote(str(self.folder))}   # goes on")
+        return lines
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints and ``sweep.json`` holds."""
+        return {
+            "folder": str(self.folder),
+            "metric": self.metric,
+            "mode": self.mode,
+            "best": None if self.best is None else strict(asdict(self.best)),
+            "best_recipe": None if self.best_recipe is None else str(self.best_recipe),
+            "importance": dict(self.importance),
+            "why_ended": self.why_ended,
+            "trials": [strict(asdict(row)) for row in self.rows],
+        }
+
+
+def ranked(rows: Sequence[Row], mode: str) -> tuple[Row, ...]:
+    """Finished trials first, the best one at the top; then pruned ones, those that came further first."""
+
+    def key(row: Row) -> tuple[int, int, float, int]:
+        value = row.value if row.value is not None else 0.0
+        further = -row.steps if row.ended == "pruned" else 0
+        return _ORDER.index(row.ended), further, value if mode == "min" else -value, row.trial
+
+    return tuple(sorted(rows, key=key))
+
+
+def shown(value: object) -> str:
+    """The value of a parameter in a table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(label_of(value))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    value = "-" if row.value is None else figure(row.value)
+    findings = ", ".join(row.findings) or (row.reason.splitlines()[0][:80] if row.reason else "-")
+    params = (shown(each) for each in row.params.values())
+    return (str(row.trial), *params, value, f"{row.steps:,}", human_seconds(row.seconds), row.ended, findings)
+
+
+def write_results(sweep: Sweep, result: SweepResult) -> None:
+    """Writes the table, the best recipe and the page into the folder of the sweep."""
+    text = ""
+    if result.best is not None:
+        settings = sweep.settings_of(result.best.params)
+        settings += [f"name={sweep.name}-best", f"folder={json.dumps(str(sweep.folder.parent))}"]
+        text = dump_masked(load(sweep.recipe, overrides=settings, environ={}).recipe)
+        about = f"# The best of {len(result.rows)} trials: {result.metric} {figure(result.best.value or 0.0)}.\n"
+        write_atomically(sweep.folder / BEST, about + text, durable=False)
+    write_atomically(sweep.folder / TABLE, json.dumps(result.to_json(), indent=2) + "\n", durable=False)
+    write_atomically(sweep.folder / PAGE, _page(sweep, result, text), durable=False)
+
+
+def _page(sweep: Sweep, result: SweepResult, best: str) -> str:
+    from trainwright.pages.sweep import SweepRow, sweep_page
+    from trainwright.report.parallel import Coordinate
+
+    over = [row for row in result.rows if row.value is not None]
+    coordinates = [
+        Coordinate(
+            each.path,
+            [row.params[each.path] if not each.choices else shown(row.params[each.path]) for row in over],
+            [shown(value) for value in each.choices],
+            is_log=each.is_log,
+        )
+        for each in sweep.space
+    ]
+    rows = [SweepRow(_cells(row), row.folder if row.ended == "finished" else "") for row in result.rows]
+    head = ("trial", *(each.path for each in sweep.space), result.metric, "steps", "time", "ended", "findings")
+    values = [row.value for row in over if row.value is not None]
+    return sweep_page(
+        sweep.name,
+        head,
+        rows,
+        coordinates=coordinates,
+        values=values,
+        metric=result.metric,
+        is_smaller_better=result.mode == "min",
+        importance=result.importance,
+        best_recipe=best,
+        note=result.why_ended,
+    )
