@@ -1,0 +1,280 @@
+"""One trial: ``trainwright train RECIPE --set ...`` in a process of its own, and what its run folder says of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainwright.errors import StorageError, UsageError
+from trainwright.runlog.ending import state_of
+from trainwright.runlog.files import UnreadableFile, read_end_of_text
+from trainwright.runlog.findings import findings_in
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read_course
+from trainwright.runlog.records import Ended, Evaluated, Found, Record, Started, Step
+from trainwright.trials.child import STOPPED
+
+GRACE_S = 60.0
+"""From SIGTERM to SIGKILL: the step in progress and its checkpoint."""
+OUTPUT_BYTES = 20_000
+"""The end of the output of a trial that is read for the reason of a failure."""
+_PLACE = ("folder", "name")
+_START = (
+    "import sys; sys.argv[0] = 'trainwright'\n"
+    "from trainwright.trials.child import end_with; end_with({parent})\n"
+    "from trainwright.cli import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the run folder of one trial holds.
+
+    Args:
+        folder: The run folder. It may not exist, where the recipe was refused.
+        settings: The overrides that the trial was started with, as ``path=value``.
+        ended: finished, stopped, data_exhausted, failed, running, killed, or "not started".
+        reason: Why it ended; the error of a trial that failed.
+        steps: Optimizer steps that were taken.
+        losses: Training losses as logged, by step.
+        evaluations: Evaluations on the validation set, in their order.
+        step_seconds: Seconds of each logged step.
+        seconds: Seconds of training, over all processes of the run.
+        peak_bytes: The largest memory use that was logged.
+        skipped: Updates that were not made.
+        findings: Findings of the doctor, the first cause first.
+    """
+
+    folder: Path
+    settings: tuple[str, ...]
+    ended: str
+    reason: str = ""
+    steps: int = 0
+    losses: tuple[tuple[int, float], ...] = ()
+    evaluations: tuple[Evaluated, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    skipped: int = 0
+    findings: tuple[Found, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the trial came to an end by itself. One that was stopped or killed can be resumed."""
+        return self.ended in ("finished", "data_exhausted", "failed")
+
+    @property
+    def val_loss(self) -> float:
+        """The last validation loss; NaN where there is none."""
+        return self.evaluations[-1].loss if self.evaluations else math.nan
+
+    @property
+    def step_s(self) -> float:
+        """The median time of a logged step; NaN where there is none."""
+        return statistics.median(self.step_seconds) if self.step_seconds else math.nan
+
+
+def output_of(folder: Path) -> Path:
+    """The file with what the process of a trial printed. It is beside the run folder, which the trial creates."""
+    return folder.with_name(f"{folder.name}.out")
+
+
+def read_trial(folder: Path) -> Trial:
+    """Reads the run folder of a trial, which may still run. Of a long run not every step is read."""
+    run = RunFolder(folder)
+    records = read_course(run.log) if os.path.lexists(run.log) else ()
+    starts = [each for each in records if isinstance(each, Started)]
+    if not starts:
+        error = _error(folder)
+        return Trial(folder, (), "failed" if error else "not started", error)
+    steps = [each for each in records if isinstance(each, Step)]
+    evaluations = tuple(each for each in records if isinstance(each, Evaluated))
+    ends = [each for each in records if isinstance(each, Ended)]
+    state = state_of(folder, records)
+    return Trial(
+        folder,
+        _settings_in(starts[0].command),
+        state,
+        ends[-1].reason if ends and state == ends[-1].ending else "",
+        max((each.step for each in (*steps, *evaluations, *ends)), default=0),
+        tuple((each.step, each.loss) for each in steps),
+        evaluations,
+        tuple(each.step_s for each in steps),
+        _seconds(records),
+        max((each.mem_bytes for each in steps), default=0),
+        max((each.skipped for each in (*steps, *ends)), default=0),
+        tuple(findings_in(records)),
+    )
+
+
+class TrialProcess:
+    """The process of a trial. It is in a session of its own, so Ctrl-C does not reach it, and ends with its parent."""
+
+    def __init__(
+        self,
+        recipe: Path,
+        settings: Sequence[str],
+        folder: Path,
+        *,
+        threads: int = 1,
+        environ: Mapping[str, str] | None = None,
+        keep_open: Iterable[int] = (),
+    ) -> None:
+        """Starts the trial, or resumes it where ``folder`` holds a run.
+
+        Args:
+            recipe: The recipe.
+            settings: Overrides, as ``path=value``.
+            folder: The run folder to create. Its name must be a valid name of a run.
+            threads: CPU threads. The number changes the last bits of sums.
+            environ: The environment; None: that of this process.
+            keep_open: File descriptors that the child inherits.
+
+        Raises StorageError where the folder around it cannot be written.
+        """
+        self.folder, self._asked_s = folder, math.inf
+        words = ["train", str(recipe)]
+        is_resumed = _can_resume(folder)
+        if is_resumed:
+            words, settings = ["resume", str(folder)], ()
+        else:
+            _remove_draft(folder)
+            settings = [*settings, f"folder={folder.parent}", f"name={folder.name}"]
+        environ = dict(os.environ if environ is None else environ)
+        beside = filter(None, (environ.get("PYTHONPATH"), str(Path(recipe).absolute().parent)))
+        environ |= {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(beside),
+        }  # a resume needs the modules
+        words += [word for each in settings for word in ("--set", each)]
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with output_of(folder).open("ab" if is_resumed else "wb") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _START.format(parent=os.getpid()), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=tuple(keep_open),
+                    env=environ,
+                )
+        except OSError as error:
+            raise StorageError(f"cannot start a trial in {folder}: {error}", remedy="choose another folder") from None
+
+    def poll(self) -> int | None:
+        """The exit code; None: it runs. A process that was asked to stop and did not is killed after ``GRACE_S``."""
+        code = self._process.poll()
+        if code is None and time.monotonic() - self._asked_s > GRACE_S:
+            self.kill()
+        return code
+
+    def ask_to_stop(self) -> None:
+        """Asks the run to save after the step in progress, and to stop. Does nothing when it was asked before."""
+        if self._asked_s == math.inf:
+            self._asked_s = time.monotonic()
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the process and those that it started, such as data workers."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self, limit_s: float = math.inf) -> int:
+        """Returns the exit code. After ``limit_s`` seconds the run is asked to stop."""
+        end_s = time.monotonic() + limit_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                self.ask_to_stop()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(min(0.5, max(0.01, end_s - time.monotonic())))
+        return code
+
+    def read(self) -> Trial:
+        """What the run folder says, once the process has ended."""
+        trial = read_trial(self.folder)
+        if self._process.returncode in (1, 2) and not trial.is_over:  # the rest of a run was refused
+            return replace(trial, ended="failed", reason=_error(self.folder))
+        if trial.ended == "failed" and not trial.steps and self._process.returncode in (STOPPED, -signal.SIGTERM):
+            return Trial(self.folder, (), "not started")  # it was asked to stop before there was anything to save
+        return trial
+
+
+def run_trial(
+    recipe: Path,
+    settings: Sequence[str],
+    folder: Path,
+    *,
+    threads: int = 1,
+    limit_s: float = math.inf,
+    environ: Mapping[str, str] | None = None,
+) -> Trial:
+    """Trains a recipe with ``settings`` in a process of its own, and returns what its run folder says.
+
+    A run in ``folder`` that is over is only read; one that is not is resumed. After ``limit_s`` seconds the run saves
+    and stops. An exception here, such as KeyboardInterrupt, stops it too. Arguments are those of `TrialProcess`.
+    """
+    before = read_trial(folder) if _can_resume(folder) else None
+    if before is not None and before.is_over:
+        return before
+    process = TrialProcess(recipe, settings, folder, threads=threads, environ=environ)
+    try:
+        process.wait(limit_s)
+    except BaseException:
+        process.ask_to_stop()
+        process.wait()
+        raise
+    return process.read()
+
+
+def _can_resume(folder: Path) -> bool:
+    run = RunFolder(folder)
+    return all(file.is_file() for file in (run.recipe, run.plan, run.provenance))
+
+
+def _remove_draft(folder: Path) -> None:
+    """Removes what a process left that was killed before its run folder was complete; it has no checkpoint."""
+    if not folder.exists():
+        return
+    run = RunFolder(folder)
+    if not folder.is_dir() or folder.is_symlink() or os.path.lexists(run.log) or run.checkpoints.exists():
+        raise UsageError(f"{folder} is no run that can be resumed", remedy="move it away, or choose another folder")
+    shutil.rmtree(folder)
+
+
+def _settings_in(command: Sequence[str]) -> tuple[str, ...]:
+    pairs = itertools.pairwise(command)
+    settings = (word for option, word in pairs if option == "--set")
+    return tuple(each for each in settings if each.partition("=")[0] not in _PLACE)
+
+
+def _seconds(records: Sequence[Record]) -> float:
+    """From the first record to the last of each process, added up."""
+    total, began_s, last_s = 0.0, math.nan, math.nan
+    for record in records:
+        if isinstance(record, Started):
+            total += 0.0 if math.isnan(began_s) else last_s - began_s
+            began_s = record.time_s
+        last_s = record.time_s
+    return total + last_s - began_s
+
+
+def _error(folder: Path) -> str:
+    """The error that a trial printed which has no log: its last line that begins with ``error:``, and what follows."""
+    with suppress(UnreadableFile):
+        text = read_end_of_text(output_of(folder), OUTPUT_BYTES)
+        _, found, error = text.rpartition("error: ")
+        return error.strip() if found else text.strip()[-500:]
+    return ""
