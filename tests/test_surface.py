@@ -25,11 +25,11 @@ ChainedOptimizer Cursor
 EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
 Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases batch_size check
 evaluate files fit
-for_seconds for_steps init load load_checkpoint log lr_range make_clip make_optimizer make_own_step make_schedule
+for_seconds for_steps init ladder load load_checkpoint log lr_range make_clip make_optimizer make_own_step make_schedule
 make_step mix pad plan predict profile replay save_checkpoint steps table train verify_plain verify_resume watch
 """
 VERBS = """
-average batch-size check compare demo diagnose env errors evaluate explain export graph init launch laws lr-range plan
+average batch-size check compare demo diagnose env errors evaluate explain export graph init ladder launch laws lr-range plan
 predict profile replay report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel plain resume"
