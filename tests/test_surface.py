@@ -29,8 +29,8 @@ for_seconds for_steps init ladder load load_checkpoint log lr_range make_clip ma
 make_step mix pad plan predict profile replay save_checkpoint steps table train verify_plain verify_resume watch
 """
 VERBS = """
-average batch-size check compare demo diagnose env errors evaluate explain export graph init ladder launch laws lr-range plan
-predict profile replay report resume runs schema serve train verify version
+average batch-size check compare demo diagnose env errors evaluate explain export graph init ladder launch laws lr-range
+plan predict profile replay report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel plain resume"
 LAUNCH = "kubernetes slurm"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -19,12 +20,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainwright.errors import UsageError
-from trainwright.verbs.ladder.page import write_page
 from trainwright.recipe import Loaded, dump_masked, load
 from trainwright.runlog.files import UnreadableFile, parse_json, read_text
-from trainwright.runlog.storage import make_subfolder, write_atomically
-from trainwright.trials import Trial, read_trial, run_trial
+from trainwright.runlog.lock import is_held
+from trainwright.runlog.provenance import modules_of
+from trainwright.runlog.storage import write_atomically
+from trainwright.trials import read_trial, run_trial
 from trainwright.verbs.ladder.judge import Band, Measured, Verdict, band_of, judge, measured, unhealthy
+from trainwright.verbs.ladder.page import write_page
 from trainwright.verbs.ladder.result import BEST, PAGE, REPORT, Ladder, RungResult, commented, notes_of
 from trainwright.verbs.ladder.rungs import (
     BASELINE,
@@ -46,6 +49,7 @@ STARTUP_S = 120.0
 COMPILE_S = 600.0
 """Time to compile the model, in addition."""
 RANGE_STEPS = 100
+POLL_S = 0.5
 _LR_RANGE = (
     "import sys; sys.argv[0] = 'trainwright'\n"
     "from trainwright.trials.child import end_with; end_with({parent})\n"
@@ -175,7 +179,11 @@ class _Climb:
         self._limit_s = MAX_SLOWDOWN * took_s + STARTUP_S
         two, row = self._train(SECOND_SEED, {**settings, "seed": str(seed + 1 if seed < 2**62 else 0)}, 1)
         why = unhealthy(two, {each.code for each in one.serious})
-        self._add(replace(self._compared(row, two, one, BASELINE), verdict=Verdict("breaks", why) if why else Verdict("baseline")))
+        self._add(
+            replace(
+                self._compared(row, two, one, BASELINE), verdict=Verdict("breaks", why) if why else Verdict("baseline")
+            )
+        )
         if why:
             return None, None
         self._known = {each.code for each in (*one.serious, *two.serious)}
@@ -231,6 +239,7 @@ class _Climb:
             trial = read_trial(folder)
         else:
             self._say(f"{name} ...")
+            self._wait_for(folder)
             limit_s = self._limit_s + (COMPILE_S if settings.get("model.compile") == "true" else 0.0)
             trial = run_trial(self._recipe_file(), asked, folder, threads=self._threads, limit_s=limit_s)
             if trial.ended == "stopped":
@@ -239,6 +248,12 @@ class _Climb:
             trial = replace(trial, reason=trial.reason or f"its process ended, {trial.ended}")
         found = measured(trial, self._steps // factor, self._batch * factor)
         return found, RungResult(name, Verdict("baseline"), settings, folder, found)
+
+    def _wait_for(self, folder: Path) -> None:
+        """Waits for a run that a killed process of this ladder has left: it saves after its step, and ends."""
+        end_s = time.monotonic() + STARTUP_S + COMPILE_S
+        while is_held(folder) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
 
     def _recipe_file(self) -> Path:
         return Path(self._loaded.source.name)
@@ -294,24 +309,35 @@ class _Climb:
 
     def _written(self, held: _Held | None, band: Band | None) -> Ladder:
         """Writes table, page and best recipe as they are now: a ladder that is killed leaves them."""
-        repeat = "" if held is None else self._write_best(held)
-        name = "" if held is None else held.name
-        rows, done = tuple(self._rows), self._out_of_time
-        found = Ladder(
-            self._folder, str(self._recipe), self._steps, self._batch, rows, band, name, repeat, out_of_time=done
-        )
+        found = Ladder(self._folder, str(self._recipe), self._steps, self._batch, tuple(self._rows), band)
+        found = replace(found, out_of_time=self._out_of_time)
+        if held is not None:
+            self._write_best(held)
+            length = length_settings(self._loaded.recipe, self._steps, held.factor)
+            train, repeat = self._commands(words(length))
+            found = replace(found, best=held.name, train=train, repeat=repeat)
         write_atomically(self._folder / REPORT, json.dumps(found.to_json(), indent=1) + "\n", durable=False)
         write_page(self._folder / PAGE, found)
         return found
 
-    def _write_best(self, held: _Held) -> str:
-        """Writes the best recipe. Returns the command that trains it as its rung was trained."""
+    def _commands(self, length: Sequence[str]) -> tuple[str, str]:
+        """What trains the best recipe, and what trains it as its rung was trained, with the same threads and length."""
+        has_modules = bool(modules_of(self._loaded.recipe.model_dump(mode="json")))
+        beside = self._recipe_file().absolute().parent
+        variables = [f"PYTHONPATH={shlex.quote(str(beside))}"] if has_modules else []
+        train = f"trainwright train {shlex.quote(str(self._folder / BEST))}"
+        sets = [f"--set {each}" for each in length]
+        same = [f"OMP_NUM_THREADS={self._threads}", *variables, train, *sets]
+        return " ".join([*variables, train]), " ".join(same)
+
+    def _write_best(self, held: _Held) -> None:
+        """Writes the best recipe, with a comment at each line that somebody has decided."""
         own = own_length(self._loaded.recipe, held.factor)
         loaded = load(self._recipe, overrides=[*self._settings, *words({**held.settings, **own})])
-        notes = {path: "of the recipe" for path in self._loaded.asked}
-        notes |= {path: "--set" for path in self._loaded.overridden}
+        notes = dict.fromkeys(self._loaded.asked, "of the recipe")
+        notes |= dict.fromkeys(self._loaded.overridden, "--set")
         notes |= notes_of(self._rows, {"precision": BASELINE, "model.compile": BASELINE, **held.decided})
-        notes |= {path: f"ladder, {held.name}: as many samples as before" for path in own}
+        notes |= dict.fromkeys(own, f"ladder, {held.name}: as many samples as before")
         path = self._folder / BEST
         head = [
             f"# The recipe of the rung {held.name}, written by: trainwright ladder {self._recipe}",
@@ -319,8 +345,6 @@ class _Climb:
             "# A line without a comment has its default.",
         ]
         write_atomically(path, "\n".join(head) + "\n" + commented(dump_masked(loaded.recipe), notes), durable=False)
-        length = words(length_settings(self._loaded.recipe, self._steps, held.factor))
-        return f"OMP_NUM_THREADS={self._threads} trainwright train {path} " + " ".join(f"--set {each}" for each in length)
 
 
 def _suggested(found: dict[str, object]) -> tuple[float | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Sequence
@@ -105,7 +106,7 @@ def windows(losses: Sequence[float]) -> tuple[float, ...]:
     """The means of ``NUM_WINDOWS`` windows, or of as many as there are losses."""
     count = min(NUM_WINDOWS, len(losses))
     bounds = [len(losses) * index // count for index in range(count + 1)] if count else []
-    return tuple(statistics.fmean(losses[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False))
+    return tuple(statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(bounds))
 
 
 def band_of(one: Measured, two: Measured) -> Band:
@@ -194,7 +195,9 @@ def judge(
             return Verdict("adopted", f"loss {figure(below.loss - rung.loss)} lower, more than the band")
         if why := worse(rung, below, anchor, band, with_curve=False):
             return Verdict("not better", why)
-        return Verdict("adopted", f"the same loss, {saved}") if saved else Verdict("not better", f"same loss, {no_gain}")
+        return (
+            Verdict("adopted", f"the same loss, {saved}") if saved else Verdict("not better", f"same loss, {no_gain}")
+        )
     broken = broken or worse(rung, below, anchor, band, with_curve=kind == "numerics")
     if broken:
         return Verdict("breaks", broken)

@@ -45,6 +45,4 @@ def _curves(found: Ladder, trained: list[RungResult]) -> str:
         count, samples = len(rung.measured.curve), found.steps * found.batch
         x = [samples * (index + 1) / count for index in range(count)]
         series.append(Series(rung.name, x, rung.measured.curve))
-    return line_chart_svg(
-        series, title="Training loss, mean of each window", x_label="samples", y_label="loss"
-    )
+    return line_chart_svg(series, title="Training loss, mean of each window", x_label="samples", y_label="loss")

@@ -52,9 +52,10 @@ class RungResult:
         return self.measured.serious if self.measured else ()
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text."""
+        """The row as text. Why a rung breaks is a sentence of its own, not in the row."""
+        verdict = str(self.verdict) if self.verdict.outcome != "breaks" else "breaks"
         if self.measured is None:
-            return (self.name, *("-" for _ in HEAD[2:]), str(self.verdict))
+            return (self.name, *("-" for _ in HEAD[2:]), verdict)
         return (
             self.name,
             figure(self.measured.loss),
@@ -63,7 +64,7 @@ class RungResult:
             "" if self.speed is None else f"{self.speed:.2f}x" if math.isfinite(self.speed) else "-",
             human_bytes(self.measured.peak_bytes),
             str(self.measured.skipped),
-            str(self.verdict),
+            verdict,
         )
 
     def to_json(self) -> dict[str, object]:
@@ -100,7 +101,8 @@ class Ladder:
         rungs: The rows, in their order.
         band: None: the baseline itself breaks.
         best: The name of the last rung that was adopted.
-        repeat: The command that trains ``best.yaml`` as its rung was trained; "": there is none.
+        train: The command that trains ``best.yaml``; "": there is none.
+        repeat: The command that trains it as its rung was trained.
         out_of_time: ``--budget`` ended it.
     """
 
@@ -111,6 +113,7 @@ class Ladder:
     rungs: tuple[RungResult, ...]
     band: Band | None
     best: str = ""
+    train: str = ""
     repeat: str = ""
     out_of_time: bool = False
 
@@ -137,7 +140,9 @@ class Ladder:
         """The rows as text, in columns."""
         table = [HEAD, *(rung.cells() for rung in self.rungs)]
         widths = [max(len(cells[column]) for cells in table) for column in range(len(HEAD))]
-        return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
+        return [
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table
+        ]
 
     def _band_line(self) -> Iterator[str]:
         if self.band:
@@ -164,7 +169,7 @@ class Ladder:
         if self.best_recipe:
             yield f"best     {self.best_recipe}: that of the rung {self.best}"
             yield f"page     {self.folder / PAGE}"
-            yield f"next     trainwright train {shlex.quote(str(self.best_recipe))}"
+            yield f"next     {self.train}"
             yield f"         {self.repeat}   # repeats the rung"
 
     def to_json(self) -> dict[str, object]:
@@ -178,14 +183,13 @@ class Ladder:
             "rungs": [rung.to_json() for rung in self.rungs],
             "best": self.best,
             "best_recipe": None if self.best_recipe is None else str(self.best_recipe),
+            "train": self.train,
             "repeat": self.repeat,
             "broke_at": self.broke_at and self.broke_at.name,
             "out_of_time": self.out_of_time,
             "exit": self.exit_code,
         }
-        made = strict(value)
-        assert isinstance(made, dict)
-        return made
+        return {name: strict(each) for name, each in value.items()}
 
 
 _LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_][\w-]*):")
@@ -212,5 +216,6 @@ def notes_of(rungs: Sequence[RungResult], decided: Mapping[str, str]) -> dict[st
     for path, name in decided.items():
         rung = by_name.get(name)
         found = f", found by a range test: {rung.lr:.3g}" if rung and rung.lr and path == "optimizer.lr" else ""
-        notes[path] = f"ladder, {name}: {rung.verdict.why if rung else 'the baseline'}{found}".replace("\n", " ")
+        why = rung.verdict.why if rung and rung.verdict.why else "the baseline"
+        notes[path] = f"ladder, {name}: {why}{found}".replace("\n", " ")
     return notes
