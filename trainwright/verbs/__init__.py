@@ -6,6 +6,7 @@ plan         what a run would hold and take on a device, and the best layout
 graph        the modules of a model and the autograd graph of one step
 batch_size   the largest micro-batch that fits, by training
 lr_range     the learning rate range test
+ladder       from a float32 baseline to a fast run, one change at a time
 verify       whether checkpoints are whole, and a resumed run has the same bits
 replay       a recorded step again
 export       the weights of a run for other programs

@@ -10,11 +10,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,10 +51,9 @@ COMPILE_S = 600.0
 """Time to compile the model, in addition."""
 RANGE_STEPS = 100
 POLL_S = 0.5
+MAX_REASON_CHARS = 300
 _LR_RANGE = (
-    "import sys; sys.argv[0] = 'trainwright'\n"
-    "from trainwright.trials.child import end_with; end_with({parent})\n"
-    "from trainwright.cli import main; main()"
+    "from trainwright.trials.child import end_with; end_with({parent})\nfrom trainwright.cli import main; main()"
 )
 
 
@@ -83,7 +83,7 @@ def ladder(
             recipe's runs. A ladder that is there goes on.
         threads: CPU threads of each run; by default ``OMP_NUM_THREADS``, or all cores.
         quiet: Prints nothing.
-        say: Prints a line of progress; by default ``print``.
+        say: Gets the lines of progress, instead of ``print``; then the table is not printed.
 
     Returns:
         The table, and the best recipe; ``exit_code`` is 3 when a rung breaks.
@@ -99,7 +99,10 @@ def ladder(
     load(recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))])  # a warm-up that does not fit
     tell = say or ((lambda text: None) if quiet else print)
     climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), budget_s, tell)
-    return climb.run([*rungs_of(loaded.recipe, skip)])
+    found = climb.run([*rungs_of(loaded.recipe, skip)])
+    if say is None:
+        tell("\n".join(found.lines()))
+    return found
 
 
 def _threads() -> int:
@@ -168,7 +171,7 @@ class _Climb:
         begin_s = time.monotonic()
         one, row = self._train(BASELINE, settings, 1)
         took_s = max(time.monotonic() - begin_s, 0.0)
-        why = unhealthy(one)
+        why = unhealthy(one, _warnings(one))
         if one.steps == 0:
             raise UsageError(f"the baseline does not train: {one.reason}", remedy=f"trainwright check {self._recipe}")
         self._add(replace(row, verdict=Verdict("breaks", why) if why else Verdict("baseline")))
@@ -178,7 +181,7 @@ class _Climb:
             took_s = max(took_s, read_trial(row.run).seconds)
         self._limit_s = MAX_SLOWDOWN * took_s + STARTUP_S
         two, row = self._train(SECOND_SEED, {**settings, "seed": str(seed + 1 if seed < 2**62 else 0)}, 1)
-        why = unhealthy(two, {each.code for each in one.serious})
+        why = unhealthy(two, _warnings(one) | _warnings(two))
         self._add(
             replace(
                 self._compared(row, two, one, BASELINE), verdict=Verdict("breaks", why) if why else Verdict("baseline")
@@ -207,7 +210,7 @@ class _Climb:
             why = f"it took more than {MAX_SLOWDOWN:g} times as long as the baseline, and was stopped"
             return replace(row, verdict=Verdict("too slow", why), measured=None)
         if rung_measured.steps == 0:
-            return replace(row, verdict=Verdict("not tried", _first_line(rung_measured.reason)), measured=None)
+            return replace(row, verdict=Verdict("not tried", _in_one_line(rung_measured.reason)), measured=None)
         verdict = judge(rung.kind, rung_measured, held.measured, held.anchor, band, self._known)
         return replace(self._compared(row, rung_measured, held.measured, held.name), verdict=verdict)
 
@@ -232,7 +235,7 @@ class _Climb:
     def _train(self, name: str, settings: dict[str, str], factor: int) -> tuple[Measured, RungResult]:
         """Trains one run, or reads it where it is finished."""
         length = length_settings(self._loaded.recipe, self._steps, factor)
-        measuring = {"log.every": "1steps", "log.sinks": "[]", "alerts": "null", "checkpoint.best": "null"}
+        measuring = {"log.every": "1steps", "log.sinks": "[]", "alerts": "null"}
         asked = [*self._settings, *words({**measuring, **length, **settings})]
         folder = self._folder / f"{name}-{self._digest(asked)}"
         if folder.name in self._slow:
@@ -286,7 +289,7 @@ class _Climb:
         except subprocess.TimeoutExpired:
             return None, "the range test of its learning rate took too long"
         if done.returncode != 0:
-            return None, f"the range test failed: {_first_line(done.stderr.rpartition('error: ')[2])}"
+            return None, f"the range test failed: {_in_one_line(done.stderr.rpartition('error: ')[2])}"
         text = done.stdout.strip().splitlines()[-1]
         write_atomically(file, text + "\n", durable=False)
         return _suggested(json.loads(text))
@@ -347,6 +350,11 @@ class _Climb:
         write_atomically(path, "\n".join(head) + "\n" + commented(dump_masked(loaded.recipe), notes), durable=False)
 
 
+def _warnings(found: Measured) -> set[str]:
+    """Codes that do not end a ladder before it begins: it is about differences to the baseline."""
+    return {each.code for each in found.serious if each.severity == "warning"}
+
+
 def _suggested(found: dict[str, object]) -> tuple[float | None, str]:
     rate = found.get("suggestion")
     if isinstance(rate, float | int) and rate > 0:
@@ -354,6 +362,7 @@ def _suggested(found: dict[str, object]) -> tuple[float | None, str]:
     return None, "in the range test the loss never fell by 1 %"
 
 
-def _first_line(text: str) -> str:
-    lines: Iterator[str] = (line.strip() for line in text.splitlines() if line.strip())
-    return next(lines, "it did not start")[:200]
+def _in_one_line(text: str) -> str:
+    """The text of an error, without the count of its problems and without a remedy for the command of the child."""
+    line = re.sub(r"^the recipe has \d+ problems?: ", "", " ".join(text.split()))
+    return line.partition(" remedy: ")[0][:MAX_REASON_CHARS] or "it did not start"
