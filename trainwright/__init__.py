@@ -41,6 +41,7 @@ _HOME = {
     "for_steps": "trainwright.engine.until",
     "init": "trainwright.verbs.init",
     "convert": "trainwright.verbs.convert.convert",
+    "ladder": "trainwright.verbs.ladder.climb",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.state.checkpoint",
     "log": "trainwright.engine.user_log",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
     from trainwright.verbs.init import init as init
+    from trainwright.verbs.ladder.climb import ladder as ladder
     from trainwright.verbs.of_objects import batch_size as batch_size
     from trainwright.verbs.of_objects import check as check
     from trainwright.verbs.of_objects import lr_range as lr_range

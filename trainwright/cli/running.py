@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from trainwright.cli.app import (
     finish,
     importing_torch,
     say_to,
+    seconds_of,
     verb,
 )
 from trainwright.cli.launching import become_torchrun
@@ -84,6 +86,47 @@ def train(
 
     result = run_train(loaded, console=console_for(as_json), serve=serve)
     finish(result, as_json and result.is_first)
+
+
+@verb()
+def ladder(
+    recipe: RecipePath,
+    settings: Settings = None,
+    steps: Annotated[
+        int | None, typer.Option(min=16, help="Optimizer steps of the baseline; else the recipe's, at most 200.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=16, help="The same as a number of samples.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Start no rung after this time: 30min; else try all.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="RUNG", help="Leave this rung out, repeatable: fp16, compile, ...")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", metavar="FOLDER", help="Where it writes; else runs/<name>-ladder.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each run; else OMP_NUM_THREADS.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Go from a float32 baseline to a fast run, one change at a time; keep what holds the loss and pays.
+
+    Exit 3 when a rung breaks; the best recipe below it is written all the same.
+    """
+    from trainwright.verbs.ladder.climb import ladder as climb
+
+    budget_s = math.inf if budget is None else seconds_of(budget, "--budget")
+    found = climb(
+        recipe,
+        settings=settings or [],
+        steps=steps,
+        samples=samples,
+        budget_s=budget_s,
+        skip=skip or [],
+        folder=folder,
+        threads=threads,
+        say=say_to(as_json),
+    )
+    answer(found, as_json)
 
 
 @verb()

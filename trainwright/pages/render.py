@@ -62,6 +62,12 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
     return readable(page.render(shared, title=title, views=views, comparison=comparison, data=data, live=live))
 
 
+def ladder_page(found: object, **values: object) -> str:
+    """The page of a ladder, ``verbs.ladder.result.Ladder``; ``values`` are what its template names besides."""
+    page = templates().get_template("ladder.html")
+    return readable(page.render(_of_every_page("file"), title="Ladder", found=found, data={}, live=False, **values))
+
+
 def overview_page(overview: Overview) -> str:
     """The page of all runs of a folder."""
     page, rows = templates().get_template("overview.html"), overview_rows(overview)

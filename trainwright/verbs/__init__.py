@@ -8,6 +8,7 @@ graph        the modules of a model and the autograd graph of one step
 batch_size   the largest micro-batch that fits, by training
 lr_range     the learning rate range test
 mup_check    whether layers keep their size over the width of a model
+ladder       from a float32 baseline to a fast run, one change at a time
 verify       whether checkpoints are whole, and a resumed run has the same bits
 replay       a recorded step again
 export       the weights of a run for other programs

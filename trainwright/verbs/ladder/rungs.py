@@ -1,0 +1,142 @@
+"""The rungs of a ladder: what each changes in the recipe, and why it cannot be tried. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from trainwright.errors import UsageError, require_choice
+from trainwright.plan.batch import solve_batch
+from trainwright.recipe import Recipe
+from trainwright.recipe.duration import Duration
+
+Kind = Literal["numerics", "optimizer", "batch"]
+BASELINE, SECOND_SEED = "fp32", "fp32-seed"
+PRECISIONS = ("bf16", "fp16", "fp8")
+OPTIMIZERS: Mapping[str, str] = {
+    "sgd": "{momentum: 0.9}",
+    "adamw": "{}",
+    "muon": "{adjust_lr: match_rms_adamw}",
+}
+"""Optimizers in the order in which they are tried, each with its arguments. With ``match_rms_adamw`` one learning rate
+serves all groups of Muon."""
+FACTORS = (2, 4)
+"""Batch sizes to try, relative to that of the recipe."""
+LARGEST_FACTOR = max(FACTORS)
+LINEAR_RULE = ("sgd", "lars")
+"""Optimizers whose learning rate is scaled with the batch size; that of the others with its square root."""
+WARMUP = "0.05run"
+"""Warm-up of a larger batch where the recipe has none."""
+NAMES = (*PRECISIONS, "compile", *OPTIMIZERS, "checkpointing", *(f"batch-x{factor}" for factor in FACTORS))
+"""The names of the rungs above the baseline, in their order."""
+DEFAULT_STEPS = 200
+MIN_STEPS = 16
+
+Settings = Mapping[str, str]
+"""Overrides: the value in YAML by the path."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One change to the rung below.
+
+    Args:
+        name: One of ``NAMES``.
+        kind: numerics: the loss must hold. optimizer: an alternative with its own learning rate. batch: the loss must
+            hold at the same number of samples.
+        settings: What it changes.
+        why_not: Why it is not tried; "": it is.
+        factor: Samples in a step, relative to the recipe.
+    """
+
+    name: str
+    kind: Kind
+    settings: Settings = field(default_factory=dict)
+    why_not: str = ""
+    factor: int = 1
+
+
+def rungs_of(recipe: Recipe, skip: Sequence[str] = ()) -> Iterator[Rung]:
+    """Yields the rungs above the baseline, in their order. Raises UsageError for an unknown name in ``skip``."""
+    for name in skip:
+        require_choice("rung", name, NAMES)
+    for rung in _all(recipe):
+        yield Rung(rung.name, rung.kind, why_not="skipped, as requested") if rung.name in skip else rung
+
+
+def _all(recipe: Recipe) -> Iterator[Rung]:
+    known = {name for choice in get_args(Recipe.model_fields["precision"].annotation) for name in get_args(choice)}
+    for name in PRECISIONS:
+        why_not = "" if name in known else f"this version has no precision: {name}"
+        yield Rung(name, "numerics", {"precision": name}, why_not)
+    yield Rung("compile", "numerics", {"model.compile": "true"})
+    has_rates = any(group.lr is not None for group in recipe.optimizer.groups)
+    for name, args in OPTIMIZERS.items():
+        why_not = "the optimizer of the recipe" if name == recipe.optimizer.use else ""
+        why_not = why_not or ("optimizer.groups has learning rates of its own" if has_rates else "")
+        settings = {"optimizer.use": name, "optimizer.args": args, "optimizer.weight_decay": "null"}
+        yield Rung(name, "optimizer", settings, why_not)
+    checkpointing = recipe.model.activation_checkpointing
+    why_not = "" if checkpointing == "none" else f"the recipe has activation_checkpointing: {checkpointing}"
+    yield Rung("checkpointing", "numerics", {"model.activation_checkpointing": "block"}, why_not)
+    for factor in FACTORS:
+        yield Rung(f"batch-x{factor}", "batch", factor=factor)
+
+
+def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
+    """The settings of a batch that is ``factor`` times that of the recipe, for a learning rate found at its size."""
+    batch = batch_size(recipe)
+    settings = {"batch.size": str(batch * factor), "batch.accumulation": "null"}
+    if recipe.optimizer.lr_rule.rule == "none":
+        settings["optimizer.lr_rule.rule"] = "linear" if optimizer in LINEAR_RULE else "sqrt"
+        settings["optimizer.lr_rule.base_batch"] = str(batch)
+    if not recipe.schedule.warmup.value:
+        settings["schedule.warmup"] = WARMUP
+    return settings
+
+
+def batch_size(recipe: Recipe) -> int:
+    """Samples in a step of the recipe."""
+    return solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
+
+
+def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
+    """The steps of the baseline: a multiple of 4, so that larger batches train on as many samples.
+
+    Without a number, those of the recipe, at most ``DEFAULT_STEPS``. Raises UsageError for a number that is too small.
+    """
+    if steps is not None and samples is not None:
+        raise UsageError("--steps and --samples both set the length of a rung", remedy="give one of them")
+    if samples is not None:
+        steps = samples // batch_size(recipe)
+    elif steps is None:
+        own = int(recipe.until.value) if recipe.until.unit == "steps" else DEFAULT_STEPS
+        steps = max(MIN_STEPS, min(own, DEFAULT_STEPS))
+    if steps < MIN_STEPS:
+        raise UsageError(f"{steps} steps are too few to compare losses", remedy=f"at least {MIN_STEPS} steps")
+    return -(-steps // LARGEST_FACTOR) * LARGEST_FACTOR
+
+
+def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
+    """The settings of a run with the samples of ``steps`` steps. A warm-up in the unit of ``until`` keeps its part."""
+    settings = {"until": f"{steps // factor}steps"}
+    warmup = recipe.schedule.warmup
+    if warmup.value and warmup.unit == recipe.until.unit:
+        settings["schedule.warmup"] = f"{warmup.value / recipe.until.value:.12g}run"
+    return settings
+
+
+def own_length(recipe: Recipe, factor: int) -> Settings:
+    """What keeps the samples of the user's run when a step has ``factor`` times as many."""
+    if factor == 1 or recipe.until.unit != "steps":
+        return {}
+    settings = {"until": str(Duration(-(-recipe.until.value // factor), "steps"))}
+    if recipe.schedule.warmup.unit == "steps" and recipe.schedule.warmup.value:
+        settings["schedule.warmup"] = str(Duration(-(-recipe.schedule.warmup.value // factor), "steps"))
+    return settings
+
+
+def words(settings: Settings) -> list[str]:
+    """As ``--set`` takes them."""
+    return [f"{path}={value}" for path, value in settings.items()]
