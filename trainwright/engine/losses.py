@@ -18,16 +18,38 @@ Chunked = Literal["auto"] | bool
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
-    """Classification: batch ``(input, label_B)``, logits_BC; per sample, with ``accuracy``.
+    """Classification: batch ``(input, label_B)``, logits_BC; per label, with ``accuracy``.
 
-    Labels of -100 are not counted. Raises DataError naming the rows whose label is out of range (on the CPU;
-    on a GPU such a label stops the device before Python can look).
+    Dense labels, such as the mask of a segmentation, have the shape of the logits without dimension 1: label_BHW and
+    logits_BCHW. Labels of -100 are not counted. Raises UsageError where the shapes do not fit, and DataError naming
+    the rows whose label is out of range (on the CPU; on a GPU such a label stops the device before Python can look).
     """
     x, label_B = batch
     logits_BC = model(x)
+    _require_labels(logits_BC, label_B)
     loss = _sum_of_cross_entropy(logits_BC, label_B, rows=label_B.shape[0])
-    correct = (logits_BC.detach().argmax(-1) == label_B).sum()
+    correct = (logits_BC.detach().argmax(1) == label_B).sum()
     return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct}, logits_BC, label_B)
+
+
+def _require_labels(logits_BC: Tensor, label_B: Tensor) -> None:
+    if logits_BC.ndim > 1 and label_B.shape == logits_BC.shape[:1] + logits_BC.shape[2:]:
+        return
+    if logits_BC.ndim < 2:
+        rule, remedy = "logits must have the shape (B, C)", "let the model return one logit for each class"
+    else:
+        needs = tuple(logits_BC.shape[:1] + logits_BC.shape[2:])
+        rule, remedy = f"labels must have the shape {needs}", "give class numbers, one for each sample or place"
+        if label_B.shape == logits_BC.shape:
+            remedy = "for one-hot labels or probabilities give loss=nn.CrossEntropyLoss()"
+        elif label_B.shape == (len(logits_BC), 1, *logits_BC.shape[2:]):
+            remedy = "leave out their dimension of size 1: label.squeeze(1)"
+        elif logits_BC.ndim == 3 and label_B.shape == logits_BC.shape[:2]:
+            remedy = "put the classes into dimension 1, logits.transpose(1, 2); for tokens, loss: language_model"
+    raise UsageError(
+        f"cross_entropy: the logits have shape {tuple(logits_BC.shape)} and the labels {tuple(label_B.shape)}; {rule}",
+        remedy=remedy,
+    )
 
 
 def language_model(
@@ -111,11 +133,11 @@ def _chunked_loss(hidden_BTD: Tensor, head: Head, target_BT: Tensor) -> Loss:
 
 
 def _sum_of_cross_entropy(logits_NC: Tensor, target_N: Tensor, *, rows: int) -> Tensor:
-    """Summed in float32. ``rows`` is the number of samples that the N entries belong to, in equal parts."""
+    """Summed in float32. ``rows`` is the number of samples that the labels belong to, in equal parts."""
     try:
         return F.cross_entropy(logits_NC.float(), target_N, reduction="sum", ignore_index=IGNORE)
     except IndexError:
-        raise _out_of_range(target_N, logits_NC.shape[-1], rows) from None
+        raise _out_of_range(target_N.flatten(), logits_NC.shape[1], rows) from None
 
 
 def _out_of_range(target_N: Tensor, classes: int, rows: int) -> DataError:

@@ -74,6 +74,10 @@ def _by_name(*rows: R) -> dict[str, R]:
 MODELS = _by_name(
     Row("gpt", "trainwright.models.gpt:gpt", "A decoder-only transformer of any size."),
     Row("gpt2", "trainwright.models.gpt:gpt2", "GPT-2 in its four published sizes."),
+    Row("bert", "trainwright.models.bert:bert", "An encoder for masked language modelling, of any size."),
+    Row("bert-published", "trainwright.models.bert:bert_published", "BERT base and large as published."),
+    Row("vit", "trainwright.models.vit:vit", "A Vision Transformer of any size."),
+    Row("vit-published", "trainwright.models.vit:vit_published", "Vision Transformers in their published sizes."),
     Row("resnet", "trainwright.models.resnet:resnet", "A ResNet for small images."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
@@ -82,12 +86,14 @@ MODELS = _by_name(
 
 DATASETS = _by_name(
     Row("python-topics", "trainwright.data.text:python_topics", "Characters of Python's help topics."),
+    Row("masked-topics", "trainwright.data.masked:masked_topics", "The same with characters hidden, for an encoder."),
     Row("stdlib-source", "trainwright.data.text:stdlib_source", "Characters of the source of Python's library."),
     Row("text-file", "trainwright.data.text:text_file", "Characters of a text file."),
     Row("tokens", "trainwright.data.tokens:Tokens", "Ids of tokens in a file, memory-mapped: nanoGPT's train.bin."),
     Row("table", "trainwright.data.table:table", "Columns of a .csv or .parquet file."),
     Row("images", "trainwright.data.images:Images", "A folder of images in folders named for their classes."),
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
+    Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
 )
 
 LOSSES = _by_name(
