@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, logits_bytes
 from trainwright.engine.head import Head, head_of, hf_head_of, hidden_of_hf
 from trainwright.engine.loss import Batch, Loss
+from trainwright.engine.user_log import log
 from trainwright.errors import DataError, UsageError
 
 Chunked = Literal["auto"] | bool
@@ -59,12 +60,17 @@ def language_model(
 
     ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
     ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a
-    run knows; None: never. Raises UsageError when ``chunked`` is asked for and cannot be.
+    run knows; None: never. What ``model.figures()`` returns, where the model has it, is logged in training. Raises
+    UsageError when ``chunked`` is asked for and cannot be.
     """
     ids_BT, target_BT = batch
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):
-        return _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
-    return _token_loss(model(ids_BT), target_BT)
+        loss = _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
+    else:
+        loss = _token_loss(model(ids_BT), target_BT)
+    if model.training and (figures := getattr(model, "figures", None)):
+        log(**figures())
+    return loss
 
 
 def mse(model: nn.Module, batch: Batch) -> Loss:

@@ -74,6 +74,7 @@ def _by_name(*rows: R) -> dict[str, R]:
 MODELS = _by_name(
     Row("gpt", "trainwright.models.gpt:gpt", "A decoder-only transformer of any size."),
     Row("gpt2", "trainwright.models.gpt:gpt2", "GPT-2 in its four published sizes."),
+    Row("moe-gpt", "trainwright.models.moe:moe_gpt", "A GPT with mixtures of experts, balanced by biases."),
     Row("bert", "trainwright.models.bert:bert", "An encoder for masked language modelling, of any size."),
     Row("bert-published", "trainwright.models.bert:bert_published", "BERT base and large as published."),
     Row("vit", "trainwright.models.vit:vit", "A Vision Transformer of any size."),
