@@ -83,6 +83,7 @@ MODELS = _by_name(
     Row("unet", "trainwright.models.unet:unet", "A U-Net for segmentation."),
     Row("diffusion", "trainwright.models.diffusion:diffusion", "A denoising diffusion model of images (DDPM)."),
     Row("two-tower", "trainwright.models.two_tower:two_tower", "A recommender: a tower of users and one of items."),
+    Row("actor-critic", "trainwright.models.policy:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
     Row("hf", "trainwright.models.hf:hf_model", "A model of the transformers library."),
@@ -99,6 +100,7 @@ DATASETS = _by_name(
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
     Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
     Row("interactions", "trainwright.data.interactions:interactions", "Generated choices of items by users."),
+    Row("episodes", "trainwright.data.episodes:episodes", "Seeds of episodes, for a loss that plays."),
 )
 
 LOSSES = _by_name(
@@ -106,6 +108,7 @@ LOSSES = _by_name(
     Row("language_model", "trainwright.engine.losses:language_model", "Cross-entropy of the next token."),
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
+    Row("reinforce", "trainwright.engine.policy_gradient:Reinforce", "Policy gradient: the loss plays episodes."),
     Row("of_model", "trainwright.engine.loss:OfModel", "The loss that the model itself returns."),
 )
 
