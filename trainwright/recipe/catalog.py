@@ -87,6 +87,8 @@ MODELS = _by_name(
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
     Row("hf", "trainwright.models.hf:hf_model", "A model of the transformers library."),
+    Row("timm", "trainwright.models.image_libraries:timm_model", "An image model of the timm library."),
+    Row("torchvision", "trainwright.models.image_libraries:torchvision_model", "An image model of torchvision."),
 )
 
 DATASETS = _by_name(
