@@ -14,7 +14,7 @@ from trainwright.models.policy import actor_critic
 # score: episode_return >= 150    the mean over 20 episodes of the validation; at best 500, 22 for a random policy
 
 
-def main(steps: int = 40, resume: Path | None = None) -> tw.Result:
+def main(steps: int = 60, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
     return tw.fit(
         actor_critic(observations=4, actions=2),
