@@ -164,6 +164,22 @@ def ppo(example: ModuleType, steps: int) -> nn.Module:
     return agent
 
 
+def cartpole(example: ModuleType, steps: int) -> nn.Module:
+    torch.manual_seed(0)
+    agent, ppo = example.actor_critic(observations=4, actions=2), example.PPO("CartPole-v1")
+    optimizer = adamw(agent, 1e-3)
+    for step, (seeds,) in enumerate(batches([torch.arange(4096)], 8, steps)):
+        follow_cosine(optimizer, 1e-3, step, steps)
+        rollout = ppo.rollout(agent, ppo.arena.play(agent, seeds))
+        for _ in range(10):
+            for rows in torch.randperm(len(rollout.seen)).split(256):
+                optimizer.zero_grad()
+                ppo.loss(agent, rollout.part(rows)).backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
+                optimizer.step()
+    return agent
+
+
 def lbfgs(example: ModuleType, steps: int) -> nn.Module:
     x, y = example.curve()
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.models.hf import hf_model
+from trainwright.recipe import load
+from trainwright.training.run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")]
 TINY: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 8, "vocab_size": 11}
@@ -53,3 +56,24 @@ def test_without_transformers_the_package_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtra, match='pip install "transformers>='):
         hf_model()
+
+
+def test_a_recipe_trains_a_classifier_of_transformers_on_images(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of classes comes from the dataset, and the logits from the output."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    args = {"architecture": "ViTForImageClassification", "image_size": 8, "patch_size": 4, "num_channels": 3, **sizes}
+    shapes = {"use": "shapes", "args": {"size": 8, "count": 16}}
+    recipe = {
+        "until": "2steps",
+        "model": {"use": "hf", "args": args},
+        "data": {"train": shapes, "val": shapes},
+        "batch": {"size": 8},
+        "metrics": ["accuracy"],
+        "log": {"doctor": False},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    result = train(load(path, environ={}), quiet=True)
+    assert result.step == 2 and 0 <= result.metrics["accuracy"] <= 1
+    assert result.state is not None and result.state.model.config.num_labels == 5

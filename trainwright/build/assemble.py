@@ -455,12 +455,12 @@ def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
 
 
 def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, object], tuple[Note, ...]]:
-    """Returns the arguments of the model, with ``vocab_size`` or ``classes`` of the dataset where they are missing."""
+    """Returns the arguments of the model, with the number of classes or ids of the dataset where it is missing."""
     ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
     accepted = parameters_of(find(ask.use, MODELS, "model", loaded.source))
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
     if ask.use == "hf":
-        name = "vocab_size"
+        name = "num_labels" if "Classification" in str(args.get("architecture")) else "vocab_size"
     if name is None or name in args:
         return args, ()
     classes = getattr((train or build_dataset(loaded, "train")).dataset, "classes", None)

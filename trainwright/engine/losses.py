@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, logits_bytes
 from trainwright.engine.head import Head, head_of, hf_head_of, hidden_of_hf
 from trainwright.engine.loss import Batch, Loss
+from trainwright.engine.user_log import log
 from trainwright.errors import DataError, UsageError
 
 Chunked = Literal["auto"] | bool
@@ -25,11 +26,17 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
     the rows whose label is out of range (on the CPU; on a GPU such a label stops the device before Python can look).
     """
     x, label_B = batch
-    logits_BC = model(x)
+    logits_BC = _logits_of(model(x))
     _require_labels(logits_BC, label_B)
     loss = _sum_of_cross_entropy(logits_BC, label_B, rows=label_B.shape[0])
     correct = (logits_BC.detach().argmax(1) == label_B).sum()
     return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct}, logits_BC, label_B)
+
+
+def _logits_of(output: Any) -> Tensor:
+    """A tensor, or the logits of an output of ``transformers``."""
+    logits: Tensor = output if isinstance(output, Tensor) else getattr(output, "logits", output)
+    return logits
 
 
 def _require_labels(logits_BC: Tensor, label_B: Tensor) -> None:
@@ -59,12 +66,17 @@ def language_model(
 
     ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
     ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a
-    run knows; None: never. Raises UsageError when ``chunked`` is asked for and cannot be.
+    run knows; None: never. What ``model.figures()`` returns, where the model has it, is logged in training. Raises
+    UsageError when ``chunked`` is asked for and cannot be.
     """
     ids_BT, target_BT = batch
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):
-        return _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
-    return _token_loss(model(ids_BT), target_BT)
+        loss = _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
+    else:
+        loss = _token_loss(_logits_of(model(ids_BT)), target_BT)
+    if model.training and (figures := getattr(model, "figures", None)):
+        log(**figures())
+    return loss
 
 
 def mse(model: nn.Module, batch: Batch) -> Loss:

@@ -20,10 +20,12 @@ def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpRes
     A number that is read (``.item()``) is False or 1: a step is not skipped, a norm is clipped, a weight counts.
     ``nonzero`` and masks select every element. Raises UsageError for other operators whose result depends on values.
     """
+    packet = op._overloadpacket
+    if packet is aten._grouped_mm:  # fake tensors take bf16 alone, kernels other types as well
+        return _grouped_product(*args, **kwargs)
     try:
         result = op(*args, **kwargs)
     except UNTRACEABLE as error:
-        packet = op._overloadpacket
         if packet is aten._local_scalar_dense:
             return _number(args[0].dtype)
         if packet is aten.nonzero:
@@ -33,9 +35,18 @@ def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpRes
         if packet in (aten.index, aten.index_put, aten.index_put_):
             return op(args[0], _masks_as_positions(args[1]), *args[2:], **kwargs)
         raise untraceable(error) from None
-    if op._overloadpacket is aten.native_group_norm_backward:
+    if packet is aten.native_group_norm_backward:
         return _in_dtype_of(args[1], result)
     return result
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows (N, I) by matrices (E, I, O): (N, O). Two matrices whose common dimension is divided into E: (E, I, O)."""
+    groups = [len(offs)] if offs is not None and a.dim() == b.dim() == 2 else []
+    groups = [len(a)] if a.dim() == b.dim() == 3 else groups
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)  # type: ignore[no-untyped-call]
 
 
 def _in_dtype_of(x: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

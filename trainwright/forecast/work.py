@@ -46,9 +46,15 @@ def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *arg
     return 2 * _lstm_on_cpu(x_TBD, w_input, w_hidden)
 
 
+def _grouped_product(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> int:
+    """Each row is multiplied by one matrix, however many there are."""
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
+
+
 OWN: dict[OpOverloadPacket, FlopFormula] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+    aten._grouped_mm: _grouped_product,
     aten.mkldnn_rnn_layer: _lstm_on_cpu,
     aten.mkldnn_rnn_layer_backward: _lstm_on_cpu_backward,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -210,11 +210,11 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The position-wise network D -> F -> D."""
+    """The position-wise network D -> F -> D; ``hidden`` is F, that of the config where it is not given."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, hidden: int | None = None) -> None:
         super().__init__()
-        width, hidden = config.d_model, config.hidden_width
+        width, hidden = config.d_model, config.hidden_width if hidden is None else hidden
         gated = config.activation == "swiglu"
         self.gate = nn.Linear(width, hidden, bias=config.bias) if gated else None
         self.up = nn.Linear(width, hidden, bias=config.bias)
@@ -222,26 +222,31 @@ class FeedForward(nn.Module):
         self.activation = config.activation
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        hidden_BTF = self.up(x_BTD)
-        if self.gate is not None:
-            hidden_BTF = F.silu(self.gate(x_BTD)) * hidden_BTF
-        elif self.activation == "relu2":
-            hidden_BTF = F.relu(hidden_BTF).square()
-        else:
-            hidden_BTF = F.gelu(hidden_BTF, approximate="tanh")
-        out_BTD: Tensor = self.down(hidden_BTF)
+        gate_BTF = None if self.gate is None else self.gate(x_BTD)
+        out_BTD: Tensor = self.down(activated(self.up(x_BTD), gate_BTF, self.activation))
         return out_BTD
+
+    def init_output(self, std: float) -> None:
+        """Initialises the projection back to the residual stream."""
+        nn.init.normal_(self.down.weight, std=std)
+
+
+def activated(up: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """The hidden values of a feed-forward network; ``gate`` is that of SwiGLU, else None."""
+    if gate is not None:
+        return F.silu(gate) * up
+    return F.relu(up).square() if activation == "relu2" else F.gelu(up, approximate="tanh")
 
 
 class Block(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPTConfig, rope: Rope | None) -> None:
+    def __init__(self, config: GPTConfig, rope: Rope | None, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config, rope)
         self.mlp_norm = _norm(config)
-        self.mlp = FeedForward(config)
+        self.mlp: Any = mlp
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -294,11 +299,15 @@ class GPT(nn.Module):
         orders = range(2, options.ngram + 1) if options.bigram else ()
         self.ngrams = nn.ModuleList(NGram(options, order) for order in orders)
         self.dropout = nn.Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(options, rope) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(Block(options, rope, self.make_mlp()) for _ in range(options.layers))
         self.norm = _norm(options)
         self.head = nn.Linear(options.d_model, options.vocab_size, bias=False)
         self.part: SequencePart | None = None
         self.init_weights()
+
+    def make_mlp(self) -> nn.Module:
+        """Returns the feed-forward network of a block; it has ``init_output``."""
+        return FeedForward(self.options)
 
     @property
     def block_size(self) -> int:
@@ -335,7 +344,7 @@ class GPT(nn.Module):
                     if isinstance(module, nn.Linear):
                         nn.init.normal_(module.weight, std=hidden_std)
             nn.init.normal_(block.attention.output.weight, std=residual_std)
-            nn.init.normal_(block.mlp.down.weight, std=residual_std)
+            block.mlp.init_output(residual_std)
         if self.options.zero_init_out and not self.options.tied:
             nn.init.zeros_(self.head.weight)
 

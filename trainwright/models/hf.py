@@ -21,8 +21,8 @@ def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.M
 
     Args:
         architecture: Name of the class: ``GPT2LMHeadModel``, ``LlamaForCausalLM``, ...
-        **config: Values of its configuration, such as ``n_layer: 2``. ``vocab_size`` is taken from the training set
-            where a recipe leaves it out.
+        **config: Values of its configuration, such as ``n_layer: 2``. ``vocab_size``, or ``num_labels`` of a model
+            for classification, is taken from the training set where a recipe leaves it out.
 
     Raises UsageError for an unknown architecture or key, MissingExtra without transformers.
     """
@@ -54,7 +54,7 @@ def _require_known(config_class: Any, config: Mapping[str, object]) -> None:
     """Raises UsageError for an unknown key, which transformers would store and ignore."""
     defaults = config_class()
     signature = inspect.signature(config_class.__init__).parameters
-    known = {*signature, *defaults.to_dict(), *defaults.attribute_map} - {"self", "kwargs"}
+    known = {*signature, *defaults.to_dict(), *defaults.attribute_map, "num_labels"} - {"self", "kwargs"}
     for name in config:
         if name not in known:
             raise UsageError(f"{config_class.__name__} has no key {name!r}", remedy=suggest(name, sorted(known)))

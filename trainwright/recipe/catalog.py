@@ -75,20 +75,35 @@ def _by_name(*rows: R) -> dict[str, R]:
 MODELS = _by_name(
     Row("gpt", "trainwright.models.gpt:gpt", "A decoder-only transformer of any size."),
     Row("gpt2", "trainwright.models.gpt:gpt2", "GPT-2 in its four published sizes."),
+    Row("moe-gpt", "trainwright.models.moe:moe_gpt", "A GPT with mixtures of experts, balanced by biases."),
+    Row("bert", "trainwright.models.bert:bert", "An encoder for masked language modelling, of any size."),
+    Row("bert-published", "trainwright.models.bert:bert_published", "BERT base and large as published."),
+    Row("vit", "trainwright.models.vit:vit", "A Vision Transformer of any size."),
+    Row("vit-published", "trainwright.models.vit:vit_published", "Vision Transformers in their published sizes."),
     Row("resnet", "trainwright.models.resnet:resnet", "A ResNet for small images."),
+    Row("unet", "trainwright.models.unet:unet", "A U-Net for segmentation."),
+    Row("diffusion", "trainwright.models.diffusion:diffusion", "A denoising diffusion model of images (DDPM)."),
+    Row("two-tower", "trainwright.models.two_tower:two_tower", "A recommender: a tower of users and one of items."),
+    Row("actor-critic", "trainwright.models.policy:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
     Row("hf", "trainwright.models.hf:hf_model", "A model of the transformers library."),
+    Row("timm", "trainwright.models.image_libraries:timm_model", "An image model of the timm library."),
+    Row("torchvision", "trainwright.models.image_libraries:torchvision_model", "An image model of torchvision."),
 )
 
 DATASETS = _by_name(
     Row("python-topics", "trainwright.data.text:python_topics", "Characters of Python's help topics."),
+    Row("masked-topics", "trainwright.data.masked:masked_topics", "The same with characters hidden, for an encoder."),
     Row("stdlib-source", "trainwright.data.text:stdlib_source", "Characters of the source of Python's library."),
     Row("text-file", "trainwright.data.text:text_file", "Characters of a text file."),
     Row("tokens", "trainwright.data.tokens:Tokens", "Ids of tokens in a file, memory-mapped: nanoGPT's train.bin."),
     Row("table", "trainwright.data.table:table", "Columns of a .csv or .parquet file."),
     Row("images", "trainwright.data.images:Images", "A folder of images in folders named for their classes."),
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
+    Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
+    Row("interactions", "trainwright.data.interactions:interactions", "Generated choices of items by users."),
+    Row("episodes", "trainwright.data.episodes:episodes", "Seeds of episodes, for a loss that plays."),
 )
 
 LOSSES = _by_name(
@@ -96,6 +111,7 @@ LOSSES = _by_name(
     Row("language_model", "trainwright.engine.losses:language_model", "Cross-entropy of the next token."),
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
+    Row("reinforce", "trainwright.engine.policy_gradient:Reinforce", "Policy gradient: the loss plays episodes."),
     Row("of_model", "trainwright.engine.loss:OfModel", "The loss that the model itself returns."),
 )
 

@@ -1,0 +1,46 @@
+"""Seeds of episodes: the data of reinforcement learning, where the loss plays."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainwright.errors import UsageError
+
+Split: TypeAlias = Literal["train", "val"]
+VAL_FROM = 1 << 30
+"""The first seed of validation sets."""
+
+
+class Episodes(Dataset[tuple[Tensor]]):
+    """``(seed,)`` for each episode; an environment that is reset with it begins in the same state."""
+
+    deterministic = True
+
+    def __init__(self, first: int, count: int) -> None:
+        self.seeds = torch.arange(first, first + count, device="cpu")
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (self.seeds[index],)
+
+
+def episodes(split: Split = "train", *, count: int = 4096) -> Episodes:
+    """Seeds of episodes, for losses that play in an environment. The splits have no seed in common.
+
+    Args:
+        split: ``train`` or ``val``.
+        count: Number of episodes in an epoch.
+
+    Raises UsageError for a value that cannot be used.
+    """
+    if split not in ("train", "val"):
+        raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
+    if not 1 <= count <= VAL_FROM:
+        raise UsageError(f"count={count} is no number of episodes", remedy="try count=4096")
+    return Episodes(VAL_FROM if split == "val" else 0, count)

@@ -1,0 +1,117 @@
+"""U-Nets, https://arxiv.org/abs/1505.04597, with padded convolutions and GroupNorm: for masks, and for diffusion.
+
+Shapes: B batch, C channels, H and W image sides, K outputs per pixel, E width of the embedding of a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.errors import UsageError
+from trainwright.models.options import require_counts
+
+MOST_GROUPS = 8
+"""Groups of each GroupNorm, or fewer where they do not divide the channels."""
+LONGEST_PERIOD = 10_000.0
+"""Of the sines and cosines that embed a time, as in https://arxiv.org/abs/1706.03762."""
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """The options of ``unet``; with ``timed`` its forward takes a time for each image."""
+
+    classes: int
+    channels: int = 3
+    width: int = 64
+    depth: int = 4
+    timed: bool = False
+
+    def __post_init__(self) -> None:
+        require_counts(self, dict.fromkeys(("classes", "channels", "width", "depth"), 1))
+
+
+class TwoConvs(nn.Module):
+    """Twice 3x3 convolution, GroupNorm, SiLU. An embedded time is added to each channel after the first."""
+
+    def __init__(self, channels_in: int, channels_out: int, time_width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        groups = math.gcd(MOST_GROUPS, channels_out)
+        self.norm1, self.norm2 = (nn.GroupNorm(groups, channels_out) for _ in range(2))
+        self.time = nn.Linear(time_width, channels_out) if time_width else None
+
+    def forward(self, x_BCHW: Tensor, time_BE: Tensor | None = None) -> Tensor:
+        x_BCHW = F.silu(self.norm1(self.conv1(x_BCHW)))
+        if self.time is not None and time_BE is not None:
+            x_BCHW = x_BCHW + self.time(time_BE)[:, :, None, None]
+        return F.silu(self.norm2(self.conv2(x_BCHW)))
+
+
+class UNet(nn.Module):
+    """x_BCHW -> out_BKHW, with ``time_B`` where it is timed.
+
+    ``blocks``, the list that activation checkpointing and sharding wrap, has ``depth`` blocks down, one at the bottom,
+    and ``depth`` blocks up.
+    """
+
+    def __init__(self, options: UNetConfig) -> None:
+        super().__init__()
+        self.options = options
+        widths = [options.width * 2**level for level in range(options.depth + 1)]
+        time_width = 4 * options.width if options.timed else 0
+        down = [(before, after) for before, after in zip([options.channels, *widths], widths)]
+        up = [(2 * width, width) for width in reversed(widths[:-1])]
+        self.blocks = nn.ModuleList(TwoConvs(before, after, time_width) for before, after in (*down, *up))
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(before, after, 2, stride=2) for before, after in up)
+        self.head = nn.Conv2d(options.width, options.classes, 1)
+        self.time = nn.Linear(2 * options.width, time_width) if options.timed else None
+
+    def forward(self, x_BCHW: Tensor, time_B: Tensor | None = None) -> Tensor:
+        depth = self.options.depth
+        if any(side % 2**depth for side in x_BCHW.shape[-2:]):
+            raise UsageError(
+                f"images of {' x '.join(map(str, x_BCHW.shape[-2:]))} pixels cannot be halved {depth} times",
+                remedy=f"pad them to a multiple of {2**depth}, or take a smaller depth",
+            )
+        time_BE = None
+        if self.time is not None and time_B is not None:
+            time_BE = F.silu(self.time(embedded(time_B, 2 * self.options.width)))
+        skipped = []
+        for block in self.blocks[:depth]:
+            x_BCHW = block(x_BCHW, time_BE)
+            skipped.append(x_BCHW)
+            x_BCHW = F.max_pool2d(x_BCHW, 2)
+        x_BCHW = self.blocks[depth](x_BCHW, time_BE)
+        for grow, block in zip(self.grow, self.blocks[depth + 1 :]):
+            x_BCHW = block(torch.cat([skipped.pop(), grow(x_BCHW)], dim=1), time_BE)
+        out_BKHW: Tensor = self.head(x_BCHW)
+        return out_BKHW
+
+
+def embedded(time_B: Tensor, width: int) -> Tensor:
+    """Sines and cosines (B, width) of times, with periods in a geometric series."""
+    powers = torch.arange(width // 2, dtype=torch.float32, device=time_B.device) / (width // 2)
+    angle = time_B.float()[:, None] * LONGEST_PERIOD**-powers
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+def unet(*, classes: int, channels: int = 3, width: int = 64, depth: int = 4) -> UNet:
+    """A U-Net for segmentation: pixels_BCHW -> logits_BKHW (Ronneberger et al. 2015, arXiv 1505.04597).
+
+    Convolutions are padded, so the output has the size of the input, and GroupNorm follows each.
+
+    Args:
+        classes: Number of outputs per pixel. Taken from the training set where a recipe leaves it out.
+        channels: Channels of the images.
+        width: Channels of the first level; each level below has twice as many.
+        depth: How often the sides are halved; 2 to this power divides them.
+
+    Raises UsageError for a value that cannot be used.
+    """
+    return UNet(UNetConfig(classes, channels, width, depth))
