@@ -28,7 +28,7 @@ METRICS = "[metrics.md](metrics.md) explains the arguments; `options` are furthe
 STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
 STATE += "adamw in a forecast; before a run the dry run measures it."
 
-ALIASES = 'Short names of optimizers of the package pytorch_optimizer (`pip install "trainwright[optimizers]"`); '
+ALIASES = 'Short names of optimizers of the package pytorch_optimizer (`pip install "pytorch_optimizer>=3.5"`); '
 ALIASES += "[optimizers.md](optimizers.md) has the rules for any optimizer that is named by its package."
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.house import TEMPLATES, files, nodes
 from trainwright.errors import OPTIONAL, install_remedy
+from trainwright.recipe.catalog import OPTIMIZER_ALIASES
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -74,7 +75,8 @@ def test_what_is_declared_is_imported() -> None:
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
     for_users = [*PROJECT["dependencies"], *(each for name in extras if name != "dev" for each in extras[name])]
     templates = {name.split(".")[0] for path in TEMPLATES.rglob("*.py") for name in modules_named(path)}
-    used = imported("trainwright") | templates
+    named = {row.factory.partition(":")[0].partition(".")[0] for row in OPTIMIZER_ALIASES.values()}
+    used = imported("trainwright") | templates | named
     unused = {name for name in distributions(for_users) if module_of(name) not in used}
     assert not unused, "nothing in trainwright/ imports these"
     in_tests = imported("tests", "benchmarks")

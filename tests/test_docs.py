@@ -77,7 +77,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_block_that_does_not_run_says_why() -> None:
     reasons = [(page.name, why) for page in PAGES for _, _, why in blocks(page) if why]
     assert all(len(why.split()) > 3 for _, why in reasons), reasons
-    assert len(reasons) <= 4, reasons
+    assert len(reasons) <= 5, reasons
 
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [4, 2]}}, "data": {"train": "digits"}}

@@ -26,12 +26,12 @@ EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision 
 Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases batch_size check
 compare_optimizers convert evaluate files fit for_seconds for_steps init ladder load load_checkpoint log lr_range
 make_clip make_optimizer make_own_step make_schedule make_step mix mup_check pad plan predict profile replay
-save_checkpoint steps table train verify_plain verify_resume watch
+save_checkpoint steps sweep table train verify_plain verify_resume watch
 """
 VERBS = """
 average batch-size check compare compare-optimizers convert demo diagnose env errors evaluate explain export graph
-init ladder launch laws lr-range mup-check plan predict profile replay report resume runs schema serve train verify
-version
+init ladder launch laws lr-range mup-check plan predict profile replay report resume runs schema serve sweep train
+verify version
 """
 VERIFY = "checkpoint parallel plain resume"
 LAUNCH = "kubeflow kubernetes skypilot slurm"

@@ -18,8 +18,8 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.verbs.sweep import Sweep, is_sweep_file, over_of, read_sweep
 from trainwright.verbs.sweep.result import ranked
 from trainwright.verbs.sweep.space import parse_dimension
-from trainwright.verbs.sweep.spec import Budget, differences, spec_of
-from trainwright.verbs.sweep.study import JOURNAL, Row, Trials, quiet_optuna
+from trainwright.verbs.sweep.spec import SweepBudget, differences, spec_of
+from trainwright.verbs.sweep.study import JOURNAL, StudyTrials, TrialRow, quiet_optuna
 
 LR = {"optimizer.lr": "log:1e-3..1"}
 
@@ -114,14 +114,14 @@ def test_samplers_and_trials_that_are_not_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "budget"),
     [
-        ("20min", Budget(seconds=1200)),
-        ("24", Budget(trials=24)),
-        ("24 trials", Budget(trials=24)),
-        ("5USD", Budget(usd=5)),
+        ("20min", SweepBudget(seconds=1200)),
+        ("24", SweepBudget(trials=24)),
+        ("24 trials", SweepBudget(trials=24)),
+        ("5USD", SweepBudget(usd=5)),
     ],
 )
-def test_budgets(text: str, budget: Budget) -> None:
-    assert Budget.parse(text) == budget
+def test_budgets(text: str, budget: SweepBudget) -> None:
+    assert SweepBudget.parse(text) == budget
 
 
 def test_a_budget_in_usd_needs_a_price(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_finished_trials_come_first_then_those_that_came_further() -> None:
         ("pruned", 0.9, 20),
         ("finished", 0.4, 30),
     ]
-    rows = [Row(n, {}, value, steps, 1.0, word) for n, (word, value, steps) in enumerate(ended)]
+    rows = [TrialRow(n, {}, value, steps, 1.0, word) for n, (word, value, steps) in enumerate(ended)]
     assert [row.trial for row in ranked(rows, "min")] == [4, 2, 3, 1, 0]
     assert [row.trial for row in ranked(rows, "max")] == [2, 4, 3, 1, 0]
 
@@ -213,7 +213,7 @@ def go_on(sweep: Sweep, draw: random.Random | None) -> None:
         if draw is not None and draw.random() < 0.15:
             raise Killed
 
-    trials = Trials(sweep)
+    trials = StudyTrials(sweep)
     may_die()
     trials.load(trials.num_started - 1)
     pending = [trials.unfinished[number] for number in sorted(trials.unfinished)]
@@ -227,7 +227,7 @@ def go_on(sweep: Sweep, draw: random.Random | None) -> None:
                 break
         may_die()
         ended = "pruned" if trial.pruned_at else "finished"
-        trials.finish(trial, Row(trial.number, trial.params, value, trial.pruned_at or 81, 0.0, ended))
+        trials.finish(trial, TrialRow(trial.number, trial.params, value, trial.pruned_at or 81, 0.0, ended))
         may_die()
 
 
@@ -252,7 +252,7 @@ def test_a_kill_at_any_instant_changes_no_trial(sampler: Any, pruner: Any, tmp_p
                 if draw.random() < 0.5:  # a line that is half written
                     with (sweeps[1].folder / JOURNAL).open("ab") as file:
                         file.write(b'{"op_code":4,"stu')
-        tables = [Trials(sweep).rows() for sweep in sweeps]
+        tables = [StudyTrials(sweep).rows() for sweep in sweeps]
     assert kills > 10
     assert tables[0] == tables[1]
     assert [row.trial for row in tables[0]] == [*range(20)]
@@ -266,12 +266,14 @@ def test_tpe_learns_from_earlier_trials_and_a_random_sampler_does_not(tmp_path: 
             for best in (0.002, 0.5):
                 sweep = made(tmp_path, sampler=sampler, trials=13, name=f"{sampler}-{best}")
                 sweep.folder.mkdir()
-                trials = Trials(sweep)
+                trials = StudyTrials(sweep)
                 for _ in range(13):
                     trial = trials.ask()
                     lr = trial.params["optimizer.lr"]
                     assert isinstance(lr, float)
-                    trials.finish(trial, Row(trial.number, trial.params, abs(math.log(lr / best)), 1, 0.0, "finished"))
+                    trials.finish(
+                        trial, TrialRow(trial.number, trial.params, abs(math.log(lr / best)), 1, 0.0, "finished")
+                    )
                 ends[sampler, best] = [row.params for row in trials.rows()][-1]
     assert ends["random", 0.002] == ends["random", 0.5]
     assert ends["tpe", 0.002] != ends["tpe", 0.5]
@@ -286,10 +288,10 @@ def test_optunas_own_reader_opens_the_journal(tmp_path: Path) -> None:
     sweep = made(tmp_path, over, sampler="random", trials=3, name="a")
     sweep.folder.mkdir()
     with quiet_optuna():
-        trials = Trials(sweep)
+        trials = StudyTrials(sweep)
         for value, ended in ((0.5, "finished"), (None, "diverged"), (None, "failed")):
             trial = trials.ask()
-            trials.finish(trial, Row(trial.number, trial.params, value, 7, 0.0, ended))
+            trials.finish(trial, TrialRow(trial.number, trial.params, value, 7, 0.0, ended))
         study = optuna.load_study(
             study_name="a", storage=JournalStorage(JournalFileBackend(str(sweep.folder / JOURNAL)))
         )

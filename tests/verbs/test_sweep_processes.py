@@ -17,7 +17,7 @@ from trainwright.errors import UsageError
 from trainwright.runlog.folder import runs_in
 from trainwright.trials import read_trial, run_trial
 from trainwright.verbs.sweep import SweepResult, read_sweep, run_sweep
-from trainwright.verbs.sweep.study import Row, Trials, quiet_optuna, trial_folder
+from trainwright.verbs.sweep.study import StudyTrials, TrialRow, quiet_optuna, trial_folder
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -91,11 +91,11 @@ def test_a_bad_trial_is_stopped_early_and_counts_with_its_value_there(recipe: Pa
     )
     sweep.folder.mkdir()
     with quiet_optuna():
-        trials = Trials(sweep)
+        trials = StudyTrials(sweep)
         for _ in range(5):  # five better trials
             trial = trials.ask()
             trials.report(trial, 50, 1e-9)
-            trials.finish(trial, Row(trial.number, trial.params, 1e-9, 100_000, 1.0, "finished"))
+            trials.finish(trial, TrialRow(trial.number, trial.params, 1e-9, 100_000, 1.0, "finished"))
     result = run_sweep(sweep, say=lambda line: None)
     pruned = result.rows[-1]
     assert (pruned.trial, pruned.ended, pruned.steps) == (5, "pruned", 50)

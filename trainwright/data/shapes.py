@@ -39,7 +39,7 @@ FIGURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Which points belong to a figure, in coordinates of its own: its centre is (0, 0), its radius about 1."""
 
 
-class Figures(Dataset[tuple[Tensor, Tensor]]):
+class Shapes(Dataset[tuple[Tensor, Tensor]]):
     """(image_CHW, label) or (image_CHW, mask_HW); images have colours from about -1 to 1.
 
     ``labels`` are the names of the classes in their order.
@@ -71,7 +71,7 @@ def shapes(
     size: int = 32,
     figures: int = 1,
     seed: int = 0,
-) -> Figures:
+) -> Shapes:
     """Generated RGB images of bright discs, squares, triangles, crosses and rings before a dark background, with noise.
 
     Place, size, angle and colours are random. With 32 pixels the images have the shape of CIFAR's. The two splits have
@@ -117,5 +117,5 @@ def shapes(
     noise_NCHW = torch.randn(images_NCHW.shape, generator=draw, device="cpu")
     images_NCHW = images_NCHW + NOISE_STD * noise_NCHW
     if task == "segment":
-        return Figures(images_NCHW, masks_NHW, ("background", *FIGURES))
-    return Figures(images_NCHW, kinds_N, tuple(FIGURES))
+        return Shapes(images_NCHW, masks_NHW, ("background", *FIGURES))
+    return Shapes(images_NCHW, kinds_N, tuple(FIGURES))

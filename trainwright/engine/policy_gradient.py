@@ -8,6 +8,7 @@ Shapes: B episodes, T steps of the longest one, F numbers of an observation, A a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class Arena:
                 raise
             raise MissingExtra("gymnasium", needed_for="episodes") from None
         self.env = env
-        self._make = lambda: gymnasium.make(env, disable_env_checker=True)
+        self._make: Callable[[], Any] = lambda: gymnasium.make(env, disable_env_checker=True)
         try:
             self._envs: list[Any] = [self._make()]
         except gymnasium.error.Error as error:
@@ -185,7 +186,8 @@ class PPO:
         rollout = self.rollout(model, played)
         total = torch.zeros((), device=seeds_B.device)
         for _ in range(self.passes):
-            for rows in torch.randperm(len(rollout.seen), device=seeds_B.device).split(self.part):
+            order = torch.randperm(len(rollout.seen), device=seeds_B.device)
+            for rows in torch.split(order, self.part):
                 loss = self.loss(model, rollout.part(rows))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -210,7 +212,9 @@ class PPO:
         gain_N = normalised(part.advantages)
         objective_N = torch.minimum(ratio_N * gain_N, ratio_N.clamp(1 - self.clip, 1 + self.clip) * gain_N)
         entropy_N = -(logits_NA.softmax(-1) * logits_NA.log_softmax(-1)).sum(-1)
-        return 0.5 * F.mse_loss(value_N, part.goals) - objective_N.mean() - self.entropy * entropy_N.mean()
+        error = 0.5 * F.mse_loss(value_N, part.goals)
+        loss: Tensor = error - objective_N.mean() - self.entropy * entropy_N.mean()
+        return loss
 
     def _advantages(self, played: Played, value_TB: Tensor, after_B: Tensor) -> Tensor:
         """Of an episode that was cut off, the value of what was seen last stands for what would have followed."""

@@ -46,7 +46,7 @@ def _grouped_product(
     """Rows (N, I) by matrices (E, I, O): (N, O). Two matrices whose common dimension is divided into E: (E, I, O)."""
     groups = [len(offs)] if offs is not None and a.dim() == b.dim() == 2 else []
     groups = [len(a)] if a.dim() == b.dim() == 3 else groups
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)  # type: ignore[no-untyped-call]
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)
 
 
 def _in_dtype_of(x: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

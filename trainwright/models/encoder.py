@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         return x_BTD.view(*x_BTD.shape[:2], -1, self.head_width).transpose(1, 2)
 
 
-class FeedForward(nn.Module):
+class EncoderMLP(nn.Module):
     """The position-wise network D -> F -> D with an exact GELU."""
 
     def __init__(self, options: EncoderOptions) -> None:
@@ -80,7 +80,7 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, options: EncoderOptions, *, pre_norm: bool) -> None:
         super().__init__()
-        self.attention, self.mlp = SelfAttention(options), FeedForward(options)
+        self.attention, self.mlp = SelfAttention(options), EncoderMLP(options)
         self.attention_norm, self.mlp_norm = (nn.LayerNorm(options.d_model, eps=options.norm_eps) for _ in range(2))
         self.dropout, self.pre_norm = nn.Dropout(options.dropout), pre_norm
 

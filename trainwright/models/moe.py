@@ -41,6 +41,8 @@ class MoEConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.init == "mup":
+            raise UsageError("muP has no rule for the experts of a moe-gpt", remedy="use model: gpt, or init: gpt2")
         require_counts(self, {"experts": 2, "active": 1, "shared": 0, "expert_width": 0})
         if self.active > self.experts:
             raise UsageError(f"active={self.active} is more than experts={self.experts}", remedy="try active=2")
@@ -189,6 +191,8 @@ def moe_gpt(**options: object) -> MoEGPT:
         zero_init_out: As in ``gpt``.
         logit_softcap: As in ``gpt``.
         rope_base: As in ``gpt``.
+        init: As in ``gpt``, but for ``mup``.
+        base_width: As in ``gpt``.
         experts: Number of experts in each block.
         active: Number of experts of each token.
         shared: Number of further experts that every token has.

@@ -65,7 +65,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
 def ladder_page(found: object, **values: object) -> str:
     """The page of a ladder, ``verbs.ladder.result.Ladder``; ``values`` are what its template names besides."""
     page = templates().get_template("ladder.html")
-    return readable(page.render(_of_every_page("file"), title="Ladder", found=found, data={}, live=False, **values))
+    return readable(page.render(of_every_page("file"), title="Ladder", found=found, data={}, live=False, **values))
 
 
 def overview_page(overview: Overview) -> str:

@@ -11,12 +11,12 @@ import pytest
 from trainwright.recipe.load import from_mapping
 from trainwright.runlog.records import Found
 from trainwright.trials import Trial
-from trainwright.verbs.ladder.judge import Band, Measured, band_of, gain, judge, measured, windows
+from trainwright.verbs.ladder.judge import Band, MeasuredRung, band_of, gain, judge, measured, windows
 from trainwright.verbs.ladder.result import commented
 from trainwright.verbs.ladder.rungs import batch_settings, length_settings, own_length, rungs_of, steps_of
 
 CURVE = tuple(2.0 - index / 16 for index in range(16))
-BASE = Measured(loss=1.0, curve=CURVE, sample_s=1e-3, peak_bytes=10**9, steps=200)
+BASE = MeasuredRung(loss=1.0, curve=CURVE, sample_s=1e-3, peak_bytes=10**9, steps=200)
 BAND = Band(loss=0.1, time=0.05, memory=0.05)
 
 
@@ -37,7 +37,7 @@ def curve(shift: float) -> tuple[float, ...]:
         pytest.param(replace(BASE, curve=(*curve(9.0)[:8], *CURVE[8:])), 0.01, id="the first half does not count"),
     ],
 )
-def test_the_band_comes_from_two_seeds(second: Measured, loss: float) -> None:
+def test_the_band_comes_from_two_seeds(second: MeasuredRung, loss: float) -> None:
     assert band_of(BASE, second).loss == pytest.approx(loss)
 
 
@@ -67,7 +67,7 @@ def test_the_margins_of_time_and_memory_are_those_of_the_machine() -> None:
         pytest.param(replace(BASE, ended="failed", reason="ran out"), "breaks", "ran out", id="failed"),
     ],
 )
-def test_a_change_of_the_numerics_must_hold_the_loss_and_pay(rung: Measured, outcome: str, why: str) -> None:
+def test_a_change_of_the_numerics_must_hold_the_loss_and_pay(rung: MeasuredRung, outcome: str, why: str) -> None:
     verdict = judge("numerics", rung, BASE, BASE.loss, BAND, {"known"})
     assert verdict.outcome == outcome
     assert why in verdict.why
@@ -93,7 +93,7 @@ def test_small_losses_of_several_rungs_do_not_add_up() -> None:
         pytest.param(replace(BASE, curve=curve(0.3), sample_s=0.5e-3), "adopted", id="another curve to the same loss"),
     ],
 )
-def test_an_optimizer_is_an_alternative_that_never_ends_the_ladder(rung: Measured, outcome: str) -> None:
+def test_an_optimizer_is_an_alternative_that_never_ends_the_ladder(rung: MeasuredRung, outcome: str) -> None:
     assert judge("optimizer", rung, BASE, BASE.loss, BAND).outcome == outcome
 
 

@@ -27,7 +27,7 @@ from trainwright.runlog.lock import is_held
 from trainwright.runlog.provenance import modules_of
 from trainwright.runlog.storage import write_atomically
 from trainwright.trials import read_trial, run_trial
-from trainwright.verbs.ladder.judge import Band, Measured, Verdict, band_of, judge, measured, unhealthy
+from trainwright.verbs.ladder.judge import Band, MeasuredRung, RungVerdict, band_of, judge, measured, unhealthy
 from trainwright.verbs.ladder.page import write_page
 from trainwright.verbs.ladder.result import BEST, PAGE, REPORT, Ladder, RungResult, commented, notes_of
 from trainwright.verbs.ladder.rungs import (
@@ -117,7 +117,7 @@ class _Held:
 
     name: str
     settings: dict[str, str]
-    measured: Measured
+    measured: MeasuredRung
     anchor: float
     optimizer: str
     factor: int = 1
@@ -174,7 +174,7 @@ class _Climb:
         why = unhealthy(one, _warnings(one))
         if one.steps == 0:
             raise UsageError(f"the baseline does not train: {one.reason}", remedy=f"trainwright check {self._recipe}")
-        self._add(replace(row, verdict=Verdict("breaks", why) if why else Verdict("baseline")))
+        self._add(replace(row, verdict=RungVerdict("breaks", why) if why else RungVerdict("baseline")))
         if why:
             return None, None
         if row.run:
@@ -184,7 +184,8 @@ class _Climb:
         why = unhealthy(two, _warnings(one) | _warnings(two))
         self._add(
             replace(
-                self._compared(row, two, one, BASELINE), verdict=Verdict("breaks", why) if why else Verdict("baseline")
+                self._compared(row, two, one, BASELINE),
+                verdict=RungVerdict("breaks", why) if why else RungVerdict("baseline"),
             )
         )
         if why:
@@ -194,31 +195,31 @@ class _Climb:
 
     def _try(self, rung: Rung, held: _Held, band: Band) -> RungResult:
         if rung.why_not:
-            return RungResult(rung.name, Verdict("not tried", rung.why_not), {})
+            return RungResult(rung.name, RungVerdict("not tried", rung.why_not), {})
         changes, lr = dict(rung.settings), None
         if rung.kind == "batch":
             changes = dict(batch_settings(self._loaded.recipe, rung.factor, held.optimizer))
         if rung.kind == "optimizer":
             lr, why_not = self._range_test(rung, {**held.settings, **changes})
             if lr is None:
-                return RungResult(rung.name, Verdict("not tried", why_not), changes)
+                return RungResult(rung.name, RungVerdict("not tried", why_not), changes)
             changes["optimizer.lr"] = f"{lr:.3g}"
         settings = {**held.settings, **changes}
         rung_measured, row = self._train(rung.name, settings, rung.factor)
         row = replace(row, lr=lr, below=held.name)
         if rung_measured.ended == "stopped":
             why = f"it took more than {MAX_SLOWDOWN:g} times as long as the baseline, and was stopped"
-            return replace(row, verdict=Verdict("too slow", why), measured=None)
+            return replace(row, verdict=RungVerdict("too slow", why), measured=None)
         if rung_measured.steps == 0:
-            return replace(row, verdict=Verdict("not tried", _in_one_line(rung_measured.reason)), measured=None)
+            return replace(row, verdict=RungVerdict("not tried", _in_one_line(rung_measured.reason)), measured=None)
         verdict = judge(rung.kind, rung_measured, held.measured, held.anchor, band, self._known)
         return replace(self._compared(row, rung_measured, held.measured, held.name), verdict=verdict)
 
     @staticmethod
-    def _compared(row: RungResult, one: Measured, below: Measured, name: str) -> RungResult:
+    def _compared(row: RungResult, one: MeasuredRung, below: MeasuredRung, name: str) -> RungResult:
         return replace(row, below=name, change=one.loss - below.loss, speed=below.sample_s / one.sample_s)
 
-    def _adopt(self, rung: Rung, row: RungResult, found: Measured, held: _Held, band: Band) -> _Held:
+    def _adopt(self, rung: Rung, row: RungResult, found: MeasuredRung, held: _Held, band: Band) -> _Held:
         is_better = held.measured.loss - found.loss > band.loss
         changes = {path: value for path, value in row.settings.items() if held.settings.get(path) != value}
         self._known |= {each.code for each in found.serious}
@@ -232,7 +233,7 @@ class _Climb:
             {**held.decided, **dict.fromkeys(changes, rung.name)},
         )
 
-    def _train(self, name: str, settings: dict[str, str], factor: int) -> tuple[Measured, RungResult]:
+    def _train(self, name: str, settings: dict[str, str], factor: int) -> tuple[MeasuredRung, RungResult]:
         """Trains one run, or reads it where it is finished."""
         length = length_settings(self._loaded.recipe, self._steps, factor)
         measuring = {"log.every": "1steps", "log.sinks": "[]", "alerts": "null"}
@@ -250,7 +251,7 @@ class _Climb:
         if trial.ended not in ("finished", "failed", "stopped"):
             trial = replace(trial, reason=trial.reason or f"its process ended, {trial.ended}")
         found = measured(trial, self._steps // factor, self._batch * factor)
-        return found, RungResult(name, Verdict("baseline"), settings, folder, found)
+        return found, RungResult(name, RungVerdict("baseline"), settings, folder, found)
 
     def _wait_for(self, folder: Path) -> None:
         """Waits for a run that a killed process of this ladder has left: it saves after its step, and ends."""
@@ -350,7 +351,7 @@ class _Climb:
         write_atomically(path, "\n".join(head) + "\n" + commented(dump_masked(loaded.recipe), notes), durable=False)
 
 
-def _warnings(found: Measured) -> set[str]:
+def _warnings(found: MeasuredRung) -> set[str]:
     """Codes that do not end a ladder before it begins: it is about differences to the baseline."""
     return {each.code for each in found.serious if each.severity == "warning"}
 

@@ -32,7 +32,7 @@ NOT_OF_THE_LOSS = ("resources.", "law.resources.")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRung:
     """What a rung is compared by.
 
     ``loss`` is the final validation loss, or, without a validation set, the mean of the last sixteenth of the training
@@ -75,7 +75,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RungVerdict:
     """What became of a rung, and why."""
 
     outcome: Outcome
@@ -85,11 +85,11 @@ class Verdict:
         return f"{self.outcome}: {self.why}" if self.why else self.outcome
 
 
-def measured(trial: Trial, steps: int, batch: int) -> Measured:
+def measured(trial: Trial, steps: int, batch: int) -> MeasuredRung:
     """What the records of a trial of ``steps`` steps say."""
     curve = windows([loss for _, loss in trial.losses])
     later_s = trial.step_seconds[len(trial.step_seconds) // 2 :]
-    return Measured(
+    return MeasuredRung(
         loss=trial.val_loss if trial.evaluations else curve[-1] if curve else math.nan,
         curve=curve,
         sample_s=statistics.median(later_s) / batch if later_s else math.nan,
@@ -109,7 +109,7 @@ def windows(losses: Sequence[float]) -> tuple[float, ...]:
     return tuple(statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(bounds))
 
 
-def band_of(one: Measured, two: Measured) -> Band:
+def band_of(one: MeasuredRung, two: MeasuredRung) -> Band:
     """The band of two runs that differ by their seed alone.
 
     ``loss`` = max(2 d, 0.01 |mean final loss|), where d is the larger of the difference of the final losses and the
@@ -129,7 +129,7 @@ def _relative(one: float, two: float) -> float:
     return abs(one - two) / max(one, two) if one > 0 and two > 0 else 0.0
 
 
-def unhealthy(rung: Measured, known: Collection[str] = ()) -> str:
+def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
     """Why a run is broken whatever its loss; "" where it is not. ``known``: codes that the runs below have, too."""
     reasons = [f"{each.code}: {each.symptom}" for each in rung.serious if each.code not in known][:1]
     if rung.ended != "finished":
@@ -144,7 +144,7 @@ def unhealthy(rung: Measured, known: Collection[str] = ()) -> str:
     return "; ".join(reasons)
 
 
-def worse(rung: Measured, below: Measured, anchor: float, band: Band, *, with_curve: bool) -> str:
+def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *, with_curve: bool) -> str:
     """Why the loss is worse than the band allows; "" where it is not.
 
     ``anchor`` is the loss of the last rung that the ladder went down to: small losses of several rungs do not add up.
@@ -166,7 +166,7 @@ def worse(rung: Measured, below: Measured, anchor: float, band: Band, *, with_cu
     return ""
 
 
-def gain(rung: Measured, below: Measured, band: Band) -> str:
+def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
     """What a rung saves: "1.42x as fast", "31 % less memory"; "" where it does not pay.
 
     It pays where a sample takes less time, by more than the margin. It also pays where it needs less memory, by more
@@ -182,27 +182,29 @@ def gain(rung: Measured, below: Measured, band: Band) -> str:
 
 
 def judge(
-    kind: Kind, rung: Measured, below: Measured, anchor: float, band: Band, known: Collection[str] = ()
-) -> Verdict:
+    kind: Kind, rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, known: Collection[str] = ()
+) -> RungVerdict:
     """The verdict on a rung that was trained to its end, or that failed."""
     saved = gain(rung, below, band)
     no_gain = f"{_times(rung, below)}, and no smaller (margin {max(band.time, band.memory):.0%})"
     broken = unhealthy(rung, known)
     if kind == "optimizer":
         if broken:
-            return Verdict("not better", broken)
+            return RungVerdict("not better", broken)
         if below.loss - rung.loss > band.loss:
-            return Verdict("adopted", f"loss {figure(below.loss - rung.loss)} lower, more than the band")
+            return RungVerdict("adopted", f"loss {figure(below.loss - rung.loss)} lower, more than the band")
         if why := worse(rung, below, anchor, band, with_curve=False):
-            return Verdict("not better", why)
+            return RungVerdict("not better", why)
         return (
-            Verdict("adopted", f"the same loss, {saved}") if saved else Verdict("not better", f"same loss, {no_gain}")
+            RungVerdict("adopted", f"the same loss, {saved}")
+            if saved
+            else RungVerdict("not better", f"same loss, {no_gain}")
         )
     broken = broken or worse(rung, below, anchor, band, with_curve=kind == "numerics")
     if broken:
-        return Verdict("breaks", broken)
-    return Verdict("adopted", saved) if saved else Verdict("does not pay", no_gain)
+        return RungVerdict("breaks", broken)
+    return RungVerdict("adopted", saved) if saved else RungVerdict("does not pay", no_gain)
 
 
-def _times(rung: Measured, below: Measured) -> str:
+def _times(rung: MeasuredRung, below: MeasuredRung) -> str:
     return f"{human_seconds(rung.sample_s)} a sample against {human_seconds(below.sample_s)}"

@@ -13,7 +13,7 @@ from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.runlog.figures import figure
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Found
-from trainwright.verbs.ladder.judge import DIFFERENCES, MIN_BAND, Band, Measured, Verdict
+from trainwright.verbs.ladder.judge import DIFFERENCES, MIN_BAND, Band, MeasuredRung, RungVerdict
 
 BEST, REPORT, PAGE = "best.yaml", "ladder.json", "ladder.html"
 BROKEN = 3
@@ -37,10 +37,10 @@ class RungResult:
     """
 
     name: str
-    verdict: Verdict
+    verdict: RungVerdict
     settings: Mapping[str, str]
     run: Path | None = None
-    measured: Measured | None = None
+    measured: MeasuredRung | None = None
     below: str = ""
     change: float | None = None
     speed: float | None = None

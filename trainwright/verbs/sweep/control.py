@@ -30,8 +30,16 @@ from trainwright.runlog.storage import write_atomically
 from trainwright.trials import Trial, TrialProcess, read_trial
 from trainwright.verbs.sweep.result import INTERRUPTED, SweepResult, ranked, shown, write_results
 from trainwright.verbs.sweep.spec import SPEC, Sweep, differences, spec_of, without_overrides
-from trainwright.verbs.sweep.study import JOURNAL, Row, Trials, Unfinished, quiet_optuna, require_optuna, trial_folder
-from trainwright.verbs.sweep.values import Values
+from trainwright.verbs.sweep.study import (
+    JOURNAL,
+    StudyTrials,
+    TrialRow,
+    Unfinished,
+    quiet_optuna,
+    require_optuna,
+    trial_folder,
+)
+from trainwright.verbs.sweep.values import ValueSpace
 
 POLL_S = 0.05
 LOCK = "sweep.lock"
@@ -51,7 +59,7 @@ class _Running:
 
     trial: Unfinished
     process: TrialProcess
-    values: Values
+    values: ValueSpace
     device: str | None
 
 
@@ -88,7 +96,7 @@ class _Control:
     def __init__(self, sweep: Sweep, lock: int, stop: threading.Event, say: Say, environ: Mapping[str, str]) -> None:
         self._sweep, self._lock, self._stop, self._say = sweep, lock, stop, say
         self._environ = without_overrides(environ)
-        self._trials = Trials(sweep)
+        self._trials = StudyTrials(sweep)
         self._running: list[_Running] = []
         self._pending: deque[Unfinished] = deque()
         self._devices = _devices(sweep, environ)
@@ -135,7 +143,7 @@ class _Control:
     def _begin(self, trial: Unfinished) -> None:
         """Starts a trial or resumes it. One whose log already decides its end needs no process."""
         folder = trial_folder(self._sweep, trial.number)
-        values = Values(RunFolder(folder).log, self._sweep.metric)
+        values = ValueSpace(RunFolder(folder).log, self._sweep.metric)
         self._report(trial, values)
         before = read_trial(folder)
         if trial.pruned_at is not None or (before.is_over and before.steps):
@@ -153,7 +161,7 @@ class _Control:
         )
         self._running.append(_Running(trial, process, values, device))
 
-    def _report(self, trial: Unfinished, values: Values) -> None:
+    def _report(self, trial: Unfinished, values: ValueSpace) -> None:
         for step, value in values.read():
             if trial.pruned_at is None:
                 self._trials.report(trial, step, value)
@@ -168,7 +176,7 @@ class _Control:
             self._running.remove(running)
             self._finish(running.trial, running.values, running.process.read())
 
-    def _finish(self, trial: Unfinished, values: Values, run: Trial) -> None:
+    def _finish(self, trial: Unfinished, values: ValueSpace, run: Trial) -> None:
         row = self._row(trial, values, run)
         if row.ended == "stopped":
             self._say(f"trial {trial.number} stopped at step {run.steps}; it can go on")
@@ -181,7 +189,7 @@ class _Control:
         if len(rows) >= MAX_FAILED_AT_FIRST and all(each.ended == "failed" for each in rows):
             self._why_ended = f"the first {len(rows)} trials failed: {row.reason}"
 
-    def _row(self, trial: Unfinished, values: Values, run: Trial) -> Row:
+    def _row(self, trial: Unfinished, values: ValueSpace, run: Trial) -> TrialRow:
         if trial.pruned_at is not None:
             value: float | None = trial.values[trial.pruned_at]
             ended, steps = "pruned", trial.pruned_at
@@ -196,7 +204,7 @@ class _Control:
         reason = run.reason or ("killed: out of memory, perhaps" if ended in ("killed", "no end record") else "")
         if ended == "failed" and not reason:
             reason = "no value was measured"
-        return Row(
+        return TrialRow(
             trial.number,
             trial.params,
             value if is_finite and ended in ("finished", "pruned") else None,
@@ -251,7 +259,7 @@ class _Control:
             trial = self._trials.unfinished[number]
             run = read_trial(trial_folder(self._sweep, number))
             folder = str(run.folder.relative_to(self._sweep.folder))
-            rows.append(Row(number, trial.params, None, run.steps, run.seconds, "stopped", folder=folder))
+            rows.append(TrialRow(number, trial.params, None, run.steps, run.seconds, "stopped", folder=folder))
         sweep = self._sweep
         table = ranked(rows, sweep.mode)
         result = SweepResult(

@@ -15,7 +15,7 @@ from trainwright.runlog.json_values import strict
 from trainwright.runlog.storage import write_atomically
 from trainwright.verbs.sweep.space import label_of
 from trainwright.verbs.sweep.spec import Sweep
-from trainwright.verbs.sweep.study import Row
+from trainwright.verbs.sweep.study import TrialRow
 
 TABLE, BEST, PAGE = "sweep.json", "best.yaml", "sweep.html"
 INTERRUPTED = "interrupted"
@@ -34,13 +34,13 @@ class SweepResult:
     folder: Path
     metric: str
     mode: str
-    rows: tuple[Row, ...]
+    rows: tuple[TrialRow, ...]
     importance: Mapping[str, float] = field(default_factory=dict)
     why_ended: str = ""
     only: int | None = None
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> TrialRow | None:
         return self.rows[0] if self.rows and self.rows[0].ended == "finished" else None
 
     @property
@@ -87,10 +87,10 @@ class SweepResult:
         }
 
 
-def ranked(rows: Sequence[Row], mode: str) -> tuple[Row, ...]:
+def ranked(rows: Sequence[TrialRow], mode: str) -> tuple[TrialRow, ...]:
     """Finished trials first, the best one at the top; then pruned ones, those that came further first."""
 
-    def key(row: Row) -> tuple[int, int, float, int]:
+    def key(row: TrialRow) -> tuple[int, int, float, int]:
         value = row.value if row.value is not None else 0.0
         further = -row.steps if row.ended == "pruned" else 0
         return _ORDER.index(row.ended), further, value if mode == "min" else -value, row.trial
@@ -103,7 +103,7 @@ def shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(label_of(value))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: TrialRow) -> tuple[str, ...]:
     value = "-" if row.value is None else figure(row.value)
     findings = ", ".join(row.findings) or (row.reason.splitlines()[0][:80] if row.reason else "-")
     params = (shown(each) for each in row.params.values())

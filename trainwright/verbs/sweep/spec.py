@@ -54,7 +54,7 @@ class SweepFile(BaseModel):
 
 
 @dataclass(frozen=True)
-class Budget:
+class SweepBudget:
     """When a sweep ends; infinity: no limit."""
 
     seconds: float = math.inf
@@ -62,7 +62,7 @@ class Budget:
     usd: float = math.inf
 
     @classmethod
-    def parse(cls, text: str | None) -> Budget:
+    def parse(cls, text: str | None) -> SweepBudget:
         """Reads ``20min``, ``24`` or ``24trials``, and ``5USD``. Raises UsageError."""
         if text is None:
             return cls()
@@ -102,7 +102,7 @@ class Sweep:
     threads: int
     folder: Path
     jobs: int | None = None
-    budget: Budget = Budget()
+    budget: SweepBudget = SweepBudget()
     usd_per_hour: float | None = None
 
     @property
@@ -245,7 +245,7 @@ def _checked(file: SweepFile, document: Document, what: Path, settings: Sequence
             space.append(_dimension(name, written, file, path, settings))
         problems.found += [replace(each, where=place) for each in found.found]
     with problems.at("budget"):
-        budget = Budget.parse(file.budget)
+        budget = SweepBudget.parse(file.budget)
         if math.isfinite(budget.usd) and file.usd_per_hour is None:
             raise UsageError("a budget in USD needs the price", remedy="write usd_per_hour: 2.5, or --usd-per-hour 2.5")
     with problems.at("metric"):

@@ -46,7 +46,7 @@ REDUCTION = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One trial in the table of a sweep.
 
     ``ended`` is finished, pruned, diverged, failed, or stopped: that one can go on. ``value`` is None where there is
@@ -98,7 +98,7 @@ def quiet_optuna() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-class Trials:
+class StudyTrials:
     """The trials of a sweep: those that are over, from the journal, and those that are not."""
 
     def __init__(self, sweep: Sweep) -> None:
@@ -178,7 +178,7 @@ class Trials:
             trial.pruned_at = step
         return trial.pruned_at is not None
 
-    def finish(self, trial: Unfinished, row: Row) -> None:
+    def finish(self, trial: Unfinished, row: TrialRow) -> None:
         """Keeps the result of a trial in the journal, by one line, and lets it count for those to come."""
         from optuna.trial import TrialState
 
@@ -200,7 +200,7 @@ class Trials:
         self.over[trial.number] = frozen
         del self.unfinished[trial.number]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrialRow]:
         """The trials that are over, in their order."""
         return [row_of(self._sweep, number, self.over[number]) for number in sorted(self.over)]
 
@@ -222,11 +222,11 @@ def trial_folder(sweep: Sweep, number: int) -> Path:
     return sweep.folder / "trials" / f"trial-{number:03}"
 
 
-def row_of(sweep: Sweep, number: int, frozen: FrozenTrial) -> Row:
+def row_of(sweep: Sweep, number: int, frozen: FrozenTrial) -> TrialRow:
     """The row of a trial that is over."""
     end = frozen.user_attrs[END]
     params = {each.path: each.value_of(frozen.params[each.path]) for each in sweep.space}
-    return Row(
+    return TrialRow(
         number,
         params,
         frozen.value if frozen.value is not None and math.isfinite(frozen.value) else None,

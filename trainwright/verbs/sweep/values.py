@@ -15,7 +15,7 @@ AVERAGED = 10
 """The training loss of a trial is the mean of so many records: a single batch says little."""
 
 
-class Values:
+class ValueSpace:
     """Reads what a log gained since the last call. A step that a resume repeats counts once."""
 
     def __init__(self, log: Path, metric: str) -> None:
