@@ -45,7 +45,7 @@ def test_which_layers_are_converted(
     before = dict(model.named_parameters())
     settings = Fp8(emulate=True, layers=patterns)
     done = convert_linear_layers(model, precision, settings)
-    assert done.converted == converted
+    assert done.chosen == converted
     assert [name for name, layer in model.named_children() if "Linear" in str(layer) and type(layer) is not nn.Linear]
     assert {name: id(each) for name, each in model.named_parameters()} == {n: id(p) for n, p in before.items()}
     note = note_of(done, precision, settings)
@@ -56,7 +56,7 @@ def test_which_layers_are_converted(
 def test_what_applies_to_no_layer_is_refused() -> None:
     with pytest.raises(UsageError, match="matches no linear layer") as failed:
         convert_linear_layers(network(), "fp8", Fp8(emulate=True, layers=("blocks.*",)))
-    with pytest.raises(UsageError, match="would apply to no layer: the first and the last layer: 0, 1"):
+    with pytest.raises(UsageError, match=r"fp8\.layers leaves no layer: the first and the last layer: 0, 1"):
         convert_linear_layers(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "fp8", EMULATED)
     assert failed.value.remedy
 

@@ -23,6 +23,7 @@ from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.optim.own import as_one, takes_first
+from trainwright.build.qat import note_of_rounding, round_linear_layers
 from trainwright.build.ready import ReadyBatches, Say, silent
 from trainwright.build.resolve import LIVE, find, make, parameters_of, require_arguments
 from trainwright.build.schedule import make_schedule
@@ -158,6 +159,16 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     if recipe.model.lora is not None:
         with at_recipe(loaded, "model.lora"):
             model = add_lora(model, **recipe.model.lora.model_dump())
+    if recipe.model.qat is not None:
+        with at_recipe(loaded, "model.qat"):
+            if recipe.precision in ("fp8", "mxfp8"):
+                remedy = "use precision: bf16, or leave model.qat out"
+                raise UsageError("layers round to integers or to fp8, not to both", remedy=remedy)
+            if recipe.parallel.tensor != 1:
+                remedy = "use parallel.shard, or leave model.qat out"
+                raise UsageError("layers that round to integers are not divided among ranks", remedy=remedy)
+            rounded = round_linear_layers(model, recipe.model.qat)
+        notes.append(note_of_rounding(rounded, recipe.model.qat))
     if recipe.model.freeze:
         with at_recipe(loaded, "model.freeze"):
             frozen = freeze(model, recipe.model.freeze)

@@ -119,7 +119,7 @@ def explain(
 @verb()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    layout: Annotated[str, typer.Option("--format", help="safetensors, hf or state_dict.")] = "safetensors",
+    layout: Annotated[str, typer.Option("--format", help="safetensors, hf, state_dict or quantized.")] = "safetensors",
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
     average: Annotated[bool, typer.Option("--average", help="Export the average of the weights.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in PEFT's layout.")] = False,

@@ -145,6 +145,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     **dict.fromkeys((f"model.swa.{key}" for key in ("start", "every", "lr", "anneal", "anneal_by")), _swa),
     "model.swa.norm_batches": ("safe", "BatchNorm statistics of the average come from other batches"),
     "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
+    "model.qat": ("maths", "the forward pass rounds otherwise; weights and moments are kept"),
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,
     "data.more_val": VALIDATION,

@@ -45,6 +45,23 @@ class Lora(Section):
     targets: Texts = Field(default=(), description="Names of linear layers, or their ends; empty: the builder chooses.")
 
 
+class Qat(Section):
+    """Quantization-aware training: linear layers round to integers in the forward pass, as they will when deployed."""
+
+    weights: Literal["int8", "int4"] = Field(default="int8", description="Integers that weights are rounded to.")
+    group_size: int | None = Field(
+        default=None, ge=2, description="Values of a row that share a scale; null: all of them.", examples=[32]
+    )
+    inputs: Literal["int8", "none"] = Field(
+        default="int8", description="Integers that inputs are rounded to, with a scale and an offset for each token."
+    )
+    layers: Texts = Field(
+        default=(),
+        description="Glob patterns of layer names. Empty: all linear layers but the first and the last.",
+        examples=[["blocks.*"]],
+    )
+
+
 class WeightAveraging(Section):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights late in the run."""
 
@@ -91,9 +108,17 @@ class Model(Part):
         default=None, description="Stochastic weight averaging.", examples=[{"start": "0.75run"}]
     )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
+    qat: Qat | None = Field(
+        default=None,
+        description="Train for a model whose linear layers compute with integers.",
+        examples=[{"weights": "int4", "group_size": 32}],
+    )
 
     @model_validator(mode="after")
-    def _one_average(self) -> Model:
+    def _no_contradiction(self) -> Model:
+        if self.qat is not None and self.lora is not None:
+            rule, remedy = "contradicts lora: adapters are trained on weights that stay as they are", "keep qat or lora"
+            raise RecipeError(Problem("qat", rule, remedy=remedy))
         if self.ema is not None and self.swa is not None:
             rule, remedy = "contradicts ema: a run keeps one average of the weights", "keep ema or swa"
             raise RecipeError(Problem("swa", rule, remedy=remedy))

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainwright.build.assemble import at_recipe, build_model, is_live
+from trainwright.build.qat import SCALE, integer_weights, round_linear_layers
 from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice
 from trainwright.models.lora import add_lora, merge_lora
 from trainwright.recipe import Loaded, Recipe, load
@@ -34,7 +35,9 @@ from trainwright.state.weights import load_plain_state_dict, plain_state_dict, r
 from trainwright.training.resume import again, anew
 from trainwright.training.subject import parts_of_run
 
-FORMATS = ("safetensors", "hf", "state_dict")
+FORMATS = ("safetensors", "hf", "state_dict", "quantized")
+_OF_THE_MODEL = ("hf", "quantized")
+"""Formats whose files depend on more than the weights."""
 _ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
 
 
@@ -68,17 +71,18 @@ def export(
 ) -> Exported:
     """Writes the weights of one checkpoint of ``run`` into the new folder ``out``, as a whole or not at all.
 
-    ``format`` is ``safetensors`` (model.safetensors), ``state_dict`` (model.pt) or ``hf`` (the layout of the
-    transformers library). ``which`` is ``last`` (the newest that verifies), ``best`` or a step. ``average``
-    takes the moving average of the weights. LoRA adapters are merged into the weights, or with ``adapter``
-    written alone in PEFT's layout. Raises UsageError for what the run does not have or cannot be, CheckpointError
-    for a damaged checkpoint, StorageError when ``out`` cannot be written.
+    ``format`` is ``safetensors`` (model.safetensors), ``state_dict`` (model.pt), ``hf`` (the layout of the
+    transformers library) or ``quantized`` (model.safetensors with the integers of a run with ``model.qat``). ``which``
+    is ``last`` (the newest that verifies), ``best`` or a step. ``average`` takes the moving average of the weights.
+    LoRA adapters are merged into the weights, or with ``adapter`` written alone in PEFT's layout. Raises UsageError
+    for what the run does not have or cannot be, CheckpointError for a damaged checkpoint, StorageError when ``out``
+    cannot be written.
     """
     require_choice("the format", format, FORMATS)
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, environ={})
     _require_possible(loaded.recipe, format, adapter)
-    needs_model = not adapter and (format == "hf" or loaded.recipe.model.lora is not None)
+    needs_model = not adapter and (format in _OF_THE_MODEL or loaded.recipe.model.lora is not None)
     made = _made_again(folder, loaded.recipe) if needs_model and is_live(loaded.recipe) else None
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
@@ -112,6 +116,9 @@ def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
 def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
     if adapter and recipe.model.lora is None:
         raise UsageError("the run trained no adapter (its recipe has no model.lora)", remedy="leave --adapter out")
+    if layout == "quantized" and recipe.model.qat is None:
+        remedy = "train it with model.qat, or leave --format out"
+        raise UsageError("the run did not round weights to integers (its recipe has no model.qat)", remedy=remedy)
     if adapter and layout == "state_dict":
         raise UsageError("an adapter is written in PEFT's layout, which is safetensors", remedy="leave --format out")
 
@@ -155,12 +162,15 @@ def _save_model(
     folder: Path,
     about: dict[str, str],
 ) -> int:
-    if layout == "hf" or loaded.recipe.model.lora is not None:  # only these need the model itself
+    if layout in _OF_THE_MODEL or loaded.recipe.model.lora is not None:  # only these need the model itself
         model = rebuilt(loaded, weights, made)
         weights = plain_state_dict(model)
+    if layout == "quantized":
+        for name, integers, scale in integer_weights(model):
+            weights |= {name: integers, f"{name}{SCALE}": scale}
     if layout == "hf":
         _save_pretrained(model, folder)
-    elif layout == "safetensors":
+    elif layout in ("safetensors", "quantized"):
         save_safetensors(weights, folder, about)
     else:
         whole = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
@@ -194,6 +204,9 @@ def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | Non
         if lora is not None:
             with at_recipe(loaded, "model.lora"):
                 model = add_lora(model, **lora.model_dump())
+        if loaded.recipe.model.qat is not None:
+            with at_recipe(loaded, "model.qat"):
+                round_linear_layers(model, loaded.recipe.model.qat)
     model = unwrapped(model).cpu()
     try:
         load_plain_state_dict(model, weights)
