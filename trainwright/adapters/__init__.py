@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Literal, TypedDict
 
 from trainwright.errors import MissingExtra
-from trainwright.watching.experiments import OwnLaw
+from trainwright.watching.experiments import OwnCheck
 
 
 class WatchChoices(TypedDict, total=False):
@@ -24,7 +24,7 @@ class WatchChoices(TypedDict, total=False):
     keep: int
     memory_bytes: int | None
     patience_s: float
-    laws: str | OwnLaw | Sequence[str | OwnLaw]
+    checks: str | OwnCheck | Sequence[str | OwnCheck]
     examine: Literal["budget", "all"]
     profile: bool | int
     layers: bool

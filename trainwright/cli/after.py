@@ -63,18 +63,24 @@ def diagnose(
 
 
 @verb()
-def laws(
+def checks(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run folder; without one, what the laws say.")
+        Path | None, typer.Argument(metavar="RUN|new", help="A run folder, or new; without it, what each check finds.")
     ] = None,
+    code: Annotated[str | None, typer.Argument(metavar="CODE", help="After new: topic.name of the check.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the laws of training; of a run, which of them held, which are broken, and which say nothing there."""
+    """List the checks; of a run, what each found and which could not be made; new CODE begins one with its test."""
+    from trainwright.report.checks import CheckList
     from trainwright.report.diagnosis import diagnosis_of
-    from trainwright.report.laws import LawList
     from trainwright.runlog.folder import RunFolder
 
-    answer(LawList(None if run is None else diagnosis_of(RunFolder.open(run)).laws), as_json)
+    if run == Path("new") and code is not None:
+        from trainwright.verbs.new_check import new_check
+
+        answer(new_check(code), as_json)
+    else:
+        answer(CheckList(None if run is None else diagnosis_of(RunFolder.open(run)).checks), as_json)
 
 
 @verb()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.law import Law
 
 
@@ -19,7 +19,7 @@ class Family:
 
     name: str
     laws: tuple[Law, ...]
-    names: tuple[Check, ...]
+    names: tuple[OldCheck, ...]
 
     @property
     def folder(self) -> Path:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
-from trainwright.doctor.case import Case
 from trainwright.runlog.findings import Severity as Severity
 from trainwright.runlog.findings import Stage as Stage
 from trainwright.runlog.json_values import JsonValue
@@ -54,9 +53,10 @@ class Details(TypedDict, total=False):
     since_step: int | None
     trial: RemedyTrial | None
     explains: Iterable[str]
+    stage: Stage
 
 
-def finding(
+def make_finding(
     code: str,
     severity: Severity,
     step: int,
@@ -65,7 +65,6 @@ def finding(
     cause: str,
     remedy: str,
     sure: float,
-    stage: Stage = "loop",
     **details: Unpack[Details],
 ) -> Finding:
     """A Finding of its record. ``sure`` is between 0 and 1."""
@@ -81,7 +80,7 @@ def finding(
         evidence=tuple(map(_evidence, details.get("evidence", ()))),
         since_step=details.get("since_step"),
         where=details.get("where", Where()),
-        stage=stage,
+        stage=details.get("stage", "loop"),
     )
     return Finding(found, details.get("trial"), tuple(details.get("explains", ())))
 
@@ -101,5 +100,5 @@ def listed(names: Sequence[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + more
 
 
-Check = Callable[[Case], Iterator[Finding | ExperimentRequest]]
-"""A known cause of trouble: a pure function of a Case."""
+finding = make_finding  # until every family is converted
+OldCheck = Callable[[Any], Iterator[Finding | ExperimentRequest]]

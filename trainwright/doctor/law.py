@@ -1,4 +1,4 @@
-"""A law: what every correct training step obeys, whatever the model. A broken law is a finding, even without a name."""
+"""The laws of families that are not converted yet."""
 
 from __future__ import annotations
 
@@ -7,42 +7,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding
+from trainwright.doctor.check import NotApplicable as NotApplicable
+from trainwright.doctor.check import Passed as Holds
+from trainwright.doctor.check import Result as Verdict
 
 Effort: TypeAlias = Literal["cheap", "replay"]
-"""What a law needs: records and what listeners saw while the loop ran, or a step that is run again."""
-State: TypeAlias = Literal["held", "broken", "not applicable", "not looked at"]
 OF_LAWS = "law."
-"""What the code of a broken law without a name begins with."""
-
-
-@dataclass(frozen=True)
-class Holds:
-    """The law holds. ``checked`` says of what, in words: ``12 parameters over 40 steps``."""
-
-    checked: str
-
-
-@dataclass(frozen=True)
-class NotApplicable:
-    """The law says nothing about this run, or cannot be measured in it; ``why`` in words."""
-
-    why: str
-
-
-Verdict: TypeAlias = Holds | NotApplicable | Finding | ExperimentRequest
 Judge: TypeAlias = Callable[[Case], Iterator[Verdict]]
+__all__ = ["OF_LAWS", "Effort", "Holds", "Judge", "Law", "NotApplicable", "Verdict"]
 
 
 @dataclass(frozen=True)
 class Law:
-    """``name`` is ``<family>.<law>``; its section of the family's ``laws.md`` has the title ``<law>``.
-
-    ``judge`` is a pure function of a Case: it yields findings where the law is broken, else Holds or NotApplicable,
-    and requests for experiments that would tell more; nothing where nothing was measured. A finding of it without a
-    name of its own has the code ``law.<name>``. ``named_by`` are patterns (as of ``fnmatch``) of the codes of known
-    causes: where such a finding is made as well, it takes in those of the law.
-    """
+    """Until every family is converted."""
 
     name: str
     judge: Judge
@@ -51,14 +28,4 @@ class Law:
 
     @property
     def code(self) -> str:
-        """The code of a break that has no name of its own."""
         return OF_LAWS + self.name
-
-
-@dataclass(frozen=True)
-class LawState:
-    """What became of a law in a run, and why: what was compared, what was found, or why nothing could be."""
-
-    name: str
-    state: State
-    why: str

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
+from trainwright.doctor.discovery import all_checks, check_of
 from trainwright.errors import UsageError, suggest
 
 FOLDER = Path(__file__).parent
@@ -23,7 +24,7 @@ LAW_SECTIONS = ("Statement", "Tolerance", "Exceptions", "Delay", "When it is bro
 
 def codes() -> tuple[str, ...]:
     """Every code of a known cause, sorted: each has a page."""
-    return tuple(_pages())
+    return tuple(sorted({*_pages(), *(each.code for each in all_checks())}))
 
 
 def law_codes() -> tuple[str, ...]:
@@ -36,8 +37,10 @@ def page(code: str) -> str:
 
     Raises UsageError for a code that has no page, with the nearest ones that have.
     """
-    if code.startswith("law.own."):
-        raise UsageError(f"{code} has no page: it is a law of your own", remedy="see the docstring of its function")
+    if code.startswith("own."):
+        raise UsageError(f"{code} has no page: it is a check of your own", remedy="see the docstring of its function")
+    if (check := check_of(code)) is not None:
+        return check.page.markdown(code)
     if text := _pages().get(code) or _pages_of_laws().get(code):
         return text
     group = [each for each in (*codes(), *law_codes()) if not code or each.startswith(f"{code.removesuffix('.')}.")]
@@ -49,6 +52,8 @@ def page(code: str) -> str:
 
 def title(code: str) -> str:
     """What the code means, in one line: the first sentence of its page."""
+    if (check := check_of(code)) is not None:
+        return check.page.title
     text = _pages().get(code) or _pages_of_laws().get(code)
     if text is None:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.case import Case
+from trainwright.doctor.check import CheckState
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.law import LawState
 from trainwright.report.examination import Examination, can_be_trained_again
 from trainwright.report.findings import exit_code, lines_of
 from trainwright.report.verdict import verdict_of
@@ -60,9 +60,9 @@ class Report:
     format_version: int = FORMAT_VERSION
 
     @property
-    def laws(self) -> Sequence[LawState]:
+    def checks(self) -> Sequence[CheckState]:
         """The result of each check."""
-        return self.examination.laws
+        return self.examination.checks
 
     @property
     def exit_code(self) -> int:
@@ -113,7 +113,7 @@ class Report:
             "findings": [strict(found) for found in self.findings],
             "added": [strict(found) for found in self.added],
             "experiments": list(self.experiments),
-            "laws": {each.name: {"state": each.state, "why": each.why} for each in self.laws},
+            "checks": {each.code: {"state": each.state, "why": each.why} for each in self.checks},
         }
 
 
@@ -132,7 +132,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
         tuple(findings),
         tuple(_added([each.found for each in diagnosis.findings], findings)),
         experiments,
-        Examination.of(records, diagnosis.laws, experiments),
+        Examination.of(records, diagnosis.checks, experiments),
         max((each.step for each in records if isinstance(each, Watched | Examined | Ended)), default=0),
         state_of(folder.path, records),
         verdict_of(folder),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.doctor.law import LawState
+from trainwright.doctor.check import CheckState
 from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Examined, Record, Unexamined, Watched
@@ -27,7 +27,7 @@ class Examination:
     Args:
         steps: Steps with a record; of a long run not every step has one.
         replayed: Steps that were replayed and examined closely.
-        laws: The result of each check; none where no check was applied.
+        checks: The result of each check; none where no check was applied.
         blind: Why steps could not be replayed, with the number of recorded steps, the most frequent reason first.
         not_run: Experiments that were due and have not run.
         unexamined: What found no time at the end of the run; None where it has not ended, or everything found time.
@@ -35,13 +35,15 @@ class Examination:
 
     steps: int
     replayed: tuple[int, ...]
-    laws: tuple[LawState, ...] = ()
+    checks: tuple[CheckState, ...] = ()
     blind: tuple[tuple[str, int], ...] = ()
     not_run: tuple[str, ...] = ()
     unexamined: Unexamined | None = None
 
     @classmethod
-    def of(cls, records: Iterable[Record], laws: Sequence[LawState] = (), not_run: Sequence[str] = ()) -> Examination:
+    def of(
+        cls, records: Iterable[Record], checks: Sequence[CheckState] = (), not_run: Sequence[str] = ()
+    ) -> Examination:
         """From the records of a run."""
         every = tuple(records)
         examined = [each for each in every if isinstance(each, Examined) and "blind" not in each.values]
@@ -52,7 +54,7 @@ class Examination:
         return cls(
             steps=len(watched),
             replayed=tuple(dict.fromkeys(close)),
-            laws=tuple(laws),
+            checks=tuple(checks),
             blind=tuple(blind.most_common()),
             not_run=tuple(not_run),
             unexamined=left[0] if left and left[0].experiments else None,
@@ -61,7 +63,7 @@ class Examination:
     @property
     def counts(self) -> dict[str, int]:
         """How many checks had each result."""
-        return dict(Counter(each.state for each in self.laws))
+        return dict(Counter(each.state for each in self.checks))
 
     def lines(self, run: Path | None = None) -> Iterator[str]:
         """What was examined; then, where something was not, what and why. ``run`` is the run folder."""
@@ -79,11 +81,11 @@ class Examination:
             yield f"not examined  {len(self.not_run)} {have} not run: {names}"
 
     def _checks(self) -> Iterator[str]:
-        if not self.laws:
+        if not self.checks:
             return
-        held = Counter(each.name.partition(".")[0] for each in self.laws if each.state == "held")
+        held = Counter(each.code.partition(".")[0] for each in self.checks if each.state == "passed")
         kinds = ", ".join(f"{family} {count}" for family, count in held.items())
-        others = {"broken": "did not", "not applicable": "do not apply", "not looked at": "had nothing to examine"}
+        others = {"found": "did not", "not applicable": "do not apply", "not examined": "had nothing to examine"}
         counted = [f"{self.counts[state]} {words}" for state, words in others.items() if state in self.counts]
         yield ", ".join([f"{sum(held.values())} checks passed{f' ({kinds})' if kinds else ''}", *counted])
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-Examine = Literal["budget", "all"]
+Examine = Literal["budget", "all", "listen"]
 """How much is examined: what the budget allows, or everything."""
 LIFTED_BY = "TRAINWRIGHT_EXAMINE"
 """The environment variable that lifts the budget of every run: ``TRAINWRIGHT_EXAMINE=all``."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
-from trainwright.doctor.own_laws import OWN, OwnLawFacts
+from trainwright.doctor.own_checks import OWN, OwnCheckFacts
 from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
@@ -34,8 +34,8 @@ from trainwright.state.snapshot import LiveObjects
 from trainwright.watching import families as _families  # noqa: F401  registers experiments and trials
 from trainwright.watching.budget import ExaminationBudget
 
-OwnLaw: TypeAlias = Callable[[ReplaySession], str | None]
-"""A law of the user's own: returns in words how a step breaks it, None where it holds. Its docstring states it."""
+OwnCheck: TypeAlias = Callable[[ReplaySession], str | None]
+"""A check of the user's own: returns what is wrong with a step, or None. Its docstring says what must hold."""
 LEAST_S = 0.002
 """Seconds that an experiment takes beside its replays: measured on a small MLP, most take 1 to 5 ms more."""
 MEASURING_STEPS = 0.5
@@ -53,7 +53,7 @@ ANNOUNCED_S = 1.0
 class ExperimentRunner:
     """Runs experiments on the steps that a ring holds, each once per step, within the time of a budget.
 
-    ``own`` are laws of the user's own, looked at in every checkup. ``replays``: whether any step is run again. ``say``
+    ``own`` are checks of the user's own, made in every checkup. ``replays``: whether any step is run again. ``say``
     announces an examination that takes more than a second.
 
     An experiment is not begun where it is predicted to take longer than is left, and stopped where it does. It runs in
@@ -65,7 +65,7 @@ class ExperimentRunner:
         subject: LiveObjects,
         ring: Ring,
         budget: ExaminationBudget,
-        own: Sequence[OwnLaw] = (),
+        own: Sequence[OwnCheck] = (),
         *,
         replays: bool = True,
         say: Callable[[str], None] = lambda line: None,
@@ -183,12 +183,12 @@ class ExperimentRunner:
         return [name for name in left if not self._runs[name]] + sorted(self._trials)
 
     def _look_at_own(self, step: int) -> Facts:
-        """What the laws of the user's own say of a step."""
+        """What the checks of the user's own say of a step."""
         facts: Facts = {}
-        for law in self._own if step else ():
-            name = OWN + name_of_law(law)
+        for own in self._own if step else ():
+            name = OWN + name_of_check(own)
             if self._is_time_for(name):
-                facts |= self._measured(name, step, partial(_own_facts, law))
+                facts |= self._measured(name, step, partial(_own_facts, own))
         return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
@@ -373,14 +373,14 @@ class ExperimentRunner:
         return self._run(["trace"], recorded.step)
 
 
-def _own_facts(law: OwnLaw, session: ReplaySession) -> Facts:
-    broken = law(session)
-    return vars(OwnLawFacts(statement=inspect.getdoc(law) or "", broken=None if broken is None else str(broken)))
+def _own_facts(check: OwnCheck, session: ReplaySession) -> Facts:
+    broken = check(session)
+    return vars(OwnCheckFacts(statement=inspect.getdoc(check) or "", broken=None if broken is None else str(broken)))
 
 
-def name_of_law(law: OwnLaw) -> str:
+def name_of_check(check: OwnCheck) -> str:
     """The name of its function."""
-    return str(getattr(law, "__name__", type(law).__name__))
+    return str(getattr(check, "__name__", type(check).__name__))
 
 
 def _described(value: object) -> object:

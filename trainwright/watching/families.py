@@ -13,18 +13,25 @@ from trainwright.doctor.function import remedy as _try_function  # noqa: F401  r
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.loss import measure as loss
 from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
+from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.program import remedy as _try_program  # noqa: F401  registers its trials
 from trainwright.doctor.ranks import measure as ranks
+from trainwright.doctor.remedies import TRIALS
 from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
 from trainwright.doctor.update import measure as update
 from trainwright.doctor.update import remedy as _try_update  # noqa: F401  registers its trials
 from trainwright.doctor.vitals import measure as vitals
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
+from trainwright.replay import trials
+from trainwright.replay.experiments import EXPERIMENTS
 from trainwright.state.snapshot import LiveObjects
+
+EXPERIMENTS.update({each.name: each for each in REPLAYS})
+trials.TRIALS.update(TRIALS)
 
 
 class Measures(NamedTuple):
@@ -57,4 +64,8 @@ MEASURES: tuple[Measures, ...] = (
 def probes_of_families(subject: LiveObjects, loop: LoopObjects, *, live: bool) -> list[Probe]:
     """Returns new probes of every family. ``live``: they hear a loop, and not steps of our engine that run again."""
     watched = WatchedObjects(subject=subject, **vars(loop))
-    return [probe for each in MEASURES if live or not each.needs_live_loop for probe in each.probes(watched)]
+    makers = (*LISTENERS, *(OF_LIVE_LOOPS if live else ()))
+    converted = [made for make in makers if (made := make(watched)) is not None]
+    return converted + [
+        probe for each in MEASURES if live or not each.needs_live_loop for probe in each.probes(watched)
+    ]

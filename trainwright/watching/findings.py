@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import LAWS, Diagnosis, diagnose
-from trainwright.doctor.law import Law, LawState
+from trainwright.doctor.check import Check, CheckState
+from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.errors import text_of
 from trainwright.observe.older_objects import only_newest_collected
 from trainwright.recorder.hooks import Listener, muted
@@ -46,7 +46,7 @@ class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
     ``write`` takes every record that is to be kept. ``known`` are the records of an earlier process. ``complete`` is
-    called before a step becomes a record. ``laws`` are those that the run is judged by.
+    called before a step becomes a record. ``checks`` are those that are made; None: all but the packs.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class FindingsLog:
         *,
         known: Iterable[Record] = (),
         complete: Callable[[RecordedStep], None] = lambda step: None,
-        laws: Sequence[Law] = LAWS,
+        checks: Sequence[Check] | None = None,
     ) -> None:
-        self._laws = laws
+        self._checks = checks
         self._runner, self._probes, self._write = runner, probes, write
         self._records, self._complete = list(known), complete
         self._unrecorded: deque[Noted] = deque()
         self._findings = FindingsWriter(write)
-        self._states: tuple[LawState, ...] = ()
+        self._states: tuple[CheckState, ...] = ()
         self._untried: set[str] = set()  # codes of findings whose remedy found no time to be tried
 
     @property
@@ -108,7 +108,7 @@ class FindingsLog:
             for reason in reasons:
                 self.examined(replayed, self._runner.look(replayed, reason, repeats=repeats))
             for _ in range(ROUNDS):
-                diagnosis = diagnose(Case(self._records, finished=finished), self._laws)
+                diagnosis = diagnose(Case(self._records, finished=finished), self._checks)
                 facts = self._runner.run_requested(replayed, diagnosis.requests)
                 if not facts:
                     break
@@ -157,7 +157,7 @@ class FindingsLog:
                 found = dataclasses.replace(found, tried=(*found.tried, *(tried or ())))
             now.append(found)
         self._findings.update(now, step)
-        self._states = diagnosis.laws
+        self._states = diagnosis.checks
 
     def examination(self) -> Examination:
         """What was examined so far, and what could not be."""

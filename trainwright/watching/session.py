@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.doctor.diagnose import LAWS
-from trainwright.doctor.law import Law
+from trainwright.doctor.check import Check
 from trainwright.doctor.loss.measure.first_step import FirstLoss
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
@@ -42,7 +41,7 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects
 from trainwright.watching.budget import ExaminationBudget, Examine
-from trainwright.watching.experiments import ExperimentRunner, OwnLaw
+from trainwright.watching.experiments import ExperimentRunner, OwnCheck
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
@@ -74,8 +73,9 @@ def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
 class WatchOptions:
     """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
 
-    ``skip`` are the samples of steps whose update is left out. ``laws`` and ``own_laws`` are those that the loop is
-    judged by; ``replays``: whether any step is run again for them. ``examine``: what the budget allows, or everything.
+    ``skip`` are the samples of steps whose update is left out. ``checks`` and ``own_checks`` are those that are
+    made (None: all but the packs); ``replays``: whether any step is replayed for them. ``examine``: what the budget
+    allows, or everything.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -84,8 +84,8 @@ class WatchOptions:
     budget_bytes: int = LEAST_BYTES
     bundles: Path | None = None
     skip: frozenset[frozenset[int]] = frozenset()
-    laws: tuple[Law, ...] = LAWS
-    own_laws: tuple[OwnLaw, ...] = ()
+    checks: tuple[Check, ...] | None = None
+    own_checks: tuple[OwnCheck, ...] = ()
     replays: bool = True
     examine: Examine = "budget"
 
@@ -120,7 +120,7 @@ class WatchSession:
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(
-            self._objects, self.ring, self.budget, options.own_laws, replays=options.replays, say=say
+            self._objects, self.ring, self.budget, options.own_checks, replays=options.replays, say=say
         )
         self._changes = ProgramChanges(parameters)
         of_families = probes_of_families(self._objects, objects, live=True)
@@ -129,7 +129,7 @@ class WatchSession:
             are_rivals = len(self._roots) > 1 or len(optimizers) > 1
             self._probes.append(FirstLoss(self.recording.tape, parameters, are_rivals=are_rivals))
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
-        self.findings_log = FindingsLog(runner, self._probes, write, laws=options.laws)
+        self.findings_log = FindingsLog(runner, self._probes, write, checks=options.checks)
         self._incidents = Incidents(options.bundles, runner, write)
         self._schedule, self._snapshots = ExaminationSchedule(0, self.budget), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False

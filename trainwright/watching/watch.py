@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.doctor.diagnose import choose_laws
-from trainwright.doctor.law import Law
+from trainwright.doctor.check import Check
+from trainwright.doctor.discovery import DEFAULT, choose_checks
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import StorageError, UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
@@ -46,7 +46,7 @@ from trainwright.state.weights import require_python
 from trainwright.version import __version__
 from trainwright.watching.budget import Examine
 from trainwright.watching.caller_source import CallerSource
-from trainwright.watching.experiments import OwnLaw
+from trainwright.watching.experiments import OwnCheck
 from trainwright.watching.layers import layer_probes
 from trainwright.watching.prepared import unwrapped
 from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
@@ -264,7 +264,7 @@ def watch(
     keep: int = KEEP,
     memory_bytes: int | None = None,
     patience_s: float = 60.0,
-    laws: str | OwnLaw | Sequence[str | OwnLaw] = "all",
+    checks: str | OwnCheck | Sequence[str | OwnCheck] = DEFAULT,
     examine: Examine = "budget",
     profile: bool | int = False,
     layers: bool = True,
@@ -296,12 +296,13 @@ def watch(
         memory_bytes: What the flight recorder may hold. Default: three states of the model with its optimizer, at most
             a quarter of what is free on its device.
         patience_s: Of several processes: one that makes no progress for so long is reported, with where it stands.
-        laws: What the loop is judged by: ``"all"``, ``"cheap"`` (no step is run again), or a list of families and laws
-            by name (``trainwright laws`` lists them). A function of your own is a law too: it is called at every
-            checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
+        checks: The checks that are made: ``"default"``, or a list of topics, packs, codes (``trainwright checks`` lists
+            them) and functions of your own: ``["default", "rl", my_check]``. Such a function is called at every
+            checkup with a ``ReplaySession`` of the step, and returns what is wrong with it, or None.
         examine: How much of the loop is examined. ``"budget"``: examinations take at most 3 % of the training time so
             far, and at most 4 % and 3 s more at the end; what found no time is said. ``"all"``: everything is examined
             at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
+            ``"listen"``: no step is replayed.
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
         layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md), where this
@@ -316,13 +317,13 @@ def watch(
     """
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
     require_policy("on_spike", on_spike)
-    require_choice("examine", examine, ("budget", "all"))
+    require_choice("examine", examine, ("budget", "all", "listen"))
     roots = _several(model, nn.Module, "model")
     for root in roots:
         require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
-    judged_by, after, telling = _judged_by(laws), begin_at(profile), TellingProbe(sinks, alerts)
+    chosen, after, telling = _chosen(checks), begin_at(profile), TellingProbe(sinks, alerts)
     telling.require_out(out)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
@@ -347,7 +348,9 @@ def watch(
     def options() -> WatchOptions:
         held_bytes = memory_bytes or enough_bytes(roots)
         nonfinite = "observe" if are_foreign else on_nonfinite  # no update of theirs can be left out
-        return WatchOptions(nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *judged_by, examine)
+        return WatchOptions(
+            nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *chosen, examine != "listen", examine
+        )
 
     return Watch(
         roots,
@@ -408,14 +411,16 @@ def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset
     return frozenset(frozenset(ids) for ids in value if ids)
 
 
-def _judged_by(laws: str | OwnLaw | Sequence[str | OwnLaw]) -> tuple[tuple[Law, ...], tuple[OwnLaw, ...], bool]:
-    """Laws, those of the user's own, and whether steps are run again for them."""
-    chosen = list(laws) if isinstance(laws, list | tuple) else [laws]
-    names = [each for each in chosen if isinstance(each, str)]
-    own = tuple(each for each in chosen if callable(each))
-    if len(names) + len(own) < len(chosen):
-        raise UsageError("laws: some are neither names nor functions", remedy="give names, or functions of a session")
-    return choose_laws(names), own, bool(own) or names != ["cheap"]
+def _chosen(
+    checks: str | OwnCheck | Sequence[str | OwnCheck],
+) -> tuple[tuple[Check, ...], tuple[OwnCheck, ...]]:
+    """The checks that are chosen by name, and those of the user's own."""
+    every = list(checks) if isinstance(checks, list | tuple) else [checks]
+    names = [each for each in every if isinstance(each, str)]
+    own = tuple(each for each in every if callable(each))
+    if len(names) + len(own) < len(every):
+        raise UsageError("checks: some are neither names nor functions", remedy="give names, or functions of a session")
+    return choose_checks(names), own
 
 
 def _listed(value: object) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, Finding, Severity, finding, listed
+from trainwright.doctor.finding import Finding, OldCheck, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.runlog.records import Where
 
@@ -228,4 +228,4 @@ LAWS: tuple[Law, ...] = (
     Law("averages.begin_is_forgotten", begin_is_forgotten),
     Law("averages.used_statistics_are_measured", used_statistics_are_measured, named_by=("mode.*",)),
 )
-NAMES: tuple[Check, ...] = ()
+NAMES: tuple[OldCheck, ...] = ()

@@ -32,6 +32,6 @@ LAWS: tuple[Law, ...] = (
         named_by=("loss.broadcast_target", "grad.*", "num.*", "sched.*", "ckpt.*"),
     ),
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
-    Law("program.rate_has_its_course", rate_has_its_course, named_by=("sched.*", "law.vitals.rates_are_positive")),
+    Law("program.rate_has_its_course", rate_has_its_course, named_by=("sched.*", "schedule.*")),
     Law("program.base_is_the_highest", base_is_the_highest, named_by=("sched.*",)),
 )  # fmt: skip

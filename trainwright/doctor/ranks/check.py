@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.ranks import laws
 from trainwright.doctor.ranks.facts import RanksFacts
@@ -209,7 +209,7 @@ def silent_corruption(facts: RanksFacts) -> Iterator[Finding]:
     )
 
 
-def _over_facts(rule: Callable[[RanksFacts], Iterator[Finding]]) -> Check:
+def _over_facts(rule: Callable[[RanksFacts], Iterator[Finding]]) -> OldCheck:
     """Makes a check of a rule about the newest facts."""
 
     def check(case: Case) -> Iterator[Finding | ExperimentRequest]:
@@ -245,7 +245,7 @@ LAWS: tuple[Law, ...] = (
     _law(laws.every_rank_arrives),
     _law(laws.ranks_keep_pace),
 )
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     _over_facts(bypassed),
     _over_facts(no_sync_at_the_boundary),
     _over_facts(stale_buckets),

@@ -10,7 +10,6 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts, StillnessFacts, VitalsFacts
-from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.doctor.vitals.reach import higher_rates_gain_little, way_is_used
 from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Watched, Where
@@ -361,7 +360,6 @@ LAWS: tuple[Law, ...] = (
         effort="replay",
         named_by=(*_SLOW, "law.vitals.rate_is_useful", "law.vitals.way_is_used"),
     ),
-    Law("vitals.rates_are_positive", rates_are_positive, named_by=("sched.*", "loop.*")),
     Law("vitals.scales_hold", scales_hold, named_by=_RUNAWAY),
     Law("vitals.frozen_stays", frozen_stays),
     Law("vitals.noise_is_new", noise_is_new),

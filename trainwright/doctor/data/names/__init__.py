@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainwright.doctor.data.names import inputs, labels, loaders
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     *inputs.NAMES,
     *labels.NAMES,
     *loaders.NAMES,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding
 from trainwright.runlog.json_values import Facts
 
 LARGE, SMALL = 10.0, 0.02
@@ -221,7 +221,7 @@ def label_feature_misaligned(case: Case) -> Iterator[Finding | ExperimentRequest
         )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     constant_input,
     badly_scaled,
     target_leak,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
@@ -295,7 +295,7 @@ def _surer(sure: Sequence[float], ones: Sequence[int], others: Sequence[int]) ->
     return (ranks - len(ones) * (len(ones) - 1) / 2) / (len(ones) * len(others))
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     look_at_tokens,
     no_shift,
     future_leak,

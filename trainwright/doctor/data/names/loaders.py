@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import SharedSamplesFacts
-from trainwright.doctor.finding import Check, Finding, RemedyTrial, finding
+from trainwright.doctor.finding import Finding, OldCheck, RemedyTrial, finding
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
 
@@ -223,7 +223,7 @@ def unshuffled(case: Case) -> Iterator[Finding]:
     )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     empty_loader,
     same_order,
     train_val_overlap,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.function.names import layers, structure
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     *layers.NAMES,
     *structure.NAMES,
 )

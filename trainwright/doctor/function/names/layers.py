@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words
 from trainwright.doctor.trend import FALLS, slope_in_errors
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
@@ -262,7 +262,7 @@ def router_collapse(case: Case) -> Iterator[Finding]:
         return
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     dead_relu,
     vanishing,
     bn_tiny_batch,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words, listed
 from trainwright.doctor.function.laws import FELT
 from trainwright.doctor.vitals.standing import is_left_as_it_is, standing
 from trainwright.runlog.json_values import Facts
@@ -384,7 +384,7 @@ def reinitialised(case: Case) -> Iterator[Finding]:
     )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     missing_nonlinearity,
     params_not_registered,
     nothing_trainable,

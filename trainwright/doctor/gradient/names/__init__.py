@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.gradient.names import accumulation
 
-NAMES: tuple[Check, ...] = (*accumulation.NAMES,)
+NAMES: tuple[OldCheck, ...] = (*accumulation.NAMES,)

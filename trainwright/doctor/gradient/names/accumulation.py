@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from statistics import variance
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding
 from trainwright.doctor.program.names.contract import kinds, of_step
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined
@@ -163,7 +163,7 @@ def leftover_window(case: Case) -> Iterator[Finding]:
         )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     not_normalised,
     token_weighting,
     grads_discarded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.loss.names import scores
 
-NAMES: tuple[Check, ...] = (*scores.NAMES,)
+NAMES: tuple[OldCheck, ...] = (*scores.NAMES,)

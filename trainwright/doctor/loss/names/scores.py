@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words
 from trainwright.doctor.update.facts import UpdateFacts
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Watched, Where
@@ -307,7 +307,7 @@ def _unbalanced(terms: list[Facts]) -> tuple[Facts, Facts] | None:
     return (large, least) if least and large["shared"] > RATIO * least["shared"] else None
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     softmax_before_ce,
     softmax_twice,
     nll_on_probs,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.precision.names import formats, nonfinite
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     *formats.NAMES,
     *nonfinite.NAMES,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
@@ -216,7 +216,7 @@ def autocast_keeps_old_weights(case: Case) -> Iterator[Finding | ExperimentReque
         yield ExperimentRequest("stale_weights", again.step)
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     what_16_bits_lose,
     gradients_underflow,
     values_underflow,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, Measured, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, OldCheck, finding
 from trainwright.doctor.precision.names.mechanisms import Mechanism, mechanism_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
@@ -332,7 +332,7 @@ def _cannot_tell(exam: Examined, traced: Facts) -> Finding:
     )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     nonfinite_step,
     poisoned_statistics,
     clip_spreads_nan,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.program.names import contract, modes, schedules, unseen
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     *contract.NAMES,
     *modes.NAMES,
     *schedules.NAMES,

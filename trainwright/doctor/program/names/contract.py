@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, Finding, Measured, RemedyTrial, Severity, finding, listed
+from trainwright.doctor.finding import Finding, Measured, OldCheck, RemedyTrial, Severity, finding, listed
 from trainwright.runlog.json_values import Event
 from trainwright.runlog.records import Examined, Watched, Where
 
@@ -380,7 +380,7 @@ def zero_lr_group(case: Case) -> Iterator[Finding]:
             )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     missing_zero_grad,
     zero_grad_before_step,
     step_never_called,

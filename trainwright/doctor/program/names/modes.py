@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import RowsFacts
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
 
@@ -132,7 +132,7 @@ def functional_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
     )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     trained_in_eval_mode,
     evaluated_in_train_mode,
     functional_dropout,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, Measured, RemedyTrial, Severity, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, OldCheck, RemedyTrial, Severity, finding
 from trainwright.runlog.json_values import Facts
 
 LOW = 1e-3
@@ -338,7 +338,7 @@ def _is_no_loss(values: list[float], losses: list[float]) -> bool:
     return is_share and not math.isclose(values[0], losses[0], rel_tol=0.3)
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     counted_in_the_wrong_unit,
     stepped_for_each_process,
     cosine_climbs,

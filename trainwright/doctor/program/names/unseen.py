@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sized
 from typing import NamedTuple
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, finding
 
 _NO_STEP = {
     "": "neither the model nor the optimizer that the watch was given was used, or not in the thread of the watch",
@@ -90,4 +90,4 @@ def _of(count: int, last: Sized) -> str:
     return f"{count} of the last {len(last)} steps"
 
 
-NAMES: tuple[Check, ...] = (unseen,)
+NAMES: tuple[OldCheck, ...] = (unseen,)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.resources.names import held, shortage
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     *held.NAMES,
     *shortage.NAMES,
 )

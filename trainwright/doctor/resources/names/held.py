@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, finding
 from trainwright.runlog.json_values import Facts
 
 OLD_ENOUGH = 8
@@ -155,7 +155,7 @@ def copied_on_write(case: Case) -> Iterator[Finding | ExperimentRequest]:
     )
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     graphs_kept,
     outputs_kept,
     graph_grows,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, finding
 from trainwright.runlog.records import OutOfMemory, Telemetry, Where
 
 OFTEN = 0.25
@@ -156,7 +156,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     ran_out,
     thrashing,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.update.names import rates
 
-NAMES: tuple[Check, ...] = (*rates.NAMES,)
+NAMES: tuple[OldCheck, ...] = (*rates.NAMES,)

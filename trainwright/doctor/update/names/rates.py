@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding
 from trainwright.doctor.program.names.contract import kinds
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
@@ -336,7 +336,7 @@ def _pulls(values: Facts) -> bool:
     return bool(values["grad_norm"] * values["weight_norm"] > 300 * max(abs(values["loss"]), 1e-6))
 
 
-NAMES: tuple[Check, ...] = (
+NAMES: tuple[OldCheck, ...] = (
     overshoots,
     no_progress,
     lr_too_low,

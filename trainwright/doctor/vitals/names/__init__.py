@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
+from trainwright.doctor.finding import OldCheck
 from trainwright.doctor.vitals.names import spikes
 
-NAMES: tuple[Check, ...] = (*spikes.NAMES,)
+NAMES: tuple[OldCheck, ...] = (*spikes.NAMES,)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, Finding, finding
+from trainwright.doctor.finding import Finding, OldCheck, finding
 from trainwright.doctor.program.names.contract import kinds
 from trainwright.runlog.records import Watched
 
@@ -86,4 +86,4 @@ def _is_clipped(record: Watched, norm: float) -> bool:
     return any(clip["at"] < norm for _, clip in kinds(record, "clip"))
 
 
-NAMES: tuple[Check, ...] = (gradient_spike,)
+NAMES: tuple[OldCheck, ...] = (gradient_spike,)

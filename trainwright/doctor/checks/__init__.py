@@ -1,0 +1,1 @@
+"""The checks, in a folder for each topic."""

@@ -1,0 +1,1 @@
+"""Checks of learning rates over the steps."""

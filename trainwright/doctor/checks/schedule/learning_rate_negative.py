@@ -1,0 +1,29 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.vitals.facts import VitalsFacts
+
+
+@check(stage="update", confidence=0.95, needs=VitalsFacts)
+def learning_rate_negative(run: RunContext) -> Iterator[Result]:
+    """The learning rate is below 0, so the update raises the loss.
+
+    How it is detected: the learning rate of every parameter group at every update.
+
+    Usual cause: a factor of the schedule becomes negative: a cosine without its 1, or a decay that goes on past the end.
+
+    Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.
+    """
+    facts = run.latest(VitalsFacts)
+    if facts is not None and facts.lowest_rate < 0.0:
+        yield run.finding(
+            facts.steps,
+            symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}: the update raises the loss",
+            since_step=facts.lowest_at,
+            evidence=[("lowest learning rate", facts.lowest_rate, ">= 0")],
+        )

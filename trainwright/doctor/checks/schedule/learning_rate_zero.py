@@ -1,0 +1,62 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.vitals.facts import VitalsFacts
+
+NEVER, SINCE = 16, 8
+"""Updates at a rate of 0: more than a warm-up from 0 has, and more than between one schedule and the next."""
+TAIL, CUT = 0.2, 16
+"""Share of all updates that a tail at a rate of 0 may have; and updates, where no decay had lowered the rate."""
+HIGH, DECAYED = 0.5, 0.01
+"""Shares of the highest rate: above the first no decay has lowered it, below the second a decay has reached its end."""
+
+
+@check(stage="update", confidence=0.85, needs=VitalsFacts)
+def learning_rate_zero(run: RunContext) -> Iterator[Result]:
+    """The learning rate is 0, so updates change nothing.
+
+    Why it matters: the run goes on, costs time, and learns nothing.
+
+    How it is detected: 16 updates at a learning rate of 0 from the first step on; or a rate that falls to 0 from more
+    than 1 % of its highest value, and stays there for 8 updates and a fifth of the run.
+
+    Exceptions: a warm-up that begins at 0, and a short tail in which running statistics settle.
+
+    Usual cause: a schedule is over, such as one that was resumed; a counter, an integer division or a parameter group
+    that the schedule misses sets it to 0.
+
+    Looks like: optim.weights_never_move, where the rate is above 0.
+
+    Fix: print the learning rate of every step before the run, and end the loop where the schedule ends.
+
+    Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
+    """
+    facts = run.latest(VitalsFacts)
+    if facts is None or not facts.at_0_since:
+        return
+    count = facts.steps - facts.at_0_since + 1
+    if count >= NEVER and facts.at_0_since == 1:
+        symptom = f"the learning rate was 0 in all of {count} updates"
+    elif count >= _too_many(facts) and facts.rate_before_0 > DECAYED * facts.highest_rate:
+        fell = f"the learning rate fell from {facts.rate_before_0:.3g} to 0 in step {facts.at_0_since}"
+        symptom = f"{fell}, and {count} updates changed nothing"
+    else:
+        return
+    yield run.finding(
+        facts.steps,
+        symptom=symptom,
+        since_step=facts.at_0_since,
+        evidence=[("learning rate", 0.0, facts.rate_before_0 or "above 0")],
+    )
+
+
+def _too_many(facts: VitalsFacts) -> float:
+    """Updates at a rate of 0 at the end that are no tail."""
+    is_cut = facts.rate_before_0 >= HIGH * facts.highest_rate
+    return min(max(SINCE, TAIL * facts.steps), CUT if is_cut else math.inf)

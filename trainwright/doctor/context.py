@@ -1,0 +1,143 @@
+"""A typed, read-only view of what was measured in a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, Unpack
+
+from trainwright.doctor.finding import Details, Finding, make_finding
+from trainwright.runlog.findings import Severity
+from trainwright.runlog.records import Examined, Record, Watched, construct
+
+if TYPE_CHECKING:
+    from trainwright.doctor.check import Check
+
+
+class Measurement(Protocol):
+    """A frozen dataclass of ``doctor/facts``. ``experiment`` is the name that its records have in the log."""
+
+    experiment: ClassVar[str]
+
+
+M = TypeVar("M", bound=Measurement)
+
+
+class RunContext:
+    """The records of one run, oldest first.
+
+    Args:
+        records: What was recorded. Of a long run not every step is among them.
+        finished: No more records will come, so a check may say what never happened.
+    """
+
+    def __init__(self, records: Sequence[Record], *, finished: bool = False) -> None:
+        self.records, self.finished = records, finished
+        self._read: dict[tuple[int, type], object] = {}
+        self._check: Check | None = None
+
+    def judged_by(self, check: Check) -> RunContext:
+        """The same view for one check: its findings take what they do not say from it."""
+        view = copy.copy(self)
+        view._check = check
+        return view
+
+    @cached_property
+    def steps(self) -> list[Watched]:
+        """The recorded steps, oldest first."""
+        return [record for record in self.records if isinstance(record, Watched)]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step with a record, 0 before the first."""
+        newest = [outcomes[-1].step for outcomes in self._outcomes.values()]
+        return max([record.step for record in self.steps[-1:]] + newest, default=0)
+
+    def latest(self, kind: type[M]) -> M | None:
+        """The newest measurement of a kind; None if there is none."""
+        return next((self._measured(each, kind) for each in reversed(self._seen(kind))), None)
+
+    def every(self, kind: type[M]) -> list[tuple[int, M]]:
+        """All measurements of a kind with the step that each is about, oldest first."""
+        return [(each.step, self._measured(each, kind)) for each in self._seen(kind)]
+
+    def since_change(self, kind: type[M]) -> list[tuple[int, M]]:
+        """Those since the program of the loop changed last; all of them where there are none since."""
+        every = self.every(kind)
+        return [(step, facts) for step, facts in every if step >= self._changed_at] or every
+
+    def not_measured(self, kind: type[Measurement]) -> str | None:
+        """Why there is no measurement of a kind; None where there is one."""
+        if self._seen(kind):
+            return None
+        outcomes = self._outcomes.get(kind.experiment, [])
+        return str(outcomes[-1].values["blind"]) if outcomes else "it was not measured"
+
+    def was_tried(self, kind: type[Measurement]) -> bool:
+        """Whether the measurement was made or attempted."""
+        return kind.experiment in self._outcomes
+
+    def finding(
+        self,
+        step: int,
+        *,
+        symptom: str = "",
+        cause: str = "",
+        remedy: str = "",
+        severity: Severity | None = None,
+        sure: float | None = None,
+        **details: Unpack[Details],
+    ) -> Finding:
+        """A finding of the check that is made. What is left out comes from the check and its docstring.
+
+        Args:
+            step: The step that shows it.
+            symptom: What is wrong, with numbers. Default: the first sentence of the docstring.
+            cause: The usual cause. Default: that section.
+            remedy: The fix. Default: that section.
+            severity: Default: that of the check.
+            sure: The probability that it is right. Default: the confidence of the check.
+            details: ``where``, ``evidence``, ``since_step``, ``trial``, ``explains`` and ``stage``.
+        """
+        check = self._check
+        assert check is not None, "findings are made by checks"
+        details.setdefault("stage", check.stage)
+        details["explains"] = (*check.explains, *details.get("explains", ()))
+        return make_finding(
+            check.code,
+            severity or check.severity,
+            step,
+            symptom=symptom or check.page.title.rstrip("."),
+            cause=cause or check.page.words("Usual cause"),
+            remedy=remedy or check.page.words("Fix"),
+            sure=check.confidence if sure is None else sure,
+            **details,
+        )
+
+    @cached_property
+    def _outcomes(self) -> dict[str, list[Examined]]:
+        return by_experiment(self.records)
+
+    @cached_property
+    def _changed_at(self) -> int:
+        return max((each.step for each in self.steps if "changed" in each.values), default=0)
+
+    def _seen(self, kind: type[Measurement]) -> list[Examined]:
+        return [each for each in self._outcomes.get(kind.experiment, []) if "blind" not in each.values]
+
+    def _measured(self, outcome: Examined, kind: type[M]) -> M:
+        """Several checks need the same measurement: it is read once."""
+        known = self._read.get((id(outcome), kind))
+        if not isinstance(known, kind):
+            known = self._read[id(outcome), kind] = construct(kind, outcome.values)
+        return known
+
+
+def by_experiment(records: Iterable[Record]) -> dict[str, list[Examined]]:
+    """The outcomes of each experiment, oldest first."""
+    found: dict[str, list[Examined]] = {}
+    for record in records:
+        if isinstance(record, Examined):
+            found.setdefault(record.experiment, []).append(record)
+    return found

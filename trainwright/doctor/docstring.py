@@ -1,0 +1,53 @@
+"""Reads the page of a check from its docstring."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+
+SECTIONS = (
+    "Why it matters",
+    "How it is detected",
+    "Exceptions",
+    "Usual cause",
+    "Looks like",
+    "Fix",
+    "Sources",
+)
+"""In their order. A section begins on a line of its own, with its title and a colon."""
+REQUIRED = ("How it is detected", "Usual cause", "Fix")
+_SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Page:
+    """``what`` is wrong where the check finds something; its first sentence is the title."""
+
+    what: str
+    sections: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The first sentence."""
+        return re.split(r"(?<=\.)\s", " ".join(self.what.split()), maxsplit=1)[0]
+
+    def words(self, section: str) -> str:
+        """A section as one line without its code blocks; "" where there is none."""
+        text = re.split(r"\n\s*\n|\n {4}", self.sections.get(section, ""), maxsplit=1)[0]
+        return " ".join(text.split()).rstrip(".")
+
+    def markdown(self, code: str) -> str:
+        """The page as it is printed and written into the docs."""
+        parts = [f"## {code}", self.what]
+        there = [(title, self.sections[title]) for title in SECTIONS if title in self.sections]
+        parts += [f"**{title}.** {text[:1].upper()}{text[1:]}" for title, text in there]
+        return "\n\n".join(parts)
+
+
+def parse_page(docstring: str) -> Page:
+    """Split a docstring into its first part and its sections."""
+    first, _, rest = docstring.strip().partition("\n")
+    text = f"{first}\n{textwrap.dedent(rest)}"
+    what, *parts = _SECTION.split(text)
+    return Page(what.strip(), {title: part.strip() for title, part in zip(parts[::2], parts[1::2], strict=True)})

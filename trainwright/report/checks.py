@@ -1,0 +1,57 @@
+"""The checks as a list: what each finds, or its result in a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainwright.doctor.check import Check, CheckState
+from trainwright.doctor.discovery import all_checks
+from trainwright.runlog.json_values import JsonValue
+
+_MARKS = {"found": "FOUND", "passed": "passed", "not applicable": "-", "not examined": "?"}
+
+
+@dataclass(frozen=True)
+class CheckList:
+    """``states`` are those of a run; None for the checks alone."""
+
+    states: Sequence[CheckState] | None = None
+
+    exit_code = 0
+
+    def lines(self) -> list[str]:
+        """For a person: each check with its title, or with its result and what was compared."""
+        if self.states is None:
+            checks = all_checks()
+            width = max(len(each.code) for each in checks)
+            return [f"{each.code:{width}}  {_pack(each.pack)}{each.page.title}" for each in checks]
+        width = max((len(each.code) for each in self.states), default=0)
+        lines = [f"{each.code:{width}}  {_MARKS[each.state]:6}  {each.why}" for each in self.states]
+        counts: Counter[str] = Counter(each.state for each in self.states)
+        return [*lines, ", ".join(f"{counts[state]} {state}" for state in _MARKS)]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """What ``--json`` prints: by code, what each check finds, or its result in the run."""
+        if self.states is None:
+            return {
+                "checks": {
+                    each.code: {
+                        "finds": each.page.title,
+                        "severity": each.severity,
+                        "stage": each.stage,
+                        "pack": each.pack,
+                    }
+                    for each in all_checks()
+                }
+            }
+        return {"checks": {each.code: {"state": each.state, "why": each.why} for each in self.states}}
+
+
+def _declared(check: Check) -> dict[str, JsonValue]:
+    return {"finds": check.page.title, "severity": check.severity, "stage": check.stage, "pack": check.pack}
+
+
+def _pack(name: str | None) -> str:
+    return f"[{name}] " if name else ""
