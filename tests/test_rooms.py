@@ -78,7 +78,7 @@ def row_of(path: Path, house: Path = HOUSE) -> str:
 
 
 def _row(parts: Sequence[str]) -> str:
-    is_measuring = parts[0] == "doctor" and len(parts) > 2 and parts[2] in ("measure", "remedy")
+    is_measuring = parts[0] == "doctor" and not {"measure", "remedies", "remedy"}.isdisjoint(parts[1:3])
     return "doctor/*/measure" if is_measuring else parts[0]
 
 

@@ -15,7 +15,8 @@ def learning_rate_negative(run: RunContext) -> Iterator[Result]:
 
     How it is detected: the learning rate of every parameter group at every update.
 
-    Usual cause: a factor of the schedule becomes negative: a cosine without its 1, or a decay that goes on past the end.
+    Usual cause: a factor of the schedule becomes negative: a cosine without its 1, or a decay that goes on after the
+    end.
 
     Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.
     """
@@ -23,7 +24,7 @@ def learning_rate_negative(run: RunContext) -> Iterator[Result]:
     if facts is not None and facts.lowest_rate < 0.0:
         yield run.finding(
             facts.steps,
-            symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}: the update raises the loss",
+            symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}",
             since_step=facts.lowest_at,
             evidence=[("lowest learning rate", facts.lowest_rate, ">= 0")],
         )
