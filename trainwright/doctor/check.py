@@ -20,7 +20,7 @@ State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 
 
 @dataclass(frozen=True)
-class Passed:
+class Compared:
     """What was compared, in words: ``12 parameters over 40 steps``. A check that yields nothing has passed, too."""
 
     what: str
@@ -33,7 +33,7 @@ class NotApplicable:
     why: str
 
 
-Result: TypeAlias = Finding | ExperimentRequest | Passed | NotApplicable
+Result: TypeAlias = Finding | ExperimentRequest | Compared | NotApplicable
 Judge: TypeAlias = Callable[[RunContext], Iterator[Result]]
 
 

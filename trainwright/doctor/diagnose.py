@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.doctor import FAMILIES
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
-from trainwright.doctor.check import Check, CheckState, NotApplicable, Passed, Result
+from trainwright.doctor.check import Check, CheckState, NotApplicable, Compared, Result
 from trainwright.doctor.discovery import default_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, make_finding
 from trainwright.doctor.law import Law
@@ -91,7 +91,7 @@ def _state(code: str, results: Sequence[Result]) -> CheckState:
             return CheckState(code, "not examined", each.why)
         if isinstance(each, NotApplicable):
             return CheckState(code, "not applicable", each.why)
-        if isinstance(each, Passed):
+        if isinstance(each, Compared):
             return CheckState(code, "passed", each.what)
     if results or code in _LAW_NAMES:
         return CheckState(code, "not examined", "nothing was measured for it")
