@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
+from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.comparisons import Site
 from trainwright.recorder.gradients import owned_by
@@ -23,7 +23,7 @@ from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects, Snapshot
 from trainwright.world.memory import every_object
 
-SEARCHED_AT, FOLLOWED = 24, 16
+SEARCHED_AT, SEARCHED_AT_IF_RESUMED, FOLLOWED = 24, 8, 16
 """After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
 MOST_COPIES, TENSORS, ELEMENTS = 32, 4, 64
 """Copies that are followed, tensors of each, and elements of each tensor."""
@@ -33,11 +33,6 @@ MOST_CALLS = 1024
 """Calls without gradients that are remembered."""
 DEPTH = 2
 """Modules within modules that may have a copy of their own."""
-
-
-def probes(watched: WatchedObjects) -> list[Probe]:
-    """The listener for copies of the weights."""
-    return [CopiesProbe(watched)]
 
 
 @dataclass(frozen=True)
@@ -90,6 +85,7 @@ class _Copy:
     moves: list[Move] = field(default_factory=list)
     module: nn.Module | None = None
     calls: set[tuple[int, Site]] = field(default_factory=set)
+    gap: float = 0.0
 
     def called(self, step: int, site: Site) -> None:
         """It is called without gradients: it is evaluated, or is a teacher."""
@@ -106,6 +102,9 @@ class _Copy:
         if len(known) == len(now) and self.before is not None:
             made = _move(step, self.before, known)
             self.moves += [] if made is None else [made]
+        elif known:
+            copy, weights = (torch.cat([pair[n] for pair in known]) for n in (0, 1))
+            self.gap = float((copy - weights).norm() / weights.norm().clamp(min=1e-30))
         self.before = known if len(known) == len(now) else None
 
     def facts(self, sites: Container[Site]) -> CopyFacts:
@@ -117,14 +116,15 @@ class _Copy:
             still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
             still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
             evaluations=_num_evaluations(self.calls, sites),
+            gap=self.gap,
             has_moved=any(pair.has_moved for pair in self.weights),
         )
 
 
-class CopiesProbe(Probe):
-    """Searches once, and follows what it has found for some steps."""
+class Averages(Probe):
+    """Searches for copies of the weights once, and follows them for some steps."""
 
-    name = CopiesFacts.experiment
+    name = AveragesFacts.experiment
     closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
@@ -132,10 +132,11 @@ class CopiesProbe(Probe):
         self._copies: list[_Copy] = []
         self._begun: int | None = None
         self._last = self._step = 0
-        self._said: CopiesFacts | None = None
+        self._said: AveragesFacts | None = None
         self._sites = watched.sites
         self._calls: set[tuple[int, Site]] = set()
         self._handles: list[RemovableHandle] = []
+        self._is_resumed = any(each.state for each in watched.subject.optimizers)
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if len(self._calls) < MOST_CALLS:
@@ -143,7 +144,7 @@ class CopiesProbe(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
-        if self._begun is None and step.step >= SEARCHED_AT:
+        if self._begun is None and step.step >= (SEARCHED_AT_IF_RESUMED if self._is_resumed else SEARCHED_AT):
             self._begun = step.step
             self._copies = list(_copies_of(self._subject))
             self._listen()
@@ -175,17 +176,17 @@ class CopiesProbe(Probe):
         self.urgent = False
         if self._begun is None or self._last == self._begun:
             return None
-        facts = CopiesFacts(
+        facts = AveragesFacts(
             self._last - self._begun,
             self._step - self._begun,
             _num_evaluations(self._calls, self._sites),
+            self._is_resumed,
             tuple(copy.facts(self._sites) for copy in self._copies),
         )
         if facts == self._said:
             return None
         self._said = facts
-        values: Facts = strict(vars(facts))
-        return values
+        return dict(strict(vars(facts)))
 
 
 def _num_evaluations(calls: Iterable[tuple[int, Site]], sites: Container[Site]) -> int:

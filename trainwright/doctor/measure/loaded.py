@@ -6,22 +6,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.doctor.facts.weights import LoadedFacts
 from trainwright.recorder.calls import Hook
-from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts
+from trainwright.runlog.json_values import Facts, strict
 
 SAMPLED = 512
 """Values of each weight that are remembered."""
 
 
-@probe
 class LoadedWeights(Probe):
     """Compares weights right after ``load_state_dict`` with those of the first forward call; then it is done."""
 
-    name = "loaded"
+    name = LoadedFacts.experiment
     rests = frozenset({"on_forward", "on_closed"})
 
     def __init__(self, watched: WatchedObjects) -> None:
@@ -47,11 +47,9 @@ class LoadedWeights(Probe):
         known = [(name, was, now[name]) for name, was in self._loaded.items() if name in now]
         gone = [name for name, was, p in known if not _alike(was, sampled(p))]
         sizes = {name: p.numel() for name, _, p in known}
-        self._facts = {
-            "weights": len(known),
-            "gone": gone,
-            "share": sum(sizes[name] for name in gone) / max(1, sum(sizes.values())),
-        }
+        fraction = sum(sizes[name] for name in gone) / max(1, sum(sizes.values()))
+        facts = LoadedFacts(weights=len(known), gone=tuple(gone), fraction=fraction)
+        self._facts = dict(strict(vars(facts)))
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._waits:

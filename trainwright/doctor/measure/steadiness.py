@@ -1,4 +1,4 @@
-"""Listens for what repeats and should not, and for what changes and should not: random state, inputs."""
+"""Random states in which a step begins again, and inputs that are written to in place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainwright.doctor.vitals.check import REPEATS
-from trainwright.doctor.vitals.facts import SteadyFacts
-from trainwright.recorder.probes import Probe
+from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.resting import EVERY as HEARD_AT_ONCE
 from trainwright.runlog.json_values import Facts, strict
 
+REPEATS = 4
+"""Repeats after which the facts do not wait for the next examination."""
 EARLY, EVERY = 64, 8
 """Until this step every step is looked at, then every so many, and as many after one in which something came again."""
 MOST_DOUBTS = 4
@@ -58,12 +59,12 @@ class _Begin:
 
 
 class Steadiness(Probe):
-    """Until EARLY about 10 us a step. ``urgent``: a random state or a part of the data came again, as it should not."""
+    """Until EARLY about 10 us a step. ``urgent``: random states repeat, or data have changed."""
 
-    name = SteadyFacts.experiment
+    name = SteadinessFacts.experiment
     closes_late = True
 
-    def __init__(self) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._steps, self._close_until = 0, EARLY
         self._draws = False
         self._states: dict[int, int] = {}
@@ -147,12 +148,12 @@ class Steadiness(Probe):
     def values(self) -> Facts:
         self.urgent = False
         since, first = self._repeats[0] if self._repeats else (0, 0)
-        facts = SteadyFacts(
+        facts = SteadinessFacts(
             steps=self._steps,
             draws=self._draws,
             repeats=self._num_repeats,
             since_repeat=since,
-            repeats_step=first,
+            repeated_step=first,
             written=self._written,
             written_views=self._written_views,
             since_written=self._since_written,

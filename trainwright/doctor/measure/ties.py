@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from trainwright.doctor.function.facts import TiesFacts
+from trainwright.doctor.facts.weights import TiesFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_roots
 
 
 class TiesProbe(Probe):
-    """Compares at checkups which names mean the same parameter with those of the begin."""
+    """Compares which names mean the same parameter with those at the start."""
 
     name = TiesFacts.experiment
 
@@ -25,7 +25,7 @@ class TiesProbe(Probe):
     def values(self) -> Facts | None:
         now = _everywhere(self._roots)
         broken = [names for names in self._tied if len({id(now.get(name)) for name in names}) > 1]
-        facts = TiesFacts(len(self._tied), tuple(broken), tuple(_over_one_memory(now)))
+        facts = TiesFacts(tied=len(self._tied), broken=tuple(broken), split=tuple(_over_one_memory(now)))
         if facts == self._told:
             return None
         self._told = facts
