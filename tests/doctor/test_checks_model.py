@@ -80,12 +80,12 @@ def test_a_backward_that_is_no_derivative(told: dict[str, Any], fires: bool) -> 
     one = {"function": "Swish", "module": "1", "error": 0.5, "factor": 2.0, "unsteady": 0.0}
     one |= {"identity": False, "constant": False} | told
     found = codes(structure.wrong_backward, custom, (1, "custom_functions", {"functions": [one]}))
-    assert found == (["grad.wrong_backward"] if fires else [])
+    assert found == (["gradient.wrong_backward"] if fires else [])
 
 
 def test_too_large_needs_normal_inputs_and_a_remedy_that_works() -> None:
     told = {"loss": 20.0, "classes": [33], "input_size": 1.0, "large": {"head.weight": 8.0}, "rescaled": 3.6}
-    assert codes(structure.too_large, (1, "initial", told)) == ["init.too_large"]
+    assert codes(structure.too_large, (1, "initial", told)) == ["model.init_too_large"]
     assert codes(structure.too_large, (1, "initial", told | {"input_size": 255.0})) == []
     assert codes(structure.too_large, (1, "initial", told | {"rescaled": 18.0})) == []
 
@@ -93,12 +93,12 @@ def test_too_large_needs_normal_inputs_and_a_remedy_that_works() -> None:
 def test_a_new_head_alone_is_a_fine_tune() -> None:
     gone = {"weights": 8, "gone": ["head.weight"], "share": 0.1}
     assert codes(structure.reinitialised, (1, "loaded", gone)) == []
-    assert codes(structure.reinitialised, (1, "loaded", gone | {"share": 1.0})) == ["ckpt.reinitialised"]
+    assert codes(structure.reinitialised, (1, "loaded", gone | {"share": 1.0})) == ["checkpoint.loaded_weights_overwritten"]
 
 
 def test_gradients_that_fall_with_the_depth() -> None:
     slope = [[str(n), 10.0 ** (n - 12)] for n in range(12)]
-    assert codes(layers.vanishing, (1, "layers", look(depth=slope))) == ["grad.vanishing"]
+    assert codes(layers.vanishing, (1, "layers", look(depth=slope))) == ["gradient.vanishing"]
     overfitted = [[name, 1e-12] for name, _ in slope]
     assert codes(layers.vanishing, (1, "layers", look(depth=overfitted))) == []
     narrow = (1, "layers", look(depth=slope, narrow=True))

@@ -213,7 +213,7 @@ def test_noise_that_comes_again_in_a_calm_loop_is_found_within_20_steps(onset: i
     def change(loop: Loop) -> None:
         loop.end = lambda step: torch.manual_seed(0) if step >= onset else None
 
-    again = found(watched(change, steps=onset + 20, laws="cheap"), "law.vitals.noise_is_new")
+    again = found(watched(change, steps=onset + 20, laws="cheap"), "loop.random_state_repeats")
     assert again.severity == "warning"
     assert onset < again.step <= onset + 20
 
@@ -231,7 +231,7 @@ def test_steps_that_draw_nothing_between_those_that_do_begin_alike() -> None:
 
 
 def test_what_nothing_uses_is_an_info_at_first() -> None:
-    unused = found(watched(model=WithUnused), "law.vitals.weights_move")
+    unused = found(watched(model=WithUnused), "optim.weights_never_move")
     assert (unused.severity, unused.where.module) == ("info", "unused")
 
 
@@ -250,7 +250,7 @@ class Slopes(nn.Module):
 
 
 def test_a_bias_that_slopes_do_not_depend_on_is_an_info() -> None:
-    told = found(watched(model=Slopes, steps=12), "law.vitals.weights_move")
+    told = found(watched(model=Slopes, steps=12), "optim.weights_never_move")
     assert told.severity == "info" and "energy.2.bias" in told.symptom and "slopes" in told.cause
 
 

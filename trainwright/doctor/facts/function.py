@@ -39,6 +39,7 @@ class FunctionFacts:
     written: tuple[str, ...] = ()
     neighbours: Deviation | None = None
     related: str = ""
+    is_batch: bool = False
     padding: Deviation | None = None
     pad: str = ""
     future: Deviation | None = None
@@ -55,7 +56,7 @@ class InputsFacts:
 
 @dataclass(frozen=True)
 class GapFacts:
-    """The loss of one batch with the same weights in train mode and in eval mode; ``depends``: a module differs.
+    """The loss of one batch with the same weights in train mode and in eval mode.
 
     ``module`` is the one that, put into train mode alone, removes most of the difference; ``without`` is the loss then.
     """
@@ -63,6 +64,5 @@ class GapFacts:
     experiment: ClassVar[str] = "evaluated"
     train: float
     eval: float
-    depends: bool
     module: str | None = None
     without: float | None = None

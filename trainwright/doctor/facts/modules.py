@@ -45,6 +45,7 @@ class ModulesFacts:
 
     Attributes:
         looks: Examined steps.
+        same_inputs: The inputs were the same in all of them.
         constant: The first module whose outputs are the same for every sample though its inputs are not; None where
             the outputs of the model differ.
         constant_kind: Its class. ``width`` is the number of its outputs for each sample.
@@ -60,6 +61,7 @@ class ModulesFacts:
     experiment: ClassVar[str] = "modules"
     looks: int
     last: int
+    same_inputs: bool = False
     constant: str | None = None
     constant_kind: str = ""
     width: int = 0

@@ -102,7 +102,9 @@ def _gains(session: ReplaySession) -> dict[str, float]:
     names = {id(p): n for n, p in session.parameters.items()}
     gains = {}
     for module in session.modules.values():
-        for parameter in module.parameters(recurse=False) if not isinstance(module, nn.Embedding | nn.EmbeddingBag) else ():
+        for parameter in (
+            module.parameters(recurse=False) if not isinstance(module, nn.Embedding | nn.EmbeddingBag) else ()
+        ):
             if parameter.dim() >= 2 and id(parameter) in names:
                 fan_in = parameter[0].numel()
                 gains[names[id(parameter)]] = float(parameter.detach().float().std()) * math.sqrt(fan_in)

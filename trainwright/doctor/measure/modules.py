@@ -56,6 +56,8 @@ class Modules(LookingProbe):
         self._given: dict[str, Tensor] = {}
         self._wipes: dict[str, list[Tensor]] = {}  # by module: whether its outputs are constant, and its inputs not
         self._width = 0
+        self._first: Tensor | None = None  # rows of the first input of the first pass
+        self._same: list[Tensor] = []
         self._spread: Tensor | None = None
         self._spreads: list[tuple[int, Tensor]] = []
         self._noisy: Counter[str] = Counter()
@@ -76,6 +78,11 @@ class Modules(LookingProbe):
         self._varies.clear(), self._given.clear(), self._made.clear(), self._kept.clear()
         if self.is_looking and torch.is_grad_enabled() and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
+            given = next((rows_of(t) for t in tensors_of((args, kwargs), 3) if t.dim() and len(t) >= MIN_ROWS), None)
+            if given is not None:
+                is_same = self._first is not None and self._first.shape == given.shape
+                self._same.append((self._first == given).all() if is_same else varies.new_zeros(()))
+                self._first = given.clone() if self._first is None else self._first
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         varies = _varies((args, kwargs))
@@ -135,7 +142,9 @@ class Modules(LookingProbe):
         is_pad = ids == padding
         later = (~is_pad).flip(1).cumsum(1).flip(1) > 0
         earlier = (~is_pad).cumsum(1) > 0
-        table.counts.append(torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()]))
+        table.counts.append(
+            torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
+        )
 
     @torch.no_grad()
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
@@ -208,7 +217,9 @@ class Modules(LookingProbe):
         """The frozen modules around these, whose weights have not moved since they were first seen."""
         around = {frozen for path in paths if (frozen := self._frozen_around(path)) in self._versions}
         return tuple(
-            sorted(p for p in around if p is not None and next(self.modules[p].parameters())._version == self._versions[p])
+            sorted(
+                p for p in around if p is not None and next(self.modules[p].parameters())._version == self._versions[p]
+            )
         )
 
     def values(self) -> Facts | None:
@@ -220,6 +231,7 @@ class Modules(LookingProbe):
         facts = ModulesFacts(
             looks=self.looks,
             last=self.step,
+            same_inputs=len(self._same) > 1 and bool(torch.stack(self._same[1:]).all()),
             constant=constant,
             constant_kind=type(self.modules[constant]).__name__ if constant is not None else "",
             width=self._width,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
+from trainwright.doctor.facts.averages import AveragesFacts
 from trainwright.doctor.shared_averages import averages_of
 
 GAP = 0.5

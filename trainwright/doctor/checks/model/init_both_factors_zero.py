@@ -12,7 +12,9 @@ from trainwright.doctor.finding import listed
 from trainwright.runlog.records import Where
 
 
-@check(stage="forward", severity="critical", confidence=0.95, needs=WeightsFacts, explains=("optim.weights_never_move",))
+@check(
+    stage="forward", severity="critical", confidence=0.95, needs=WeightsFacts, explains=("optim.weights_never_move",)
+)
 def init_both_factors_zero(run: RunContext) -> Iterator[Result]:
     """Both factors of a product, such as those of a LoRA adapter, start at zero, so neither gets a gradient.
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
-from trainwright.doctor.facts.averages import Move
+from trainwright.doctor.facts.averages import AveragesFacts, Move
 from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_averages import EXPLAINED, averages_of
 

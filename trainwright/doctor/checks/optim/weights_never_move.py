@@ -42,7 +42,9 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
         return
     is_flat = not facts.has_gradient
     since = facts.updates_since if facts.moved else facts.updates
-    if facts.at_0_since == 0 and since >= (FIRST if not facts.moved and not is_flat else LATE if facts.moved else ENOUGH):
+    if facts.at_0_since == 0 and since >= (
+        FIRST if not facts.moved and not is_flat else LATE if facts.moved else ENOUGH
+    ):
         yield run.finding(
             facts.steps,
             symptom=f"no weight has changed in {since} updates" + (": no gradient reaches any" if is_flat else ""),
@@ -77,7 +79,9 @@ def _some(run: RunContext, facts: WeightsFacts) -> Iterator[Result]:
         is_meant = is_left_as_it_is(run, names)
         cause = "its gradient is exactly 0: an operation behind it is flat, such as a saturated or dead unit, a factor of 0 "
         cause += "or a clamp"
-        cause = cause if needed[0].reached else "no gradient arrives there: detach(), .data, item(), no_grad() or argmax"
+        cause = (
+            cause if needed[0].reached else "no gradient arrives there: detach(), .data, item(), no_grad() or argmax"
+        )
     else:
         is_meant = not ((facts.updates >= LATE and not cancels) or len(unused) == facts.tensors)
         cause = "a bias cancels out in a loss of differences" if cancels else "the forward pass does not use it"

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+
+SMALL = 0.1
+"""Spread of outputs over samples, relative to their size."""
+
+
+@check(stage="forward", confidence=0.8, needs=ModulesFacts)
+def representations_collapse(run: RunContext) -> Iterator[Result]:
+    """The representations collapse: all samples get nearly the same code.
+
+    Why it matters: the loss reaches its minimum without anything being learned.
+
+    How it is detected: where the loss compares outputs of the model with each other and with no data, the spread of the
+    output vectors over the samples, relative to their size, falls to less than a third of its first value and below 0.1.
+
+    Usual cause: a similarity loss without a stop-gradient on one side (SimSiam, BYOL), or without negatives: a constant
+    code is its trivial solution.
+
+    Looks like: model.output_same_for_all_samples, which is there from the start.
+
+    Fix: detach one side: `F.cosine_similarity(p1, z2.detach())`; or add negatives or a variance term.
+
+    Sources: PatrickHua/SimSiam#39, lightly-ai/lightly#559.
+    """
+    facts = run.latest(ModulesFacts)
+    spreads = facts.spreads if facts is not None else ()
+    if len(spreads) < 3:
+        yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
+        return
+    first, last = max(each.spread for each in spreads[:3]), spreads[-2:]
+    if all(each.spread < min(SMALL, first / 3) for each in last):
+        yield run.finding(
+            last[-1].step,
+            symptom=f"the codes of a batch differ by {last[-1].spread:.2g} of their size, at first by {first:.2g}",
+            since_step=next(each.step for each in spreads if each.spread < first / 3),
+            evidence=[("spread of the codes", last[-1].spread, first)],
+        )
+    else:
+        yield Compared(f"spread {first:.2g} at first, {last[-1].spread:.2g} now")
