@@ -18,7 +18,7 @@ class ReluFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """``highest``: largest score. ``off``: distance of the sum of weights from 1. ``evenness`` of the weights, 0 to 1."""
+    """``highest``: largest score. ``off``: distance of the sum of weights from 1. ``evenness``: 0 to 1."""
 
     highest: float
     spread: float

@@ -47,7 +47,7 @@ class ModulesFacts:
         looks: Examined steps.
         same_inputs: The inputs were the same in all of them.
         constant: The first module whose outputs are the same for every sample though its inputs are not; None where
-            the outputs of the model differ.
+            there is none. ``is_whole``: the outputs of the model are the same.
         constant_kind: Its class. ``width`` is the number of its outputs for each sample.
         spreads: Of outputs that are vectors, in steps whose loss has no data but the inputs.
         noisy: Frozen modules in train mode that were called only without gradients, and contain dropout.
@@ -63,6 +63,7 @@ class ModulesFacts:
     last: int
     same_inputs: bool = False
     constant: str | None = None
+    is_whole: bool = False
     constant_kind: str = ""
     width: int = 0
     spreads: tuple[Spread, ...] = ()

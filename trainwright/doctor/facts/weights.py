@@ -104,7 +104,7 @@ class OtherRatesFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TiesFacts:
-    """Weights that two modules shared at the start: ``broken`` do so no longer. ``split``: two parameters share memory."""
+    """Weights that two modules shared at the start: ``broken`` are apart. ``split``: two parameters share memory."""
 
     experiment: ClassVar[str] = "ties"
     tied: int

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Two linear layers, by their weights, of which the second is the only use of the first. ``[outputs, inputs, *kernel]``."""
+    """Two linear layers, of which the second is the only use of the first. Shapes: ``(outputs, inputs, *kernel)``."""
 
     first: str
     second: str
@@ -68,7 +68,7 @@ class WiringFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivatedFacts:
-    """The loss after updates on one batch, unchanged and with an activation after each of the linear layers in a row."""
+    """The loss after updates on one batch, unchanged and with an activation after each linear layer in a row."""
 
     experiment: ClassVar[str] = "activation_between"
     unchanged: float

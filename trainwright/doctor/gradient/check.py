@@ -235,7 +235,13 @@ LAWS: tuple[Law, ...] = (
         "gradient.is_the_derivative",
         is_the_derivative,
         "replay",
-        named_by=("gradient.wrong_backward", "gradient.saved_tensor_modified", "gradient.recompute_mismatch", "hw.*", "num.*"),
+        named_by=(
+            "gradient.wrong_backward",
+            "gradient.saved_tensor_modified",
+            "gradient.recompute_mismatch",
+            "hw.*",
+            "num.*",
+        ),
     ),
     Law("gradient.adds_up", adds_up, "replay", named_by=("accum.*", "loss.*")),
 )

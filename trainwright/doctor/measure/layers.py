@@ -223,9 +223,8 @@ class Layers(LookingProbe):
 
     def _note_dropout(self, args: Args, kwargs: Kwargs) -> None:
         p = argument(args, kwargs, 1, "p", 0.5)
-        if argument(args, kwargs, 2, "training", True) and isinstance(p, float):
-            if p >= STRONG_DROPOUT:
-                self._dropout[self.stack[-1]] = max(p, self._dropout.get(self.stack[-1], 0.0))
+        if argument(args, kwargs, 2, "training", True) and isinstance(p, float) and p >= STRONG_DROPOUT:
+            self._dropout[self.stack[-1]] = max(p, self._dropout.get(self.stack[-1], 0.0))
 
     # attention: a softmax whose result is multiplied by values
 

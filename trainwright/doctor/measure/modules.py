@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ FLAT = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "Sign
 MAX_NODES = 20_000
 MIN_ROWS, MIN_WIDTH = 4, 8
 """Samples that are compared, and numbers in a vector whose spread means something."""
+ROOM = 1e-4
+"""Relative to the largest output: a norm over one value leaves 1e-5 of rounding."""
 MAX_IDS = 4096
 """Token ids of a call that are read."""
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
@@ -55,7 +58,7 @@ class Modules(LookingProbe):
         self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # in this pass: inputs and outputs
         self._given: dict[str, Tensor] = {}
         self._wipes: dict[str, list[Tensor]] = {}  # by module: whether its outputs are constant, and its inputs not
-        self._width = 0
+        self._width, self._single = 0, ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
         self._spread: Tensor | None = None
@@ -94,7 +97,10 @@ class Modules(LookingProbe):
             self._drifting[path] += module.weight is not None
         if path in self._tables and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             self._note_ids(self._tables[path], args[0].detach())
-        inputs = {id(t) for t in tensors_of((args, kwargs), 2)}
+        given = tensors_of((args, kwargs), 2)
+        if given and not self._single and _normalises_one_value(module, given[0]):
+            self._single = path
+        inputs = set(map(id, given))
         if inputs.intersection(self._made.get(path, ())):
             self._chained.add(str(id(module)))
 
@@ -160,20 +166,15 @@ class Modules(LookingProbe):
             table.ids = table.ids[is_zero]
             table.before = weight.detach()[table.ids].clone()
 
-    @torch.no_grad()
-    def on_stepped(self, optimizer: Optimizer) -> None:
-        for table in self._tables.values() if self.is_looking else ():
-            if table.ids is not None and table.before is not None:
-                changed = (table.module.weight[table.ids] != table.before).any(1)
-                table.zeroed.update(table.ids.tolist())
-                table.decayed |= set(table.ids[changed].tolist())
-                table.before = None
-
     def ended(self, step: RecordedStep) -> None:
         if self._spread is not None and not _has_data(step):
             self._spreads.append((step.step, self._spread))
         self._spread = None
         for table in self._tables.values():
+            if table.ids is not None and table.before is not None:
+                changed = (table.module.weight.detach()[table.ids] != table.before).any(1)
+                table.zeroed.update(table.ids.tolist())
+                table.decayed |= set(table.ids[changed].tolist())
             table.ids = table.before = None
         for path in {*self._noisy, *self._drifting}:
             if (frozen := self._frozen_around(path)) is not None:
@@ -227,12 +228,15 @@ class Modules(LookingProbe):
             return None
         self._told = self.looks
         wiped = {path: bool(torch.stack(each).all()) for path, each in self._wipes.items()}
-        constant = next((p for p in self._wipes if wiped[p] and p), "") if wiped.get("") else None
+        is_whole = wiped.get("", False)
+        constant = next((p for p in self._wipes if wiped[p] and p), "") if is_whole else None
+        constant = self._single or constant
         facts = ModulesFacts(
             looks=self.looks,
             last=self.step,
             same_inputs=len(self._same) > 1 and bool(torch.stack(self._same[1:]).all()),
             constant=constant,
+            is_whole=is_whole,
             constant_kind=type(self.modules[constant]).__name__ if constant is not None else "",
             width=self._width,
             spreads=tuple(Spread(step=n, spread=float(each)) for n, each in self._spreads),
@@ -261,6 +265,13 @@ class Modules(LookingProbe):
             handle.remove()
 
 
+def _normalises_one_value(module: nn.Module, x: Tensor) -> bool:
+    """Whether each group that it normalises has one value, which leaves nothing of it."""
+    if isinstance(module, nn.GroupNorm):
+        return x.dim() > 1 and x.numel() == x.shape[0] * module.num_groups
+    return isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape) == 1
+
+
 def _varies(value: object) -> Tensor | None:
     """Whether the first tensor with several rows differs from row to row beyond rounding; None where there is none."""
     tensor = next((t for t in tensors_of(value, 3) if t.dim() and t.shape[0] >= MIN_ROWS and t.numel()), None)
@@ -269,7 +280,7 @@ def _varies(value: object) -> Tensor | None:
     rows = rows_of(tensor)
     if not tensor.is_floating_point():
         return (rows != rows[:1]).any()
-    room = 1e-6 if tensor.dtype in (torch.float32, torch.float64) else 0.0
+    room = ROOM if tensor.dtype in (torch.float32, torch.float64) else 0.0
     return ~((rows - rows[:1]).abs().amax() <= room * rows.abs().amax())
 
 

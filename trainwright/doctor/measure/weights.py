@@ -174,7 +174,7 @@ class MovingWeights(Probe):
         return [size / math.sqrt(max(1, part.numel())) for size, part in zip(sizes, parts)]
 
     def _drifts(self) -> list[Drift]:
-        """Compares with the newest examination at half as many steps or fewer: slow growth in a long run is no drift."""
+        """Compares with the last examination at half as many steps or fewer: slow growth over a long run is none."""
         now, before_s = self._rms(), min(self._steps // 2, max(0, self._steps - DRIFT_STEPS))
         step, sizes = [each for each in self._sizes if each[0] <= before_s][-1]
         found = []

@@ -19,8 +19,8 @@ def average_not_restored(run: RunContext) -> Iterator[Result]:
 
     Why it matters: evaluations and saved models use the average, which is a fresh initialisation for many steps.
 
-    How it is detected: the optimizer had a state when the watch began, and a copy that follows the weights was more than
-    half of their size away from them: its distance, divided by what its decay has left of it since.
+    How it is detected: the optimizer had a state when the watch began, and a copy that follows the weights was more
+    than half of their size away from them: its distance, divided by what its decay has left of it since.
 
     Usual cause: the average (EMA) was not restored from the checkpoint, so it starts from the initialisation.
 

@@ -32,7 +32,7 @@ def average_never_moves(run: RunContext) -> Iterator[Result]:
         copy = stale[0]
         yield run.finding(
             run.last_step,
-            symptom=f"a {copy.kind} with the shapes of {copy.of} was evaluated {copy.evaluations} times, and its weights "
-            f"did not change in {facts.since} steps",
+            symptom=f"a {copy.kind} with the shapes of {copy.of} was evaluated {copy.evaluations} times, and "
+            f"its weights did not change in {facts.since} steps",
             evidence=[("evaluations of the model itself", facts.own_evaluations, copy.evaluations)],
         )

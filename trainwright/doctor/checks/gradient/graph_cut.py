@@ -16,8 +16,8 @@ from trainwright.runlog.records import Where
 def graph_cut(run: RunContext) -> Iterator[Result]:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
-    How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and the
-    weights behind it that get no gradient and stand still.
+    How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and
+    the weights behind it that get no gradient and stand still.
 
     Exceptions: a stop-gradient beside all that is trained (a teacher, a target), or above weights that were trained
     before, is reported only with -v.

@@ -31,7 +31,7 @@ def saved_tensor_modified(run: RunContext) -> Iterator[Result]:
     if facts is not None and facts.modified:
         yield run.finding(
             run.every(SavedFacts)[-1][0],
-            symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed before backward",
+            symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",
             where=Where(module=facts.modified[0]),
             evidence=[("changed tensors", len(facts.modified), 0)],
             trial=RemedyTrial("keep_saved"),

@@ -12,14 +12,14 @@ from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.runlog.records import Where
 
 
-@check(stage="backward", confidence=0.9, needs=LayersFacts)
+@check(stage="backward", confidence=0.9, needs=LayersFacts, explains=("model.output_same_for_all_samples",))
 def vanishing(run: RunContext) -> Iterator[Result]:
     """Gradients shrink from layer to layer: those of the first layers are 1e-5 of the last, or less.
 
     Why it matters: the lower half of the model stays random.
 
-    How it is detected: the gradients of the weight matrices right before the update, in the order in which their modules
-    are called; in 16 bits once more in float32.
+    How it is detected: the gradients of the weight matrices right before the update, in the order in which their
+    modules are called; in 16 bits once more in float32.
 
     Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
 
@@ -37,7 +37,7 @@ def vanishing(run: RunContext) -> Iterator[Result]:
     if now.narrow:
         again = [facts for _, facts in run.every(DepthFacts)]
         if not again:
-            yield ExperimentRequest(DepthFacts.experiment)
+            yield ExperimentRequest(DepthFacts.experiment, step)
             return
         if not _falls(depth := again[-1].depth):
             return

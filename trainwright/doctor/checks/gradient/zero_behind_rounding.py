@@ -42,7 +42,7 @@ def zero_behind_rounding(run: RunContext) -> Iterator[Result]:
     if names:
         yield run.finding(
             weights.steps,
-            symptom=f"the gradients of {listed(names)} are exactly 0: the loss reaches them only through {facts.flat}()",
+            symptom=f"the gradients of {listed(names)} are exactly 0: only {facts.flat}() leads to them",
             where=Where(module=names[0].rpartition(".")[0], op=facts.flat),
             since_step=1,
             evidence=[("weights whose gradient is always 0", len(names), 0)],

@@ -15,8 +15,8 @@ from trainwright.runlog.records import Where
 def bn_tiny_batch(run: RunContext) -> Iterator[Result]:
     """BatchNorm computes its statistics from too few values.
 
-    How it is detected: the inputs of every BatchNorm in train mode, in two steps that are looked at: at most two samples
-    or four values for each channel.
+    How it is detected: the inputs of every BatchNorm in train mode, in two steps that are looked at: at most two
+    samples or four values for each channel.
 
     Exceptions: an image or two, with 32 or more values for each channel, are reported only with -v.
 
@@ -34,8 +34,8 @@ def bn_tiny_batch(run: RunContext) -> Iterator[Result]:
         seen = now.norms[path]
         yield run.finding(
             step,
-            symptom=f"{in_words(path)} normalises by the statistics of {seen.samples} samples, {seen.values} values for "
-            "each channel",
+            symptom=f"{in_words(path)} normalises by the statistics of {seen.samples} samples, {seen.values} values "
+            "for each channel",
             severity="info" if seen.values >= 32 else "warning",
             where=Where(module=path, op="batch_norm"),
             evidence=[("values for each channel", seen.values, "32 or more")],

@@ -22,8 +22,8 @@ def dead_relu(run: RunContext) -> Iterator[Result]:
 
     Why it matters: a unit that is never active has no gradient, so it cannot come back.
 
-    How it is detected: the inputs of every ReLU in a few steps: 40 % of its units are below 0 by more than four standard
-    deviations, their own and the one that their weights give.
+    How it is detected: the inputs of every ReLU in a few steps: 40 % of its units are below 0 by more than four
+    standard deviations, their own and the one that their weights give.
 
     Exceptions: units that died while the loss has fallen since, less than 90 % of them, are reported only with -v.
 

@@ -28,11 +28,12 @@ def excess_dropout(run: RunContext) -> Iterator[Result]:
     if not now.dropout or step < 8:
         return
     path, p = max(now.dropout.items(), key=lambda item: item[1])
-    facts = run.latest(DropoutFacts)
-    if facts is None:
-        if not run.was_tried(DropoutFacts):
-            yield ExperimentRequest(DropoutFacts.experiment)
+    measured = run.every(DropoutFacts)
+    if (not measured and not run.was_tried(DropoutFacts)) or (measured and step >= 2 * measured[-1][0]):
+        yield ExperimentRequest(DropoutFacts.experiment, step)
+    if not measured:
         return
+    facts = measured[-1][1]
     if facts.with_dropout * (1 - (0.04 if p >= 0.8 else 0.15)) > facts.without >= 0:
         yield run.finding(
             step,

@@ -15,8 +15,8 @@ from trainwright.runlog.records import Where
 def frozen_statistics_drift(run: RunContext) -> Iterator[Result]:
     """The weights of a module are frozen, but its running statistics are updated.
 
-    How it is detected: BatchNorm in train mode in two or more steps, inside of a module whose weights no optimizer holds
-    and nothing changes.
+    How it is detected: BatchNorm in train mode in two or more steps, inside of a module whose weights no optimizer
+    holds and nothing changes.
 
     Usual cause: `requires_grad_(False)` freezes weights only; `model.train()` leaves BatchNorm in train mode.
 

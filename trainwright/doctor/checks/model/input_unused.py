@@ -14,8 +14,8 @@ from trainwright.doctor.finding import ExperimentRequest
 def input_unused(run: RunContext) -> Iterator[Result]:
     """An input that varies from sample to sample has no effect on any output or on the loss.
 
-    How it is detected: a replay gives all samples the input of the first one, and neither outputs nor loss change to the
-    last bit; twice, 8 steps or more apart.
+    How it is detected: a replay gives all samples the input of the first one, and neither outputs nor loss change to
+    the last bit; twice, 8 steps or more apart.
 
     Exceptions: an input that is not the first one is reported only with -v.
 

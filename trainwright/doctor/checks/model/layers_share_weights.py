@@ -17,8 +17,8 @@ def layers_share_weights(run: RunContext) -> Iterator[Result]:
 
     Why it matters: the model has a fraction of the parameters that it seems to have.
 
-    How it is detected: the identity of the entries of `nn.ModuleList` and `nn.Sequential`, and one of them that gets its
-    own output as its input.
+    How it is detected: the identity of the entries of `nn.ModuleList` and `nn.Sequential`, and one of them that gets
+    its own output as its input.
 
     Exceptions: sharing without a list of layers (ALBERT, tied autoencoders); heads that share, which are not chained.
 

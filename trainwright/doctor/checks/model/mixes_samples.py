@@ -28,8 +28,8 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
     Exceptions: batches that may be one thing (nodes of a graph, one set, the same rows in every step); a statistic of
     the batch among many features, which changes little, is reported only with -v.
 
-    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax, mean, norm or attention over the dimension
-    of the batch; `batch_first` left out.
+    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax, mean, norm or attention over the
+    dimension of the batch; `batch_first` left out.
 
     Looks like: model.bn_tiny_batch.
 
@@ -50,7 +50,7 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
     how = f"a view of {list(views[0].before)} as {list(views[0].after)} in {in_words(views[0].module)}" if views else ""
     yield run.finding(
         run.last_step,
-        symptom=f"with one sample of a batch replaced, the outputs for others change, first in {in_words(found.module)}",
+        symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
         cause=f"{how} puts values of one sample into others" if how else "",
         severity="critical" if views else "info" if found.amount < FELT else "warning",
         sure=0.95 if views else 0.8,

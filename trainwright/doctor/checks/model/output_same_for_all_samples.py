@@ -23,11 +23,11 @@ def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
 
     Why it matters: nothing that the model learns can depend on the input.
 
-    How it is detected: the first rows of inputs and outputs of every module, in the training passes of a few steps until
-    step 8 or later. The first module whose output does not vary though its input does is named.
+    How it is detected: the first rows of inputs and outputs of every module, in the training passes of a few steps
+    until step 8 or later. The first module whose output does not vary though its input does is named.
 
-    Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps, LayerNorm
-    over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.
+    Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
+    LayerNorm over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.
 
     Looks like: model.input_unused, model.representations_collapse.
 
@@ -38,15 +38,17 @@ def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
     facts = run.latest(ModulesFacts)
     if facts is None or facts.constant is None or facts.last < 8:
         return
-    kind = facts.constant_kind
-    what = "normalises over a single value, so its output is constant" if "Norm" in kind else "wipes the signal out"
-    if kind == "Softmax" or facts.width == 1:
-        what += "; a softmax over one unit is always 1" if kind == "Softmax" else ""
+    kind, what = facts.constant_kind, "wipes the signal out"
+    if "Norm" in kind:
+        what = "normalises over a single value, so its output is constant"
+    elif kind == "Softmax":
+        what = "is a softmax over one unit, which is always 1"
     yield run.finding(
         facts.last,
-        symptom=f"the output is the same for every sample; {in_words(facts.constant)} ({kind}) is the first whose output "
-        "does not vary",
-        cause=f"{kind} {what}: the output is the same for all samples",
+        symptom=f"{'the output is the same for every sample' if facts.is_whole else 'a part of it is constant'}: "
+        f"{in_words(facts.constant)} ({kind}) is the first whose output does not vary",
+        cause=f"{kind} {what}",
+        severity="critical" if facts.is_whole else "warning",
         where=Where(module=facts.constant),
         since_step=1,
         evidence=[("steps in which the outputs do not vary", facts.looks, 0)],

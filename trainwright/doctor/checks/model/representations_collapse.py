@@ -8,8 +8,9 @@ from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modules import ModulesFacts
 
-SMALL = 0.1
-"""Spread of outputs over samples, relative to their size."""
+SMALL, FALLEN = 0.2, 2.5
+"""Spread of outputs over samples, relative to their size; how many times smaller than at first. Noise in the inputs
+keeps about a tenth."""
 
 
 @check(stage="forward", confidence=0.8, needs=ModulesFacts)
@@ -19,7 +20,7 @@ def representations_collapse(run: RunContext) -> Iterator[Result]:
     Why it matters: the loss reaches its minimum without anything being learned.
 
     How it is detected: where the loss compares outputs of the model with each other and with no data, the spread of the
-    output vectors over the samples, relative to their size, falls to less than a third of its first value and below 0.1.
+    output vectors over the samples, relative to their size, falls by a factor of 2.5 and below 0.2.
 
     Usual cause: a similarity loss without a stop-gradient on one side (SimSiam, BYOL), or without negatives: a constant
     code is its trivial solution.
@@ -36,11 +37,11 @@ def representations_collapse(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
         return
     first, last = max(each.spread for each in spreads[:3]), spreads[-2:]
-    if all(each.spread < min(SMALL, first / 3) for each in last):
+    if all(each.spread < min(SMALL, first / FALLEN) for each in last):
         yield run.finding(
             last[-1].step,
             symptom=f"the codes of a batch differ by {last[-1].spread:.2g} of their size, at first by {first:.2g}",
-            since_step=next(each.step for each in spreads if each.spread < first / 3),
+            since_step=next(each.step for each in spreads if each.spread < first / FALLEN),
             evidence=[("spread of the codes", last[-1].spread, first)],
         )
     else:

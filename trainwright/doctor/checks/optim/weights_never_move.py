@@ -25,7 +25,7 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
     stands still if it has not changed in 12 updates from the start or in 40 lately, or if its gradient was always 0, so
     that only decay moves it. A replay then changes it and measures whether the loss depends on it.
 
-    Exceptions: a bias that cancels out in a loss of differences; weights that were trained before, or beside all that is
+    Exceptions: a bias that cancels out in a loss of differences; weights trained before, or beside all that is
     trained: these are reported with -v.
 
     Usual cause: the optimizer holds other tensors than the model, the graph is cut (detach, .data, no_grad), or what
@@ -77,8 +77,8 @@ def _some(run: RunContext, facts: WeightsFacts) -> Iterator[Result]:
     cancels = not needed and all(each.cancels for each in unused)
     if needed:
         is_meant = is_left_as_it_is(run, names)
-        cause = "its gradient is exactly 0: an operation behind it is flat, such as a saturated or dead unit, a factor of 0 "
-        cause += "or a clamp"
+        cause = "its gradient is exactly 0: an operation behind it is flat, such as a dead unit, a factor of 0 or a "
+        cause += "clamp"
         cause = (
             cause if needed[0].reached else "no gradient arrives there: detach(), .data, item(), no_grad() or argmax"
         )

@@ -14,7 +14,8 @@ from trainwright.runlog.records import Where
 def positions_low_precision(run: RunContext) -> Iterator[Result]:
     """Positions are computed in 16 bits, so neighbouring positions have equal angles.
 
-    How it is detected: the arguments of `sin` and `cos` on a replay: rows above position 256 that equal their neighbour.
+    How it is detected: the arguments of `sin` and `cos` on a replay: rows above position 256 that equal their
+    neighbour.
 
     Usual cause: positions or angles pass through bfloat16, which counts exactly to 256 only.
 
