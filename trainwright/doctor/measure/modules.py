@@ -67,9 +67,10 @@ class Modules(LookingProbe):
         self._learning: set[str] = set()
         self._drifting: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
-        self._made: dict[str, list[int]] = {}
-        self._kept: list[object] = []  # outputs of this pass, so that no id is used again
-        self._chained: set[str] = set()
+        self._lists = {p: m for p, m in self.modules.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
+        self._repeats = {id(m) for each in self._lists.values() for m, n in _entries(each).items() if n > 1}
+        self._made: dict[str, set[Node]] = {}  # in this pass: the nodes of the outputs of repeated modules
+        self._chained: set[int] = set()
         self._tables = {p: _Table(m) for p, m in self.modules.items() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self._flat, self._behind = "", set[str]()
         self._others: list[str] = []
@@ -78,7 +79,7 @@ class Modules(LookingProbe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
-        self._varies.clear(), self._given.clear(), self._made.clear(), self._kept.clear()
+        self._varies.clear(), self._given.clear(), self._made.clear()
         if self.is_looking and torch.is_grad_enabled() and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
             given = next((rows_of(t) for t in tensors_of((args, kwargs), 3) if t.dim() and len(t) >= MIN_ROWS), None)
@@ -100,17 +101,14 @@ class Modules(LookingProbe):
         given = tensors_of((args, kwargs), 2)
         if given and not self._single and _normalises_one_value(module, given[0]):
             self._single = path
-        inputs = set(map(id, given))
-        if inputs.intersection(self._made.get(path, ())):
-            self._chained.add(str(id(module)))
+        if path in self._made and any(_is_made_of(t.grad_fn, self._made[path]) for t in given):
+            self._chained.add(id(module))
 
     def left(self, path: str, module: nn.Module, output: object) -> None:
         if path in self._given and path not in self._varies and (varies := _varies(output)) is not None:
             self._varies[path] = self._given[path], varies
-        if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
-            made = tensors_of(output, 2)
-            self._made.setdefault(path, []).extend(map(id, made))
-            self._kept.extend(made)
+        if id(module) in self._repeats:
+            self._made.setdefault(path, set()).update(t.grad_fn for t in tensors_of(output, 2) if t.grad_fn is not None)
 
     def on_output(self, root: nn.Module, output: object) -> None:
         super().on_output(root, output)
@@ -126,7 +124,7 @@ class Modules(LookingProbe):
         if vectors and self._width >= MIN_WIDTH and len(vectors[0]) >= 8:
             rows = rows_of(vectors[0], 64).float()
             self._spread = rows.std(0).mean() / rows.pow(2).mean().sqrt().clamp(min=1e-12)
-        self._kept.clear()
+        self._made.clear()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self.is_looking and self.looks < 2:
@@ -250,19 +248,33 @@ class Modules(LookingProbe):
         return dict(strict(vars(facts)))
 
     def _repeated(self) -> list[RepeatedModule]:
-        found = []
-        for path, module in self.modules.items():
-            if isinstance(module, nn.ModuleList | nn.Sequential):
-                entries = [m for m in module._modules.values() if m is not None and any(True for _ in m.parameters())]
-                twice = [(m, n) for m, n in Counter(entries).items() if n > 1]
-                for m, n in twice[:1]:
-                    found.append(RepeatedModule(path=path, times=n, is_chained=str(id(m)) in self._chained))
-        return found
+        return [
+            RepeatedModule(path=path, times=n, is_chained=id(m) in self._chained)
+            for path, container in self._lists.items()
+            for m, n in _entries(container).items()
+            if n > 1
+        ]
 
     def end(self, error: BaseException | None) -> None:
         super().end(error)
         for handle in self._open_for_good:
             handle.remove()
+
+
+def _entries(container: nn.Module) -> Counter[nn.Module]:
+    """The modules with parameters in a container, and how often each stands in it."""
+    return Counter(m for m in container._modules.values() if m is not None and any(True for _ in m.parameters()))
+
+
+def _is_made_of(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
+    """Whether one of these nodes is among the nearest in the graph behind ``node``."""
+    waiting = [node]
+    for each in waiting:  # grows while it is walked
+        if each in earlier:
+            return True
+        if each is not None and len(waiting) < most:
+            waiting += [following for following, _ in each.next_functions]
+    return False
 
 
 def _normalises_one_value(module: nn.Module, x: Tensor) -> bool:

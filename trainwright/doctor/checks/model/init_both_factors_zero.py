@@ -47,6 +47,6 @@ def init_both_factors_zero(run: RunContext) -> Iterator[Result]:
         )
 
 
-def _parents(name: str) -> tuple[str, str]:
+def _parents(name: str) -> set[str]:
     module = name.rpartition(".")[0]
-    return module, module.rpartition(".")[0]
+    return {module, module.rpartition(".")[0]}
