@@ -15,10 +15,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.resources.check import graphs_are_released
 from trainwright.doctor.resources.names.held import graph_grows, model_copies
-from trainwright.doctor.vitals.check import scales_hold
-from trainwright.doctor.vitals.facts import Drift, VitalsFacts
-from trainwright.doctor.vitals.names.spikes import gradient_spike
-from trainwright.doctor.vitals.rates import rates_are_positive
+from trainwright.doctor.checks.gradient.spike import spike
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 
@@ -84,37 +81,6 @@ def test_a_step_that_becomes_longer_is_no_leak(goes_back: int, is_told: bool) ->
 def test_small_copies_of_a_model_may_become_more(size: int, severity: str) -> None:
     case = seen("memory", {"copies": [[16 * n, n, size] for n in range(1, 9)]})
     assert severities(model_copies(case)) == [severity]
-
-
-@pytest.mark.parametrize(("last", "severity"), [(0.5, "info"), (2.0, "warning")])
-def test_weights_that_grow_while_the_loss_falls(last: float, severity: str) -> None:
-    steps = [Watched(time_s=0.0, step=n, loss=1.0 if n < 32 else last, grad_norm=1.0, lr=0.1) for n in range(1, 65)]
-    drift = Drift(name="points", since=8, before=1e-4, now=9.0, usual=0.1, steady=True)
-    facts = VitalsFacts(steps=64, updates=64, tensors=1, moved=1, drifts=(drift,))
-    assert severities(scales_hold(seen("vitals", dict(vars(facts)), *steps))) == [severity]
-
-
-def of_itself(loop: Loop) -> None:
-    """A loss that is made for its gradient alone."""
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        made = F.cross_entropy(out, y)
-        return made / made.detach()
-
-    loop.loss = loss
-
-
-def filled_anew(loop: Loop) -> None:
-    """A storage of what was seen, of which the model is given parts."""
-    loop.batch = lambda step: slice(step * 32 % 128, step * 32 % 128 + 32)  # type: ignore[assignment, return-value]
-    loop.begin = lambda step: loop.x[loop.batch(step)].copy_(torch.randn(32, loop.x.shape[1]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("change", "law"), [(of_itself, "loss_moves"), (filled_anew, "data_stay")])
-def test_what_is_meant_is_no_warning(change: Change, law: str) -> None:
-    watch = watched(change, steps=30)
-    assert law not in broken(watch, "vitals") or found(watch, f"law.vitals.{law}").severity == "info"
 
 
 class Binned(nn.Module):

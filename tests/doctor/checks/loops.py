@@ -12,7 +12,7 @@ import trainwright as tw
 from trainwright.doctor.case import Case
 from trainwright.doctor.check import Check
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.finding import ExperimentRequest, Finding
+from trainwright.doctor.finding import ExperimentRequest
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Found, Watched
 
@@ -75,9 +75,5 @@ def made_of(
 def requested(check: Check, *facts: tuple[int, object]) -> list[ExperimentRequest]:
     """The experiments that one check requests."""
     seen = [Examined(time_s=0.0, step=n, experiment=f.experiment, values=strict(vars(f))) for n, f in facts]  # type: ignore[attr-defined]
-    case = Case(seen)
-    return [
-        each
-        for each in check.judge(case.judged_by(check))
-        if not isinstance(each, Finding) and isinstance(each, ExperimentRequest)
-    ]
+    results = check.judge(Case(seen).judged_by(check))
+    return [each for each in results if isinstance(each, ExperimentRequest)]

@@ -37,7 +37,8 @@ def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
     if tried is None and not run.was_tried(ActivatedFacts):
         yield ExperimentRequest(ActivatedFacts.experiment, step)
         return
-    gains = tried is not None and tried.activated < GAINED * tried.unchanged and tried.unchanged > LEARNED
+    after, before = (tried.activated, tried.unchanged) if tried is not None else (None, None)
+    gains = after is not None and before is not None and after < GAINED * before and before > LEARNED
     yield run.finding(
         step,
         symptom=f"the input of {chains[0].second} is the output of {chains[0].first}, unchanged",
@@ -45,10 +46,7 @@ def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
         where=Where(module=chains[0].first.rpartition(".")[0]),
         evidence=[
             ("pairs of linear layers in a row", len(chains), 0),
-            (
-                "loss after updates on one batch, with activations",
-                *([tried.activated, tried.unchanged] if tried else [None]),
-            ),
+            ("loss after updates on one batch, with activations", after, before),
         ],
         trial=RemedyTrial("activation_between", {"weights": [each.first for each in chains]}),
     )
