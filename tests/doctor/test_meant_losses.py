@@ -12,11 +12,6 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.rows import each_row
-from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import LAWS
-from trainwright.doctor.finding import Finding
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Examined, Watched
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
 Y = X[:, :3].argmax(1)

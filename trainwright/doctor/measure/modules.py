@@ -79,14 +79,15 @@ class Modules(LookingProbe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
-        self._varies.clear(), self._given.clear(), self._made.clear()
+        for each in (self._varies, self._given, self._made):
+            each.clear()
         if self.is_looking and torch.is_grad_enabled() and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
             given = next((rows_of(t) for t in tensors_of((args, kwargs), 3) if t.dim() and len(t) >= MIN_ROWS), None)
             if given is not None:
-                is_same = self._first is not None and self._first.shape == given.shape
-                self._same.append((self._first == given).all() if is_same else varies.new_zeros(()))
-                self._first = given.clone() if self._first is None else self._first
+                first = self._first = given.clone() if self._first is None else self._first
+                is_like = first.shape == given.shape
+                self._same.append(torch.eq(first, given).all() if is_like else varies.new_zeros(()))
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         varies = _varies((args, kwargs))
@@ -139,7 +140,7 @@ class Modules(LookingProbe):
             self._behind = {self.names[id(p)] for p in _leaves(flat, None) - direct if id(p) in self.names}
 
     def _note_ids(self, table: _Table, ids: Tensor) -> None:
-        table.ids = ids.flatten()[:MAX_IDS].unique()
+        table.ids = torch.unique(ids.flatten()[:MAX_IDS])  # type: ignore[no-untyped-call]
         padding = getattr(table.module, "padding_idx", None)
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
             return
