@@ -17,7 +17,7 @@ class Chain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class GraphCut:
     """Where the graph ends above parameters that no gradient reaches.
 
     ``aside``: no weight that a gradient reaches takes in what is above the cut, or makes what is below it.
@@ -57,7 +57,7 @@ class WiringFacts:
     trained: int
     trained_beside_norms: int
     frozen_beside_norms: int
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[GraphCut, ...] = ()
     unregistered: tuple[str, ...] = ()
     unregistered_values: int = 0
     chains: tuple[Chain, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
-from trainwright.doctor.measure.layers import Layers, depth_in_fp32, dropout_gap
+from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaded import LoadedWeights
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.steadiness import Steadiness
@@ -22,7 +22,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
 LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
-    Layers,
+    LayerLooks,
     Modules,
     MovingWeights,
     TiesProbe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -88,7 +88,7 @@ def evaluated(session: ReplaySession) -> GapFacts:
     return GapFacts(train, in_eval, module, without)
 
 
-def _candidates(session: ReplaySession) -> list[tuple[str, nn.Module]]:
+def _candidates(session: ReplaySession) -> Sequence[tuple[str, nn.Module]]:
     return [(path, m) for path, m in session.modules.items() if isinstance(m, _NormBase | nn.Dropout)][:MAX_TRIED]
 
 

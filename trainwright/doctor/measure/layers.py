@@ -64,7 +64,7 @@ class _Functions(PausableMode):
         return result
 
 
-class Layers(LookingProbe):
+class LayerLooks(LookingProbe):
     """Collects what each layer does in one training pass."""
 
     name = LayersFacts.experiment

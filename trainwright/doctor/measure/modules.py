@@ -140,7 +140,7 @@ class Modules(LookingProbe):
             self._behind = {self.names[id(p)] for p in _leaves(flat, None) - direct if id(p) in self.names}
 
     def _note_ids(self, table: _Table, ids: Tensor) -> None:
-        table.ids = torch.unique(ids.flatten()[:MAX_IDS])  # type: ignore[no-untyped-call]
+        table.ids = torch.unique(ids.flatten()[:MAX_IDS])
         padding = getattr(table.module, "padding_idx", None)
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
             return

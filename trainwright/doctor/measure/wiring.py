@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.doctor.facts.wiring import ActivatedFacts, Aliases, Chain, Cut, SavedFacts, Shuffle, WiringFacts
+from trainwright.doctor.facts.wiring import ActivatedFacts, Aliases, Chain, GraphCut, SavedFacts, Shuffle, WiringFacts
 from trainwright.doctor.measure.consumers import Consumers
 from trainwright.doctor.measure.layers import MAPS
 from trainwright.recorder.program import tensors_of
@@ -137,12 +137,12 @@ class _Wiring(StepInspector):
         """Pairs of linear layers of which the second is the only use of the first."""
         return [chain for chain in self.chains if self._uses[chain.first] <= 1]
 
-    def cuts(self, unreached: set[str]) -> list[Cut]:
+    def cuts(self, unreached: set[str]) -> list[GraphCut]:
         """Where the graph is cut above parameters that no gradient reaches, nearest to the loss first.
 
         ``aside``: no weight that a gradient reaches takes in what lies above the cut, or makes what lies below it.
         """
-        cuts: list[Cut] = []
+        cuts: list[GraphCut] = []
         for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
             below = {self.names[id(p)] for p in leaves_of(sources) if id(p) in self.names}
             behind = sorted(below & unreached)
@@ -150,7 +150,7 @@ class _Wiring(StepInspector):
                 owners = {name.rpartition(".")[0] for name in behind}
                 last = next((path for path in reversed(self.called) if path in owners), None)
                 aside = self._consumers.of(number) | below <= unreached
-                cuts.append(Cut(how=how, inside=path, last=last, behind=tuple(behind), aside=aside))
+                cuts.append(GraphCut(how=how, inside=path, last=last, behind=tuple(behind), aside=aside))
         return cuts
 
 
