@@ -32,7 +32,7 @@ class TokenTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class OutputSpread:
     """How far the outputs of a model differ from sample to sample, relative to their size."""
 
     step: int
@@ -66,7 +66,7 @@ class ModulesFacts:
     is_whole: bool = False
     constant_kind: str = ""
     width: int = 0
-    spreads: tuple[Spread, ...] = ()
+    spreads: tuple[OutputSpread, ...] = ()
     noisy: tuple[str, ...] = ()
     drifting: tuple[str, ...] = ()
     repeated: tuple[RepeatedModule, ...] = ()

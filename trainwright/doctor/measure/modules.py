@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.doctor.facts.modules import ModulesFacts, RepeatedModule, Spread, TokenTable
+from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
 from trainwright.doctor.measure.looks import LookingProbe, rows_of
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
@@ -238,7 +238,7 @@ class Modules(LookingProbe):
             is_whole=is_whole,
             constant_kind=type(self.modules[constant]).__name__ if constant is not None else "",
             width=self._width,
-            spreads=tuple(Spread(step=n, spread=float(each)) for n, each in self._spreads),
+            spreads=tuple(OutputSpread(step=n, spread=float(each)) for n, each in self._spreads),
             noisy=(*self._around_all({*self._noisy} - self._learning), *self._others) if self.looks > 1 else (),
             drifting=self._around_all({*self._drifting}) if self.looks > 1 else (),
             repeated=tuple(self._repeated()),

@@ -23,7 +23,7 @@ from trainwright.doctor.facts.layers import (
     ReluFacts,
     RouterFacts,
 )
-from trainwright.doctor.facts.modules import ModulesFacts, Spread
+from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread
 from trainwright.doctor.facts.weights import Drift, LoadedFacts, WeightsFacts
 from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, Shuffle, WiringFacts
 from trainwright.doctor.finding import ExperimentRequest
@@ -151,7 +151,7 @@ def test_too_large_needs_normal_inputs_and_a_remedy_that_works(size: float, resc
 
 @pytest.mark.parametrize(("last", "found"), [(0.05, True), (0.4, False)])
 def test_codes_that_collapse(last: float, found: bool) -> None:
-    spreads = tuple(Spread(step=n, spread=0.6 if n < 4 else last) for n in range(1, 9))
+    spreads = tuple(OutputSpread(step=n, spread=0.6 if n < 4 else last) for n in range(1, 9))
     assert fires("model.representations_collapse", (8, ModulesFacts(looks=8, last=8, spreads=spreads))) == found
 
 

@@ -16,7 +16,12 @@ MANY = 0.4
 NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
 
 
-@check(stage="forward", confidence=0.9, needs=LayersFacts, explains=("gradient.vanishing", "gradient.graph_cut"))
+@check(
+    stage="forward",
+    confidence=0.9,
+    needs=LayersFacts,
+    explains=("gradient.vanishing", "gradient.graph_cut", "model.output_same_for_all_samples"),
+)
 def dead_relu(run: RunContext) -> Iterator[Result]:
     """Many units of a ReLU are 0 for every sample.
 
