@@ -18,8 +18,8 @@ def random_state_repeats(run: RunContext) -> Iterator[Result]:
     How it is detected: a hash of the state of the default generators at the first forward call of a step, in every step
     until 64 and then in every eighth. Four repeats are a finding; a resumed or repeated step is one.
 
-    Usual cause: the generator is seeded again inside the loop (`torch.manual_seed` for a preview, an evaluation or a
-    worker), or its state is set back.
+    Usual cause: the generator is seeded again inside the loop (`torch.manual_seed` for a preview or an
+    evaluation), or its state is set back.
 
     Fix: seed once, before the loop. Give what must repeat a generator of its own:
     `generator=torch.Generator().manual_seed(0)`.
