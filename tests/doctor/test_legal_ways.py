@@ -87,7 +87,7 @@ def test_a_bias_cancels_out_of_a_difference() -> None:
             optimizer.zero_grad()
             (critic(torch.randn(8, 6)).mean() - critic(X[:8]).mean()).backward()
             optimizer.step()
-    [found] = [each for each in watch.findings() if each.code == "law.vitals.weights_move"]
+    [found] = [each for each in watch.findings() if each.code == "optim.weights_never_move"]
     assert (found.severity, found.where.module) == ("info", "2")
 
 

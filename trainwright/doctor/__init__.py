@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.averages import FAMILY as AVERAGES
 from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
-from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.loss import FAMILY as LOSS
 from trainwright.doctor.precision import FAMILY as PRECISION
@@ -17,12 +15,9 @@ from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resources import FAMILY as RESOURCES
 from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
-from trainwright.doctor.vitals import FAMILY as VITALS
 
 FAMILIES: tuple[Family, ...] = (
-    AVERAGES,
     DATA,
-    FUNCTION,
     GRADIENT,
     LOSS,
     PRECISION,
@@ -31,5 +26,4 @@ FAMILIES: tuple[Family, ...] = (
     RESOURCES,
     RESUME,
     UPDATE,
-    VITALS,
 )

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainwright.doctor.averages import measure as averages
 from trainwright.doctor.data import measure as data
 from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers its trials
-from trainwright.doctor.function import measure as function
-from trainwright.doctor.function import remedy as _try_function  # noqa: F401  registers its trials
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.loss import measure as loss
 from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
@@ -24,7 +21,6 @@ from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
 from trainwright.doctor.update import measure as update
 from trainwright.doctor.update import remedy as _try_update  # noqa: F401  registers its trials
-from trainwright.doctor.vitals import measure as vitals
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.replay import trials
 from trainwright.replay.experiments import EXPERIMENTS
@@ -45,9 +41,7 @@ class Measures(NamedTuple):
 
 
 MEASURES: tuple[Measures, ...] = (
-    Measures(averages.probes, needs_live_loop=True),
     Measures(data.probes, needs_live_loop=True),
-    Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),
     Measures(precision.probes, needs_live_loop=True),
     Measures(program.probes, needs_live_loop=True),
@@ -55,8 +49,6 @@ MEASURES: tuple[Measures, ...] = (
     Measures(resources.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
     Measures(update.probes, needs_live_loop=True),
-    Measures(vitals.probes, needs_live_loop=False),
-    Measures(vitals.probes_of_loop, needs_live_loop=True),
 )
 """In the order of ``doctor.FAMILIES``, for those that listen."""
 

@@ -9,7 +9,7 @@ from trainwright.doctor.finding import ExperimentRequest, Finding, finding, list
 from trainwright.doctor.gradient.facts import DerivativeFacts, Slopes
 from trainwright.doctor.gradient.names.accumulation import is_as_recorded
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
-from trainwright.doctor.vitals.standing import is_left_as_it_is, standing
+from trainwright.doctor.shared_standing import is_left_as_it_is, standing
 from trainwright.runlog.records import Where
 
 AGAIN = 5
@@ -229,13 +229,19 @@ LAWS: tuple[Law, ...] = (
         "gradient.reaches_all",
         reaches_all,
         "replay",
-        named_by=("grad.*", "opt.nothing_trainable", "model.dead_relu", "num.*"),
+        named_by=("grad.*", "optim.nothing_trainable", "model.dead_relu", "num.*"),
     ),
     Law(
         "gradient.is_the_derivative",
         is_the_derivative,
         "replay",
-        named_by=("grad.wrong_backward", "grad.saved_tensor_modified", "grad.recompute_mismatch", "hw.*", "num.*"),
+        named_by=(
+            "gradient.wrong_backward",
+            "gradient.saved_tensor_modified",
+            "gradient.recompute_mismatch",
+            "hw.*",
+            "num.*",
+        ),
     ),
     Law("gradient.adds_up", adds_up, "replay", named_by=("accum.*", "loss.*")),
 )

@@ -35,7 +35,7 @@ LAWS: tuple[Law, ...] = (
         "loss.targets_are_the_minimum",
         laws.targets_are_the_minimum,
         effort="replay",
-        named_by=("loss.*", "grad.graph_cut*"),
+        named_by=("loss.*", "gradient.graph_cut*"),
     ),
     Law(
         "loss.like_is_compared_with_like",
@@ -44,7 +44,7 @@ LAWS: tuple[Law, ...] = (
         named_by=("loss.*", "data.*"),
     ),
     Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
-    Law("loss.every_term_matters", every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
+    Law("loss.every_term_matters", every_term_matters, effort="replay", named_by=("loss.*", "gradient.graph_cut*")),
     Law("loss.terms_leave_room", terms_leave_room, effort="replay", named_by=("loss.*",)),
     Law("loss.every_row_counts", every_row_counts, effort="replay", named_by=("loss.*", "data.*", "model.dead_relu")),
     Law(

@@ -97,7 +97,7 @@ def _starts_far(
 
 
 def _is_far_above(call: ComparedFacts) -> bool:
-    """For classes as far as ``init.too_large`` asks for; else outputs of ten times the size of the targets."""
+    """For classes as far as ``model.init_too_large`` asks for; else outputs of ten times the size of the targets."""
     if _is_over_classes(call):
         return call.value > FAR * call.blank + MORE
     return call.value > 100 * max(call.blank, call.constant)

@@ -1,18 +1,51 @@
 """Instruments: each module measures one thing and reports one dataclass of ``doctor/facts``. Only these import torch.
 
-Listeners hear a loop while it runs and cost next to nothing. Replays run a recorded step again.
+Listeners observe a loop while it runs and cost next to nothing. Replays run a recorded step again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainwright.doctor.measure.averages import Averages
+from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
+from trainwright.doctor.measure.function import evaluated, function, unused_inputs
+from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
+from trainwright.doctor.measure.loaded import LoadedWeights
+from trainwright.doctor.measure.modules import Modules
+from trainwright.doctor.measure.steadiness import Steadiness
+from trainwright.doctor.measure.still_weights import other_rates, still_weights
+from trainwright.doctor.measure.ties import TiesProbe
+from trainwright.doctor.measure.weights import MovingWeights
+from trainwright.doctor.measure.wiring import activation_between, integrity, structure
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
-LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = ()
-"""Each makes a listener for a loop, or None where it has nothing to hear there."""
-OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = ()
-"""Those that can tell nothing from steps of our own engine that are run again."""
-REPLAYS: tuple[Experiment, ...] = ()
+LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    LayerLooks,
+    Modules,
+    MovingWeights,
+    TiesProbe,
+)
+"""Each makes a listener for a loop, or None where it has nothing to observe there."""
+OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    Averages,
+    LoadedWeights,
+    Steadiness,
+)
+"""Those to which steps of the engine that are replayed show nothing."""
+REPLAYS: tuple[Experiment, ...] = (
+    activation_between,
+    depth_in_fp32,
+    dropout_gap,
+    evaluated,
+    first_loss_rescaled,
+    function,
+    integrity,
+    other_rates,
+    still_weights,
+    structure,
+    symmetry,
+    unused_inputs,
+)
 """In any order: the cheap and the telling ones run first."""

@@ -24,7 +24,7 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("program.modes_come_back", laws.modes_come_back, named_by=("mode.*",)),
     Law("program.kept_states_are_copies", laws.kept_states_are_copies, named_by=("ckpt.*",)),
-    Law("program.names_are_read", laws.names_are_read, named_by=("opt.nothing_trainable",)),
+    Law("program.names_are_read", laws.names_are_read, named_by=("optim.nothing_trainable",)),
     Law("program.constants_are_usual", constants_are_usual, named_by=("model.excess_dropout",)),
     Law(
         "program.warnings_are_heeded",

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from trainwright.replay.trials import RegisteredTrial
+from trainwright.doctor.remedies import model
+from trainwright.replay.trials import USUAL_STEPS, RegisteredTrial
 
-TRIALS: dict[str, RegisteredTrial] = {}
+TRIALS: dict[str, RegisteredTrial] = {
+    "activation_between": RegisteredTrial(model.activation_between, 260.0),
+    "balanced_router": RegisteredTrial(model.balanced_router, USUAL_STEPS),
+    "group_norm": RegisteredTrial(model.group_norm, USUAL_STEPS),
+    "keep_graph": RegisteredTrial(model.keep_graph, USUAL_STEPS),
+    "keep_saved": RegisteredTrial(model.keep_saved, USUAL_STEPS),
+    "less_dropout": RegisteredTrial(model.less_dropout, 43.0),
+    "preserve_rng": RegisteredTrial(model.preserve_rng, USUAL_STEPS),
+    "random_weights": RegisteredTrial(model.random_weights, USUAL_STEPS),
+    "register": RegisteredTrial(model.register, USUAL_STEPS),
+    "relu_for_sigmoid": RegisteredTrial(model.relu_for_sigmoid, USUAL_STEPS),
+    "revived": RegisteredTrial(model.revived, USUAL_STEPS),
+    "scaled_scores": RegisteredTrial(model.scaled_scores, USUAL_STEPS),
+    "smaller_weights": RegisteredTrial(model.smaller_weights, USUAL_STEPS),
+    "transpose_for_view": RegisteredTrial(model.transpose_for_view, USUAL_STEPS),
+    "unfreeze": RegisteredTrial(model.unfreeze, USUAL_STEPS),
+}
 """By the name that findings give."""

@@ -10,11 +10,11 @@ from itertools import pairwise
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+from trainwright.doctor.shared_standing import is_left_as_it_is
 from trainwright.doctor.update.directions import descends, gradients_are_those_made, unseen
 from trainwright.doctor.update.drawn_anew import drawn_anew, is_drawn_anew, is_whole
 from trainwright.doctor.update.facts import FirstSums, ShrunkFacts, UpdateFacts, WritesFacts, common_factor, module_of
 from trainwright.doctor.update.names.rates import last_quarter
-from trainwright.doctor.vitals.standing import is_left_as_it_is
 from trainwright.runlog.records import Where
 
 LOOKS_SHRUNK = 3

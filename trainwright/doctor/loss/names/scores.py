@@ -47,7 +47,7 @@ def softmax_before_ce(case: Case) -> Iterator[Finding]:
             where=Where(module=_made_in(used), op=used["op"]),
             evidence=[("sum of each row of its input" if first == "softmax" else "input", seen, "logits")],
             trial=RemedyTrial("scores_for_probabilities"),
-            explains=("loss.softmax_twice", "opt.lr_too_low", "opt.lr_too_high", "grad.vanishing", "data.label_*"),
+            explains=("loss.softmax_twice", "opt.lr_too_low", "opt.lr_too_high", "gradient.vanishing", "data.label_*"),
         )
         return
 

@@ -153,7 +153,7 @@ def _no_warmup(exam: Examined) -> Finding:
             ("loss at a tenth of it", last_quarter(exam.values["tenth"])),
         ],
         trial=RemedyTrial("warm_up", {}),
-        explains=("opt.lr_too_high", "model.attention_logit_growth", "grad.vanishing"),
+        explains=("opt.lr_too_high", "model.attention_logit_growth", "gradient.vanishing"),
     )
 
 
