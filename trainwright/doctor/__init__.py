@@ -10,7 +10,6 @@ from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
 from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.gradient import FAMILY as GRADIENT
-from trainwright.doctor.loss import FAMILY as LOSS
 from trainwright.doctor.precision import FAMILY as PRECISION
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
@@ -24,7 +23,6 @@ FAMILIES: tuple[Family, ...] = (
     DATA,
     FUNCTION,
     GRADIENT,
-    LOSS,
     PRECISION,
     PROGRAM,
     RANKS,

@@ -11,8 +11,6 @@ from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers
 from trainwright.doctor.function import measure as function
 from trainwright.doctor.function import remedy as _try_function  # noqa: F401  registers its trials
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
-from trainwright.doctor.loss import measure as loss
-from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
@@ -48,7 +46,6 @@ MEASURES: tuple[Measures, ...] = (
     Measures(averages.probes, needs_live_loop=True),
     Measures(data.probes, needs_live_loop=True),
     Measures(function.probes, needs_live_loop=False),
-    Measures(loss.probes, needs_live_loop=False),
     Measures(precision.probes, needs_live_loop=True),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainwright.doctor.measure import loss_calls, loss_terms
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
@@ -14,5 +15,8 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = ()
 """Each makes a listener for a loop, or None where it has nothing to hear there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = ()
 """Those that can tell nothing from steps of our own engine that are run again."""
-REPLAYS: tuple[Experiment, ...] = ()
+REPLAYS: tuple[Experiment, ...] = (
+    loss_calls.loss_calls,
+    loss_terms.loss_terms,
+)
 """In any order: the cheap and the telling ones run first."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
-from trainwright.doctor.loss.trained import was_trained_before
+from trainwright.doctor.shared_loss import was_trained_before
 from trainwright.doctor.vitals.facts import HigherRatesFacts, ReachFacts, VitalsFacts
 
 FIRST, SECOND, APART = 40, 48, 8

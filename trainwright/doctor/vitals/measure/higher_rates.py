@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from trainwright.doctor.loss.measure.scores import SAMPLES
+from trainwright.doctor.measure.loss_calls import DRAWS
 from trainwright.doctor.vitals.facts import HigherRatesFacts
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -53,7 +53,7 @@ def higher_rates(session: ReplaySession) -> Facts:
         fell=surely(once),
         surely=beats(MUCH_MORE, MORE),
         updates=updates_of(session),
-        drawn=not SAMPLES.isdisjoint(names),
+        drawn=not DRAWS.isdisjoint(names),
         nearly_as=beats(*NEARLY),
     )
     return dict(strict(vars(facts)))
