@@ -13,6 +13,8 @@ from trainwright.doctor.update.facts import UpdateFacts
 
 MIN_STEPS, COMPARED = 6, 3
 """Examined steps, and the first and the last of them whose losses are compared."""
+NEAR = 0.1
+"""Relative difference between a loss and its value for some of the samples."""
 BY_HAND = ("log_softmax", "squared error", "absolute error")
 """Whose value is not measured, or is no loss: the total loss is compared instead."""
 
@@ -29,7 +31,8 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
     """The loss is maximized: its sign is wrong.
 
     How it is detected: in every examined step the argument of `backward()` falls where a loss that is bounded below
-    (cross entropy, mean squared error, ...) rises, and the last values of that loss are all above the first ones.
+    (cross entropy, mean squared error, ...) rises. Either it is the negative of that loss and nothing else, or the last
+    values of that loss are all above the first ones.
 
     Exceptions: several models or optimizers, of which one may work against the other; samples drawn by the model, as in
     policy gradients; gradients that the loop itself negates, as the loss falls then.
@@ -52,14 +55,14 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
     if any(each.wants != uphill for each in known if each.op != "entropy") or _negates_gradients(run):
         yield Compared(f"{len(known)} calls of loss functions")
         return
-    call = next((each for each in reversed(known) if _rises(run, each, uphill)), None)
+    call = next((each for each in reversed(known) if _is_negated(run, each, uphill) or _rises(run, each, uphill)), None)
     if call is None:
         return
     name = "negative log-likelihood" if call.op == "log_softmax" else call.op
     early, late = _course(run, call, uphill)
     yield run.finding(
         run.last_step,
-        symptom=f"the updates make {name} larger: {early[0]:.4g} in the first step, {late[-1]:.4g} now",
+        symptom=f"every update makes {name} larger: {early[0]:.4g} in the first step, {late[-1]:.4g} now",
         cause=f"{name} is maximized: "
         + ("maximize=True" if facts.maximizes else "its sign is turned before backward()"),
         since_step=1,
@@ -67,6 +70,14 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
         evidence=[(f"{name} in the first and last steps", [early[0], late[-1]], "falls")],
         trial=RemedyTrial("turned_sign"),
     )
+
+
+def _is_negated(run: RunContext, call: LossCall, uphill: int) -> bool:
+    """Whether the total loss is the negative of this loss, and the gradients are left as they are."""
+    if uphill > 0 or not call.values[0] or call.op in BY_HAND or any("edited" in each.values for each in run.steps):
+        return False
+    first = run.steps[0].loss if run.steps else 0.0
+    return first < 0 and abs(first + call.values[0][0]) < NEAR * abs(first)
 
 
 def _rises(run: RunContext, call: LossCall, uphill: int) -> bool:
