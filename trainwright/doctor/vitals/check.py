@@ -337,7 +337,7 @@ def data_stay(case: Case) -> Iterator[Verdict]:
 _STANDING = (
     "opt.params_missing", "opt.params_not_registered", "opt.stale_params", "opt.zero_grad_before_step",
     "opt.step_never_called", "opt.zero_lr_group", "opt.nothing_trainable", "opt.lr_too_low", "sched.never_stepped",
-    "sched.unit_mismatch", "grad.graph_cut", "grad.graph_cut_at_loss", "grad.vanishing", "grad.clip_always_active",
+    "sched.unit_mismatch", "grad.graph_cut", "loss.detached_from_model", "grad.vanishing", "grad.clip_always_active",
     "prec.lost_updates", "prec.fp16_underflow", "prec.scaler_collapse", "prec.autocast_stale_cache",
     "model.dead_relu", "model.router_collapse", "loss.no_valid_target", "data.constant_input",
     "mode.*", "num.*",
@@ -345,7 +345,7 @@ _STANDING = (
 _SLOW = (*_STANDING, "opt.weight_decay_too_high", "data.double_normalised", "init.symmetric")
 _RUNAWAY = (
     "opt.lr_too_high", "opt.weight_decay_too_high", "opt.missing_zero_grad", "opt.double_owned", "loss.wrong_sign",
-    "loss.term_dominates", "loss.nll_on_probs", "grad.exploding", "grad.wrong_backward", "sched.no_warmup", "init.*",
+    "loss.term_dominates", "loss.nll_without_log_softmax", "grad.exploding", "grad.wrong_backward", "sched.no_warmup", "init.*",
     "model.attention_logit_growth", "data.unnormalised_input", "num.*",
 )  # fmt: skip
 
