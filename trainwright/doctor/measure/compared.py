@@ -19,7 +19,6 @@ DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 SQUARED = "squared error"
 MAX_ROWS, MAX_COLUMNS, MAX_CLASSES = 256, 1024, 65536
 """Of a call that are measured: samples, values of each, and classes."""
-MIN_ROWS_FOR_COLUMN_MEANS = 8
 BOUNDS = {
     "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
@@ -91,22 +90,24 @@ class ComparedLoss:
             return self.value(torch.full_like(self.x, -math.log(self.x.shape[1])), self.target)
         return self.value(torch.full_like(self.x, 0.5 if self.name == "binary_cross_entropy" else 0.0), self.target)
 
-    def of_constant(self) -> Tensor:
-        """The loss of the best prediction that is the same for all samples, without what it gains by being fitted."""
-        x, count = self.x, max(2, len(self.target))
+    def sums(self) -> tuple[Tensor, float | Tensor]:
+        """The sum of the targets, of classes their counts, and the number of targets."""
         if self.name in CLASSES:
             kept = (self.target >= 0).double()
-            counts = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-            counts.index_add_(0, self.target.clamp(min=0), kept)
-            total = kept.sum().clamp(min=1)
-            logs = (counts / total).clamp(min=1e-9).log().to(x).expand_as(x)
-            return self.value(logs, self.target) + ((counts > 0).sum() - 1) / (2 * total)
-        each = self.target.dim() == 2 and count >= MIN_ROWS_FOR_COLUMN_MEANS
-        mean = self.target.double().mean(0, keepdim=True) if each else self.target.double().mean()
+            counts = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
+            return counts.index_add_(0, self.target.clamp(min=0), kept), kept.sum()
+        if self.target.dim() == 2:
+            return self.target.double().sum(0, keepdim=True), len(self.target)
+        return self.target.double().sum(), self.target.numel()
+
+    def of_constant(self, mean: Tensor) -> Tensor:
+        """The loss of the same prediction for all samples: the mean of targets, or the frequencies of classes."""
+        if self.name in CLASSES:
+            return self.value(mean.clamp(min=1e-9).log().to(self.x).expand_as(self.x), self.target)
         if self.name in BINARY:
             mean = mean.clamp(1e-6, 1 - 1e-6)
             mean = mean.logit() if self.name.endswith("logits") else mean
-        return self.value(mean.to(x).expand_as(x).clone(), self.target) * (count / (count - 1))
+        return self.value(mean.to(self.x).expand_as(self.x).clone(), self.target)
 
     def of_shuffled(self) -> Tensor:
         """The loss with the targets of other samples, the mean of two shifts."""
@@ -133,6 +134,8 @@ def compared(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> 
     """Some rows of a call that compares predictions with targets; None for any other."""
     if name in CLASSES:
         return _of_classes(name, function, args, kwargs)
+    if name not in BINARY | DISTANCES | {SQUARED}:
+        return None
     given = dict(zip(("input", "target", "weight"), args)) | kwargs
     x, target = given.pop("input", None), given.pop("target", None)
     if not isinstance(x, Tensor) or not isinstance(target, Tensor) or len(args) > 3:

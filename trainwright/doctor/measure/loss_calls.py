@@ -75,6 +75,7 @@ class _Site:
     pending: list[Row] = field(default_factory=list)
     steps: int = 0
     early: list[dict[str, float]] = field(default_factory=list)
+    sums: tuple[Tensor, float | Tensor] | None = None
     wants: list[Tensor] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
 
@@ -330,8 +331,9 @@ class LossCalls:
         if not 0 <= call.ignore_index < call.classes:
             return
         site.fixed["ignored_class"] = call.ignore_index
-        rows = target if target.dim() == 2 else target._base if target._base is not None else target
-        if rows.dim() == 2 and rows.numel() == target.numel() and rows.shape[1] > 2:
+        length = _length_of_sequences(args[0] if args else kwargs["input"], target)
+        if length > 2:
+            rows = target.reshape(-1, length)
             left_out = rows == call.ignore_index
             carry = (~left_out).long()
             carries_later = (carry.flip(1).cumsum(1).flip(1) - carry) > 0
@@ -342,9 +344,14 @@ class LossCalls:
     def _measure(self, site: _Site, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
         """Measures what cannot be decided in one step. Nothing waits for the device here but in the first step."""
         with torch.no_grad():
+            sums, number = loss.sums()
+            known = site.sums
+            if known is not None and known[0].shape == sums.shape:
+                sums, number = sums + known[0], number + known[1]
+            site.sums = sums, number
             row: Row = {
                 "value": loss.value(loss.x, loss.target),
-                "constant": loss.of_constant(),
+                "constant": loss.of_constant(sums / number),
                 "shuffled": loss.of_shuffled(),
                 "varies": loss.varies(),
                 "identical": loss.is_identical() & (len(loss.x) >= 4) & (x.stride()[0] > 0 if x.dim() else True),
@@ -419,6 +426,14 @@ class LossCalls:
     def signs(self) -> tuple[LossSign, ...]:
         """Other mistakes."""
         return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in self._signs.items())
+
+
+def _length_of_sequences(x: Tensor, target: Tensor) -> int:
+    """The number of targets in a row (B, T), which may have been made flat; 0 if it is not known."""
+    before = [each._base for each in (target, x) if each._base is not None]
+    shapes = [target.shape, *(each.shape[:2] for each in before if each.dim() in (2, 3))]
+    known = (int(each[1]) for each in shapes if len(each) == 2 and each[1] and target.numel() % each[1] == 0)
+    return next(known, 0) if target.dim() in (1, 2) else 0
 
 
 def _call(site: _Site) -> LossCall:

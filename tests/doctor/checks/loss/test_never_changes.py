@@ -11,7 +11,7 @@ from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 CODE = "loss.never_changes"
 FAULTY: list[Loss] = [
     lambda model, at: -F.logsigmoid(0.1 * (model(X[at]).sum(1) - model(X[at]).sum(1).detach())).mean(),
-    lambda model, at: F.cross_entropy(model(X[at])[:, :1], torch.zeros(16, dtype=torch.long)) + 3,
+    lambda model, at: F.mse_loss(model(X[at])[:, :1].softmax(1), torch.full((16, 1), 3.0)),
 ]
 HEALTHY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]),

@@ -27,8 +27,8 @@ TIMES = 8
 def no_better_than_constant(run: RunContext) -> Iterator[Result]:
     """At the end the model is no better than a prediction that ignores the inputs.
 
-    How it is detected: in the last examined steps the loss is within 2 % of that of the best constant prediction for
-    the targets of the batch, and shuffling the targets of the batch does not make it larger by 2 % either.
+    How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of
+    all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
 
     Exceptions: the loss still falls; fewer than 30 samples of a class were seen; several models (a discriminator at
     equilibrium knows nothing), samples drawn by the model, a custom autograd Function that may reverse the gradient.
