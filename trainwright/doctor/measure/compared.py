@@ -82,7 +82,8 @@ class ComparedLoss:
         if self.name in CLASSES:
             function = F.nll_loss if self.name == "nll_loss" else F.cross_entropy
             return function(x, target, ignore_index=-1, **self.rest).double()
-        return self.function(x, target, **self.rest).double().mean()
+        values: Tensor = self.function(x, target, **self.rest)
+        return values.double().mean()
 
     def of_blank(self) -> Tensor:
         """The loss of outputs of 0; of log-probabilities and probabilities that are all the same."""

@@ -109,11 +109,15 @@ class LossCalls:
         self._source: dict[int, int] = {}  # of softmax, exp, ...: what it was computed of
         self._means: dict[int, str] = {}  # batch means of losses, and what focal losses compute of them
         self._without_graph: dict[int, str | None] = {}  # scalars: the function that made them; None: detached
+        self._origins: dict[int, frozenset[int]] = {}  # of what has no graph: the first such tensors it is made of
+        self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
+        self._idle: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []  # terms without a graph
         self._numbers: dict[Hashable, int] = {}
         self._signs_now: set[tuple[str, str, str | None]] = set()
 
     def end_step(self) -> None:
         """Counts the mistakes that the step has shown, and forgets its tensors."""
+        self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
         for each in self._signs_now:
             self._signs[each] = self._signs.get(each, 0) + 1
         self.begin_step()
@@ -181,9 +185,20 @@ class LossCalls:
         if name in SIZES and is_even and id(first) in self._residuals and result.requires_grad:
             self._note_residual(SIZES[name], self._residuals[id(first)], result)
         if plain in ("mul", "rmul") and len(tensors) == 2:
-            self._note_product(*tensors, result)
+            self._note_product(tensors[0], tensors[1], result)
+        if self._slot_of is not None and torch.is_grad_enabled():
+            self._follow(tensors, result)
         if not result.dim():
             self._note_scalar(plain, tensors, result)
+
+    def _follow(self, tensors: list[Tensor], result: Tensor) -> None:
+        """Notes what a tensor without a graph is made of, or what it is combined with: a detached weight is one on
+        purpose, and so is a term of its value."""
+        origins = frozenset[int]().union(*(self._origins.get(id(each), ()) for each in tensors))
+        if result.requires_grad and result.dim():
+            self._weighing |= origins
+        elif not result.requires_grad:
+            self._origins[self._keep(result)] = origins or frozenset({id(result)})
 
     def _note_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))
@@ -226,7 +241,8 @@ class LossCalls:
             for each in tensors:
                 op = self._without_graph.get(id(each))
                 if op is not None and not each.requires_grad and self._slot_of(each) is not None:
-                    self._sign("no_gradient", op)
+                    origins = self._origins.get(id(each), frozenset())
+                    self._idle.append((("no_gradient", op, self._line()), origins))
         if not result.requires_grad and torch.is_grad_enabled():
             before = [self._without_graph[id(each)] for each in tensors if id(each) in self._without_graph]
             made = before[0] if before and plain in WEIGHS else None if plain == "detach" else plain
@@ -318,7 +334,7 @@ class LossCalls:
             site.fixed |= {"target_min": float(target.min()), "target_max": float(target.max())}
         if name in CLASSES and not target.is_floating_point():
             self._note_ignored(site, name, args, kwargs, target)
-        loss = compared(name, function or getattr(nn.functional, name, None), args, kwargs)
+        loss = compared(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
         if loss is not None:
             self._measure(site, loss, x, target)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.arguments_swapped"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(F.one_hot(Y[at], 3).float(), model(X[at]).softmax(1)),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.bounded_output"
 FAULTY: list[Loss] = [
     lambda model, at: F.mse_loss(model(X[at])[:, 0].relu(), R[at]),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.broadcast_target"
 WARNS = pytest.mark.filterwarnings("ignore:Using a target size")
 FAULTY = [

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.compared_with_itself"
 FAULTY: list[Loss] = [
     lambda model, at: F.mse_loss((out := model(X[at])), out.detach()) + 1e-3 * model.weight.square().sum(),

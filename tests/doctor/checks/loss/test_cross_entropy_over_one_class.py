@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.cross_entropy_over_one_class"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at])[:, :1], (R[at] > 0).float()[:, None]),

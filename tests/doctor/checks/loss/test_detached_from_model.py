@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.detached_from_model"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]).detach(), Y[at]).requires_grad_(),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.doctor.checks.loss.loops import Loss, R, X, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.entropy_minimized"
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.falls_without_bound"
 FAULTY: list[Loss] = [
     lambda model, at: F.mse_loss(model(X[at])[:, 0], R[at]) - 2 * model(X[at]).square().mean(),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.focal_weight_of_batch_mean"
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.never_changes"
 FAULTY: list[Loss] = [
     lambda model, at: -F.logsigmoid(0.1 * (model(X[at]).sum(1) - model(X[at]).sum(1).detach())).mean(),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.nll_without_log_softmax"
 FAULTY: list[Loss] = [
     lambda model, at: F.nll_loss(model(X[at]).softmax(1), Y[at]),

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.no_better_than_constant"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(0.1 * model(torch.randn(16, 6)), Y[at]),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.predictions_identical"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(0 * X[at]), Y[at]),

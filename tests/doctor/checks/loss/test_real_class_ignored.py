@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.doctor.checks.loss.loops import Loss, X, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.real_class_ignored"
 TAGS = torch.randint(3, (64, 10), generator=torch.Generator().manual_seed(0))
 PADDED = torch.where(torch.arange(10) < torch.randint(4, 11, (64, 1)), 1 + TAGS % 2, 0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.doctor.checks.loss.loops import Loss, X, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.representation_collapse"
 
 

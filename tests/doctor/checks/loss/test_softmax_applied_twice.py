@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.softmax_applied_twice"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + model(X[at]).softmax(1).softmax(1).square().sum(),

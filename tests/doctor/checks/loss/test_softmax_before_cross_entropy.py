@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.softmax_before_cross_entropy"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]).softmax(1), Y[at]),

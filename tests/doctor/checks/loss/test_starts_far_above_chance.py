@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.starts_far_above_chance"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(100 * model(X[at]), Y[at]),

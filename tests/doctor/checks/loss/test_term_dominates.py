@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.term_dominates"
 FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 1e5 * F.mse_loss(model(X[at]).sum(1), R[at]),

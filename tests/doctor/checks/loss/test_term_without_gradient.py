@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
+pytestmark = pytest.mark.slow
 CODE = "loss.term_without_gradient"
 
 
@@ -26,6 +27,7 @@ HEALTHY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 10 * penalty(model, at, create_graph=True),
     lambda model, at: (loss := F.cross_entropy(model(X[at]), Y[at])) - loss.detach() + 1,
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + X[at].mean(),
+    lambda model, at: ((p := (z := model(X[at])).softmax(1).detach()) * z).mean() + p.square().mean(),
 ]
 
 

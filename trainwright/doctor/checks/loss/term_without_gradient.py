@@ -20,7 +20,8 @@ def term_without_gradient(run: RunContext) -> Iterator[Result]:
     How it is detected: the loop adds a scalar without a graph, computed from outputs of the model, to one that has a
     graph, in at least 3 examined steps.
 
-    Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do.
+    Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do; a term made of
+    detached values that also weigh what has a gradient.
 
     Usual cause: what the term is made of was detached or computed under `no_grad`; a gradient penalty calls
     `torch.autograd.grad` without `create_graph=True`.
