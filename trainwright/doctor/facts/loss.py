@@ -25,7 +25,6 @@ class LossCall:
         bound: Function with bounded values that made the input, else "".
         room: Fraction of the loss of equal scores that the best input within these bounds gains; 1 without bounds.
         outside: Fraction of the targets beyond these bounds.
-        smoothing: Label smoothing.
         wants: 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0.
         values: The mean loss in each of the first and of the last steps, at most 8 each.
         blank: Loss of outputs of 0 in the first step.
@@ -59,7 +58,6 @@ class LossCall:
     bound: str = ""
     room: float = 1.0
     outside: float = 0.0
-    smoothing: float = 0.0
     wants: int = 0
     values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     blank: float = 0.0
