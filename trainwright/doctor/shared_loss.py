@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossCall, LossFacts
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.runlog.records import Where
 
 TRAINED = 0.8
@@ -21,14 +21,14 @@ NOTHING_IS_LEARNED = (
 """Findings that follow where a loss function is called with the wrong arguments."""
 
 
-def calls(run: RunContext) -> Iterator[tuple[int, LossFacts, LossCall]]:
+def calls(run: RunContext) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
     """Each measured call of a loss function with the step of the measurement, the newest first."""
     for step, facts in reversed(run.every(LossFacts)):
         for call in facts.given:
             yield step, facts, call
 
 
-def where_of(call: LossCall, module: str | None = None) -> Where:
+def where_of(call: MeasuredLoss, module: str | None = None) -> Where:
     """The place of a call. ``module`` instead of the module that makes it."""
     op = None if call.op in ("squared error", "absolute error", "entropy", "cosine similarity") else call.op
     return Where(op=op, module=call.module if module is None else module, source=call.line)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class LossCall:
+class MeasuredLoss:
     """One place that calls a loss function or a softmax, over the examined steps.
 
     Attributes:
@@ -118,7 +118,7 @@ class LossFacts:
     """
 
     experiment: ClassVar[str] = "loss"
-    given: tuple[LossCall, ...] = ()
+    given: tuple[MeasuredLoss, ...] = ()
     outer: tuple[Broadcast, ...] = ()
     signs: tuple[LossSign, ...] = ()
     drawn: bool = False

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.facts.loss import Broadcast, LossCall, LossFacts, LossSign
+from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
 from trainwright.doctor.measure.compared import (
     BINARY,
     BOUNDS,
@@ -427,7 +427,7 @@ class LossCalls:
                 site.wanted = [*site.wanted, _wants(site.fixed["op"], each.tolist())][-2 * KEPT :]
             site.wants = []
 
-    def calls(self) -> tuple[LossCall, ...]:
+    def calls(self) -> tuple[MeasuredLoss, ...]:
         """The places that have called a loss function or a softmax."""
         self._read()
         return tuple(_call(site) for site in self._sites.values())
@@ -451,14 +451,14 @@ def _length_of_sequences(x: Tensor, target: Tensor) -> int:
     return next(known, 0) if target.dim() in (1, 2) else 0
 
 
-def _call(site: _Site) -> LossCall:
+def _call(site: _Site) -> MeasuredLoss:
     rows, early = site.rows, site.early
 
     same = [bool(row.get("identical") and row.get("varies")) for row in rows]
     identical = next((n for n, each in enumerate(reversed(same)) if not each), len(same))
     wanted = set(site.wanted)
     newest = rows[-1] if rows else {}
-    return LossCall(
+    return MeasuredLoss(
         **site.fixed,
         steps=site.steps,
         wants=wanted.pop() if len(wanted) == 1 else 0,

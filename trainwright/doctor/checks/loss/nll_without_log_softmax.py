@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossCall, LossFacts
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
 
@@ -61,7 +61,7 @@ def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
         return
 
 
-def _mistake(call: LossCall) -> tuple[str, str] | None:
+def _mistake(call: MeasuredLoss) -> tuple[str, str] | None:
     """What the input is instead of log-probabilities, and how severe that is."""
     if call.op not in ("nll_loss", "kl_div"):
         return None

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossCall, LossFacts
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.shared_loss import where_of
 from trainwright.doctor.trend import still_falls
 
@@ -72,12 +72,12 @@ def no_better_than_constant(run: RunContext) -> Iterator[Result]:
         )
 
 
-def _means(call: LossCall) -> tuple[float, float, float]:
+def _means(call: MeasuredLoss) -> tuple[float, float, float]:
     value, constant, shuffled = (fmean(column) for column in zip(*call.rows))
     return value, constant, shuffled
 
 
-def _knows_nothing(call: LossCall) -> bool:
+def _knows_nothing(call: MeasuredLoss) -> bool:
     value, constant, shuffled = _means(call)
     if not math.isfinite(value + constant + shuffled) or constant <= 1e-12:
         return False
@@ -87,7 +87,7 @@ def _knows_nothing(call: LossCall) -> bool:
     return error < MAX_ERROR and max(fmean(gained), fmean(told)) < LEAST + error
 
 
-def _still_learns(run: RunContext, bad: list[LossCall]) -> str | None:
+def _still_learns(run: RunContext, bad: list[MeasuredLoss]) -> str | None:
     """Why a model that knows nothing yet may be on its way; None where it has come to its end."""
     if still_falls(run):
         return f"the loss falls over the second half of {run.last_step} steps"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossCall, LossFacts
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.shared_loss import OVER_CLASSES, where_of
 
 MAX_RATIO, MAX_EXCESS = 1.5, 0.5
@@ -62,12 +62,12 @@ def starts_far_above_chance(run: RunContext) -> Iterator[Result]:
     )
 
 
-def _is_far(call: LossCall) -> bool:
+def _is_far(call: MeasuredLoss) -> bool:
     if call.op in OVER_CLASSES:
         return call.values[0][0] > MAX_RATIO * call.blank + MAX_EXCESS
     constant = call.rows[0][1] if call.rows else 0.0
     return call.values[0][0] > MAX_DISTANCE_RATIO * max(call.blank, constant)
 
 
-def _is_same(one: LossCall, other: LossCall) -> bool:
+def _is_same(one: MeasuredLoss, other: MeasuredLoss) -> bool:
     return (one.op, one.line, one.module) == (other.op, other.line, other.module)

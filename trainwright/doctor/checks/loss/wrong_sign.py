@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossCall, LossFacts
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_loss import where_of
 from trainwright.doctor.update.facts import UpdateFacts
@@ -72,7 +72,7 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
     )
 
 
-def _is_negated(run: RunContext, call: LossCall, uphill: int) -> bool:
+def _is_negated(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
     """Whether the total loss is the negative of this loss, and the gradients are left as they are."""
     if uphill > 0 or not call.values[0] or call.op in BY_HAND or any("edited" in each.values for each in run.steps):
         return False
@@ -80,12 +80,12 @@ def _is_negated(run: RunContext, call: LossCall, uphill: int) -> bool:
     return first < 0 and abs(first + call.values[0][0]) < NEAR * abs(first)
 
 
-def _rises(run: RunContext, call: LossCall, uphill: int) -> bool:
+def _rises(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
     early, late = _course(run, call, uphill)
     return len(early) >= MIN_STEPS and min(late[-COMPARED:]) > max(early[:COMPARED])
 
 
-def _course(run: RunContext, call: LossCall, uphill: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _course(run: RunContext, call: MeasuredLoss, uphill: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The first and the last values of the loss that should fall."""
     if call.values[0] and call.op not in BY_HAND:
         return call.values
