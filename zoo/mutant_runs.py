@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import trainwright as tw
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.law import State
+from trainwright.doctor.check import State
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import Watch as WatchOf
 from zoo.further import quality as further_quality
@@ -279,7 +279,7 @@ def run_watched(train: Train, seed: int) -> Watched:
     failures = [str(each) for one in watches for each in one.session.failures]
     failures += [each.symptom for each in found if each.code == "doctor.failed"]
     seconds = round(time.perf_counter() - begin_s, 2)
-    laws = {law.name: law.state for one in watches for law in diagnose(Case(one.records, finished=True)).laws}
+    laws = {each.code: each.state for one in watches for each in diagnose(Case(one.records, finished=True)).checks}
     return Watched(found, seconds, sum(one.step for one in watches), error, tuple(failures), modules, laws)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
 from trainwright.doctor.gradient import FAMILY as GRADIENT
-from trainwright.doctor.loss import FAMILY as LOSS
 from trainwright.doctor.precision import FAMILY as PRECISION
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
@@ -19,7 +18,6 @@ from trainwright.doctor.update import FAMILY as UPDATE
 FAMILIES: tuple[Family, ...] = (
     DATA,
     GRADIENT,
-    LOSS,
     PRECISION,
     PROGRAM,
     RANKS,

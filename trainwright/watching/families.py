@@ -8,8 +8,6 @@ from typing import NamedTuple
 from trainwright.doctor.data import measure as data
 from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers its trials
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
-from trainwright.doctor.loss import measure as loss
-from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
@@ -42,7 +40,6 @@ class Measures(NamedTuple):
 
 MEASURES: tuple[Measures, ...] = (
     Measures(data.probes, needs_live_loop=True),
-    Measures(loss.probes, needs_live_loop=False),
     Measures(precision.probes, needs_live_loop=True),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),

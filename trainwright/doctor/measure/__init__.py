@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainwright.doctor.measure import loss_calls, loss_terms
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
@@ -47,5 +48,7 @@ REPLAYS: tuple[Experiment, ...] = (
     structure,
     symmetry,
     unused_inputs,
+    loss_calls.loss_calls,
+    loss_terms.loss_terms,
 )
 """In any order: the cheap and the telling ones run first."""

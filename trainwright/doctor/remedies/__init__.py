@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.remedies import model
+from trainwright.doctor.remedies import loss, model
 from trainwright.replay.trials import USUAL_STEPS, RegisteredTrial
 
 TRIALS: dict[str, RegisteredTrial] = {
@@ -21,5 +21,11 @@ TRIALS: dict[str, RegisteredTrial] = {
     "smaller_weights": RegisteredTrial(model.smaller_weights, USUAL_STEPS),
     "transpose_for_view": RegisteredTrial(model.transpose_for_view, USUAL_STEPS),
     "unfreeze": RegisteredTrial(model.unfreeze, USUAL_STEPS),
+    "balanced_terms": RegisteredTrial(loss.balanced_terms, USUAL_STEPS),
+    "same_shape": RegisteredTrial(loss.same_shape, USUAL_STEPS),
+    "scores_for_probabilities": RegisteredTrial(loss.scores_for_probabilities, USUAL_STEPS),
+    "second_softmax": RegisteredTrial(loss.second_softmax, 3.0),
+    "targets_in_range": RegisteredTrial(loss.targets_in_range, USUAL_STEPS),
+    "turned_sign": RegisteredTrial(loss.turned_sign, USUAL_STEPS),
 }
 """By the name that findings give."""

@@ -244,7 +244,7 @@ def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
         log = call.op == "nll_loss"
         message = "nll_loss gets probabilities, not their logarithms" if log else "softmax comes before cross_entropy"
         remedy = "take log_softmax, or cross_entropy on plain scores" if log else "give cross_entropy the plain scores"
-        code = "loss.nll_on_probs" if log else "loss.softmax_before_ce"
+        code = "loss.nll_without_log_softmax" if log else "loss.softmax_before_cross_entropy"
         yield Verdict("fail", "loss", f"{message}: each row sums to 1, which bounds gradient and loss", remedy, code)
     elif call.op == YES_NO[1] and bool(((call.output >= 0) & (call.output <= 1)).all()) and call.output.numel() > 8:
         remedy = "give it the plain scores: it takes the sigmoid itself"
