@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from trainwright.doctor.averages import FAMILY as AVERAGES
-from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
 from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.gradient import FAMILY as GRADIENT
@@ -21,7 +20,6 @@ from trainwright.doctor.vitals import FAMILY as VITALS
 
 FAMILIES: tuple[Family, ...] = (
     AVERAGES,
-    DATA,
     FUNCTION,
     GRADIENT,
     LOSS,

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from trainwright.doctor.averages import measure as averages
-from trainwright.doctor.data import measure as data
-from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers its trials
 from trainwright.doctor.function import measure as function
 from trainwright.doctor.function import remedy as _try_function  # noqa: F401  registers its trials
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
@@ -46,7 +44,6 @@ class Measures(NamedTuple):
 
 MEASURES: tuple[Measures, ...] = (
     Measures(averages.probes, needs_live_loop=True),
-    Measures(data.probes, needs_live_loop=True),
     Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),
     Measures(precision.probes, needs_live_loop=True),

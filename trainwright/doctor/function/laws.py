@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import SAME, RowsFacts
+from trainwright.doctor.facts.data import SAME, RowsFacts
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words, listed
 from trainwright.doctor.function.facts import FunctionFacts, GapFacts, InputsFacts, TiesFacts
 from trainwright.doctor.law import Holds, NotApplicable, Verdict

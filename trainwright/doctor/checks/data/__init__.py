@@ -1,0 +1,1 @@
+"""Checks of the data: samples, their order, their labels, and their scale."""

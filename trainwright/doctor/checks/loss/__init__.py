@@ -1,0 +1,1 @@
+"""Checks of the loss function and its targets."""
