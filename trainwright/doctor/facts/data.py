@@ -141,7 +141,6 @@ class LoaderOverlap:
     shared: int
     trained: int
     same_loader: bool
-    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

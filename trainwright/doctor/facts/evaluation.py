@@ -8,18 +8,17 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """The inputs of an evaluation over ``samples``, compared with those of training, for the median feature.
+    """The inputs of an evaluation over ``rows``, compared with those of training.
 
     Attributes:
-        shift: Distance of the means in standard deviations of training; ``noise`` is its standard error.
+        shift: Distance of the means, in standard deviations of training.
         ratio: Standard deviation in the evaluation over that in training.
         is_cut: Training has whole numbers only, and most of the evaluation are none.
     """
 
-    samples: int
+    rows: int
     shift: float
     ratio: float
-    noise: float
     is_cut: bool = False
 
 
@@ -27,8 +26,7 @@ class Likeness:
 class EvaluationFacts:
     """One evaluation, after step ``after``: ``calls`` of the model over ``rows`` rows.
 
-    ``losses`` are the means over a batch that loss functions returned. ``training`` are paths of modules that depend on
-    the mode and were in train mode, ``changed`` those of buffers that the evaluation changed.
+    ``losses`` are the means over a batch that loss functions returned.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -37,5 +35,3 @@ class EvaluationFacts:
     rows: int
     losses: tuple[float, ...] = ()
     likeness: Likeness | None = None
-    training: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()

@@ -26,8 +26,7 @@ EACH = 4
 COPIES = 4
 """Copies of a model that are observed: a loop may make one for each evaluation."""
 EARLY, MOST, LEAST = 8, 4096, 32
-"""Passes of training that are read; samples that are enough, and that are needed."""
-FEATURES = 512
+"""Passes of training that are read; rows that are enough, and that are needed."""
 
 
 class Evaluations(Probe):
@@ -39,7 +38,7 @@ class Evaluations(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites
-        self._trained = InputMoments()
+        self._trained = _Moments()
         self._kind: type | None = None
         self._passes_of_training = 0
         self._outputs = ComparedOutputs(watched.sites)
@@ -48,7 +47,7 @@ class Evaluations(Probe):
         self._open = ExitStack()
         self._passes: Counter[Site] = Counter()
         self._rows: dict[Site, list[int]] = {}  # of the calls of the sites that are followed in this pass
-        self._moments: dict[Site, InputMoments] = {}
+        self._moments: dict[Site, _Moments] = {}
         self._left_out: set[Site] = set()  # in this pass
         self._site: Site | None = None
         self._given: list[Tensor] = []
@@ -78,7 +77,7 @@ class Evaluations(Probe):
             self._site, self._given = site, tensors_of((args, kwargs), 3)
             self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
             if type(root) is self._kind:
-                self._moments.setdefault(site, InputMoments()).add(self._given)
+                self._moments.setdefault(site, _Moments()).add(self._given)
 
     def _is_followed(self, site: Site) -> bool:
         """Whether this pass is followed. Each site is counted apart: the test at the end is the first of its own."""
@@ -173,56 +172,34 @@ class Evaluations(Probe):
         return None if self._facts is None else dict(strict(vars(self._facts)))
 
 
-class InputMoments:
-    """Sums over samples, and over their pixels and positions. Nothing is read from a GPU before it is compared."""
+class _Moments:
+    """The sums of all elements of the first input with a floating dtype. Read from a GPU when they are compared."""
 
     def __init__(self) -> None:
-        self.samples = 0
-        self._parts: list[Tensor] = []
+        self.rows = 0
+        self._sums: list[Tensor] = []
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """The first input with a floating dtype."""
-        x = columns_of(tensors)
-        if x is None or self.samples >= MOST or (self._parts and x.shape[1] != self._parts[0].shape[1]):
-            return
-        wide = x.double()
-        counts = wide.new_tensor(float(len(x))).expand(x.shape[1])
-        self._parts.append(
-            torch.stack([counts, wide.sum(0), wide.square().sum(0), (wide != wide.round()).double().sum(0)])
-        )
-        self.samples += rows_of(tensors[0])
+        x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
+        if x is not None and x.numel() and self.rows < MOST:
+            wide = x.double()
+            count = wide.new_tensor(float(wide.numel()))
+            self._sums.append(torch.stack([count, wide.sum(), wide.square().sum(), (wide != wide.round()).sum()]))
+            self.rows += len(x)
 
-    def moments(self) -> tuple[Tensor, Tensor, float]:
-        """Mean and standard deviation of each feature, and the fraction of values that are no whole numbers."""
-        count, total, squares, fractions = torch.stack(self._parts).sum(0).cpu()
+    def read(self) -> tuple[float, float, float]:
+        """Mean, standard deviation, and the fraction of elements that are no whole numbers."""
+        count, total, squares, fractions = torch.stack(self._sums).sum(0).tolist()
         mean = total / count
-        return mean, (squares / count - mean.square()).clamp(min=0).sqrt(), float(fractions.sum() / count.sum())
+        return mean, math.sqrt(max(0.0, squares / count - mean**2)), fractions / count
 
 
-def columns_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The first floating-point input as (rows, features): pixels and positions are rows as well, some of a sample."""
-    x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
-    if x is None or not x.numel():
+def _likeness(trained: _Moments, evaluated: _Moments) -> Likeness | None:
+    if min(trained.rows, evaluated.rows) < LEAST:
         return None
-    if x.dim() in (4, 5):
-        x = x.flatten(2)[:, :, :: max(1, x[0, 0].numel() // 16)].transpose(1, 2).flatten(0, 1)
-    elif x.dim() == 3:
-        x = x[:, :: max(1, x.shape[1] // 16)].flatten(0, 1)
-    return x[:, :FEATURES] if x.dim() == 2 else None
-
-
-def _likeness(trained: InputMoments, evaluated: InputMoments) -> Likeness | None:
-    if min(trained.samples, evaluated.samples) < LEAST:
+    (usual, spread, fractions), (mean, std, others) = trained.read(), evaluated.read()
+    if not spread:
         return None
-    (usual, spread, fractions), (mean, std, others) = trained.moments(), evaluated.moments()
-    varies = spread > 1e-6 * (usual.abs() + spread)
-    if usual.shape != mean.shape or not bool(varies.any()):
-        return None
-    return Likeness(
-        samples=evaluated.samples,
-        shift=float(((mean - usual).abs() / spread)[varies].median()),
-        ratio=float((std / spread)[varies].median()),
-        noise=math.sqrt(1 / evaluated.samples + 1 / trained.samples),
-        is_cut=not fractions and others > 0.5,
-    )
+    is_cut = not fractions and others > 0.5
+    return Likeness(rows=evaluated.rows, shift=abs(mean - usual) / spread, ratio=std / spread, is_cut=is_cut)

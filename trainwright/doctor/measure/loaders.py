@@ -157,11 +157,13 @@ class Loaders(Probe):
         labels, trained = self._labels.facts(), self._training
         names = [each.name for each in fields(EpochRepeat)]
         empty = [{k: v for k, v in each.items() if k in EmptyLoader.__annotations__} for each in self._sources.empty()]
-        overlaps = [{k: v for k, v in each.items() if k != "loader"} for each in self._history.overlaps()]
+        overlaps = [
+            {k: v for k, v in each.items() if k in LoaderOverlap.__annotations__} for each in self._history.overlaps()
+        ]
         facts = LoadersFacts(
             empty=tuple(EmptyLoader(**each) for each in empty),
             repeats=tuple(EpochRepeat(**{name: each[name] for name in names}) for each in self._history.repeats[-4:]),
-            overlaps=tuple(LoaderOverlap(**{**each, "ids": tuple(each["ids"])}) for each in overlaps),
+            overlaps=tuple(LoaderOverlap(**each) for each in overlaps),
             drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.draws),
             restarts=tuple(self._restarts()),
             stale=self._stale,

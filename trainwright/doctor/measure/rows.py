@@ -6,11 +6,13 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainwright.doctor.facts.data import SAME, EvaluatedPart, EvaluatedRows, RowsFacts
 from trainwright.doctor.measure.digests import is_continuous, row_digests
@@ -68,12 +70,13 @@ class Rows(Probe):
     name = RowsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._sites, self._loaders = watched.sites, watched.loaders
+        self._sites = watched.sites
         self._mode: bool | None = None  # of the first model that was trained
         self._steps = self._calls = self._in_step = 0
         self._waiting: list[_Read] = []
         self._seen: set[int] = set()
-        self._rows = self._batch = self._whole = self._one_of = 0
+        self._rows = self._batch = self._one_of = 0
+        self._whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
         self._new: deque[float] = deque(maxlen=8)
         self._is_continuous: bool | None = None
         self._last: list[int] = []
@@ -103,7 +106,7 @@ class Rows(Probe):
         self._begin_source(loader, iterator)
         self._group = []
 
-    def _begin_source(self, loader: Loader, iterator: object) -> _Source:
+    def _begin_source(self, loader: Any, iterator: object) -> _Source:
         dataset = getattr(loader, "dataset", None)
         workers = loader.num_workers if isinstance(dataset, IterableDataset) else 0
         self._num_iterators += 1
@@ -113,13 +116,10 @@ class Rows(Probe):
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         source = self._iterators.get(iterator)
-        if source is None:  # its iterator was made before the watch began
-            dataset = getattr(iterator, "_dataset", None)
-            loader = next((each for each in self._loaders if getattr(each, "dataset", None) is dataset), None)
-            source = self._begin_source(loader, iterator) if isinstance(loader, DataLoader) else None
-        if source is not None:
-            source.fetched += 1
-            self._newest, self._is_fresh = source, True
+        if source is None:  # the iterator was made before the watch began
+            source = self._begin_source(_loader_of(iterator), iterator)
+        source.fetched += 1
+        self._newest, self._is_fresh = source, True
         if torch.is_grad_enabled():
             self._fetched_at = self._calls
             if len(self._fetches) < MOST_BATCHES:
@@ -307,6 +307,13 @@ class Rows(Probe):
             evaluations=tuple(self._evaluations),
         )
         return dict(strict(vars(facts)))
+
+
+def _loader_of(iterator: Any) -> SimpleNamespace:
+    """What is known of the loader of an iterator."""
+    sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+    dataset, workers = getattr(iterator, "_dataset", None), getattr(iterator, "_num_workers", 0)
+    return SimpleNamespace(dataset=dataset, sampler=sampler, num_workers=workers)
 
 
 def _rows_of_base(tensors: Sequence[Tensor]) -> int:

@@ -6,12 +6,9 @@ from trainwright.doctor.remedies import data
 from trainwright.replay.trials import USUAL_STEPS, RegisteredTrial
 
 TRIALS: dict[str, RegisteredTrial] = {
-    "apart_from_evaluation": RegisteredTrial(data.apart_from_evaluation, USUAL_STEPS),
     "causal_mask": RegisteredTrial(data.causal_mask, 3.0),
     "ignore_padding": RegisteredTrial(data.ignore_padding, USUAL_STEPS),
-    "next_token": RegisteredTrial(data.next_token, USUAL_STEPS),
     "standardized_inputs": RegisteredTrial(data.standardized_inputs, USUAL_STEPS),
     "without_column": RegisteredTrial(data.without_column, USUAL_STEPS),
-    "without_samples": RegisteredTrial(data.without_samples, USUAL_STEPS),
 }
 """By the name that findings give."""

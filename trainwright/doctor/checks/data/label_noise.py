@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.check import Compared, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, SampleLabelsFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.doctor.finding import ExperimentRequest
 from trainwright.runlog.records import Where
 
 STEPS, TRIES = 16, 6
@@ -59,7 +59,6 @@ def label_noise(run: RunContext) -> Iterator[Result]:
                 ("samples examined", count),
                 ("loss where the label differs", _median(losses, wrong), _median(losses, right)),
             ],
-            trial=RemedyTrial("without_samples", {"ids": [facts.ids[n] for n in chosen]}),
         )
         return
     if exams:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.data import BatchFacts
+from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 from trainwright.doctor.finding import RemedyTrial
 
-ENOUGH = 256
-"""Samples that are enough in one examination."""
-EXACT = 1e-12
+EXACT, ENOUGH = 1e-12, 48
+"""Variance left within classes that is rounding; samples of an exact column that are enough in one examination."""
 
 
 @check(stage="input", needs=BatchFacts)
@@ -21,7 +20,7 @@ def target_leak(run: RunContext) -> Iterator[Result]:
     Why it matters: training and validation are perfect, and the model is useless where that column is not known yet.
 
     How it is detected: the column is constant within each class and differs between classes, or is a linear function of
-    a numeric target, in two examinations or on 256 samples. The prediction must depend on the column.
+    a numeric target, in two examinations, or exactly on 48 samples. The prediction must depend on the column.
 
     Exceptions: a strong feature still varies within a class.
 
@@ -34,7 +33,7 @@ def target_leak(run: RunContext) -> Iterator[Result]:
     Sources: DLCheck; arXiv 2412.11304.
     """
     exams = [facts for _, facts in run.every(BatchFacts) if facts.leaks]
-    if len(exams) < 2 and not (exams and exams[0].leaks[0].samples >= ENOUGH):
+    if len(exams) < 2 and not (exams and _is_exact(exams[0].leaks[0])):
         yield Compared("the columns of a batch")
         return
     last = {leak.column: leak for leak in exams[-1].leaks}
@@ -50,3 +49,7 @@ def target_leak(run: RunContext) -> Iterator[Result]:
         evidence=[("variance of the column left within classes", leak.within, "> 0"), ("column", leak.column)],
         trial=RemedyTrial("without_column", {"column": leak.column}),
     )
+
+
+def _is_exact(leak: LeakingColumn) -> bool:
+    return leak.within < EXACT and leak.samples >= ENOUGH

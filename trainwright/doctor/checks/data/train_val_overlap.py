@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EvaluatedPart, EvaluatedRows, LoadersFacts, RowsFacts, SharedSamplesFacts
-from trainwright.doctor.finding import RemedyTrial
 
 FEW, PART = 0.01, 0.05
 """Fractions of samples, and of rows, that may be in the data twice."""
@@ -74,7 +73,6 @@ def _by_ids(run: RunContext, facts: LoadersFacts) -> Iterator[Result]:
         symptom=f"{worst.shared / worst.samples:.0%} of the evaluated samples ({worst.shared}) are also trained on",
         sure=0.4 if is_meant else 0.95,
         evidence=[("shared samples", worst.shared, 0), ("evaluated samples", worst.samples)],
-        trial=None if is_meant else RemedyTrial("apart_from_evaluation", {"ids": list(worst.ids)}),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Compared, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
-from trainwright.doctor.finding import RemedyTrial
 from trainwright.runlog.records import Where
 
 SEEN = 1e-3
@@ -54,7 +53,6 @@ def no_shift(run: RunContext) -> Iterator[Result]:
                     ("targets that equal the input there", loss.fraction, 0.0),
                     ("change of scores when only later tokens change", loss.sees, 0.0),
                 ],
-                trial=RemedyTrial("next_token"),
             )
             return
 
