@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from trainwright.doctor.data.facts import RowsFacts
 
 import trainwright as tw
 from tests.rows import each_row
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import RowsFacts
 from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.function.facts import FunctionFacts, GapFacts, InputsFacts

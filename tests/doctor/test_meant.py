@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from trainwright.doctor.vitals.rates import rates_are_positive
 
 import trainwright as tw
 from tests.doctor.law_loops import Change, Loop, broken, found, watched
@@ -18,7 +19,6 @@ from trainwright.doctor.resources.names.held import graph_grows, model_copies
 from trainwright.doctor.vitals.check import scales_hold
 from trainwright.doctor.vitals.facts import Drift, VitalsFacts
 from trainwright.doctor.vitals.names.spikes import gradient_spike
-from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 

@@ -115,7 +115,7 @@ def entropy(y: Tensor) -> float:
 def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
     """Columns of ``x`` that are constant within each class and differ between classes, or that are ``y`` itself.
 
-    ``within`` is the fraction of a column's variance that remains within the classes. Classes of fewer than three samples
+    ``within`` is the fraction of a column's variance left within the classes. Classes of fewer than three samples
     are left out, because a rare feature fits so few by chance; a sample that came again is still one.
     """
     columns, y = _each_once(x.flatten(1).double(), y)

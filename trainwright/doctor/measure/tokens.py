@@ -44,7 +44,7 @@ class Placed:
     at: Tensor
 
     def fraction(self, offset: int) -> float | None:
-        """The fraction of targets that are the token ``offset`` positions later; None where there are too few to tell."""
+        """The fraction of targets that are the token ``offset`` positions later; None where there are too few."""
         length = self.ids.shape[1]
         column = self.at % length + offset
         use = (self.loss.target >= 0) & (column >= 0) & (column < length)

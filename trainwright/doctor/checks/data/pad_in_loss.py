@@ -14,7 +14,7 @@ from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 def pad_in_loss(run: RunContext) -> Iterator[Result]:
     """Padding is counted as a target of the loss.
 
-    Why it matters: padding is the easiest token there is, so the loss looks low and the model spends its gradient on it.
+    Why it matters: padding is the easiest token there is, so the loss looks low, and gradients are spent on it.
 
     How it is detected: one id fills rows up to different lengths. A replay shows a gradient of the loss at outputs deep
     within the padding, where a loss that ignores it has a gradient of exactly 0.

@@ -40,7 +40,7 @@ def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
     elif facts.groups >= GROUPS and facts.equal_groups == facts.groups:
         yield run.finding(
             facts.steps,
-            symptom=f"{facts.workers} batches in a row are equal, {facts.groups} times: every worker yields every sample",
+            symptom=f"{facts.workers} batches in a row are equal, {facts.groups} times: each worker yields all samples",
             evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],
         )
     else:

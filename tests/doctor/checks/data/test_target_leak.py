@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainwright.doctor.data.measure.inputs import leaks
+from tests.doctor.checks.data.loops import exam, said
+from trainwright.doctor.checks.data.target_leak import target_leak
+from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
+from trainwright.doctor.measure.batches import leaks
 
 
 def samples(number: int, column: Tensor, columns: int = 6) -> Tensor:
@@ -16,7 +19,7 @@ def samples(number: int, column: Tensor, columns: int = 6) -> Tensor:
 
 
 def found(x: Tensor, y: Tensor) -> list[object]:
-    return [leak["column"] for leak in leaks(x, y)]
+    return [leak.column for leak in leaks(x, y)]
 
 
 def test_a_column_that_is_another_for_each_class() -> None:
@@ -45,3 +48,15 @@ def test_a_field_of_a_board_with_a_value_of_its_own_is_no_leak() -> None:
     value = torch.tensor([0.1, 0.2])[field % 2].where(field != 3, 0.9)
     x = torch.cat([torch.nn.functional.one_hot(field, 25).float(), samples(400, torch.randn(400))], 1)
     assert found(x, value) == []
+
+
+def leak(step: int, column: int, *, samples: int = 40, within: float = 0.0) -> object:
+    return exam(step, BatchFacts(leaks=(LeakingColumn(column=column, within=within, samples=samples),)))
+
+
+def test_a_leak_is_reported_where_it_is_certain() -> None:
+    assert said(target_leak, leak(1, 3, samples=64)) == ["warning"]
+    assert said(target_leak, leak(1, 3), leak(2, 3)) == ["warning"]
+    assert said(target_leak, leak(1, 3, within=1e-5), leak(2, 3, within=1e-5)) == ["info"]
+    assert not said(target_leak, leak(1, 3))
+    assert not said(target_leak, leak(1, 3), leak(2, 7))

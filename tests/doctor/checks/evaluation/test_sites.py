@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import EvaluationFacts
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.evaluation import EvaluationFacts
 from trainwright.recorder.comparisons import loss_functions
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def evaluations(between: Callable[[Model], object], *, steps: int = 6) -> Evalua
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     kept = None
-    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
         for step in range(steps):
             logits = model(X[:32])
             loss = F.cross_entropy(logits, Y[:32])
@@ -49,7 +49,7 @@ def evaluations(between: Callable[[Model], object], *, steps: int = 6) -> Evalua
                 with torch.no_grad():
                     kept = between(model)
     assert watch.session.failures == []
-    return Case(watch.records).newest(EvaluationFacts)
+    return RunContext(watch.records).latest(EvaluationFacts)
 
 
 def nll(model: Model) -> float:
