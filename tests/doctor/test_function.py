@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trainwright.doctor.data.facts import RowsFacts
+from trainwright.doctor.facts.data import RowsFacts
 
 import trainwright as tw
 from tests.rows import each_row

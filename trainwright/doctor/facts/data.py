@@ -162,7 +162,7 @@ class DrawnSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restarts:
+class LoaderRestarts:
     """Iterators of a loader with ``workers`` worker processes, ``batches`` that all gave, ``length`` of an epoch."""
 
     workers: int
@@ -209,7 +209,7 @@ class LoadersFacts:
     repeats: tuple[EpochRepeat, ...] = ()
     overlaps: tuple[LoaderOverlap, ...] = ()
     drawn: tuple[DrawnSamples, ...] = ()
-    restarts: tuple[Restarts, ...] = ()
+    restarts: tuple[LoaderRestarts, ...] = ()
     stale: StaleAttribute | None = None
     workers: WorkerDraws | None = None
     entropies: tuple[float, ...] = ()
@@ -262,7 +262,7 @@ class LeakingColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padding:
+class PaddedIds:
     """The id that pads rows at their ``side``: its fraction of all ids, and of the rows that have some."""
 
     id: int
@@ -282,7 +282,7 @@ class BatchFacts:
     samples: int = 0
     entropy: float | None = None
     leaks: tuple[LeakingColumn, ...] = ()
-    padding: Padding | None = None
+    padding: PaddedIds | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ class PaddingFacts:
     """The gradient of the loss at outputs deep within the padding, and elsewhere."""
 
     experiment: ClassVar[str] = "padding_in_loss"
-    padding: Padding
+    padding: PaddedIds
     at_padding: float
     elsewhere: float
 

@@ -16,7 +16,7 @@ from trainwright.doctor.facts.data import (
     InputSpread,
     LabelSignalFacts,
     LeakingColumn,
-    Padding,
+    PaddedIds,
     PaddingFacts,
     StandardizedFacts,
 )
@@ -168,7 +168,7 @@ def _smallest(fraction: Tensor, at_most: float) -> list[int]:
     return [i for i in order if fraction[i] <= at_most]
 
 
-def padding(ids: Tensor) -> Padding | None:
+def padding(ids: Tensor) -> PaddedIds | None:
     """The padding id: it fills many rows at their end or start, to different lengths, and hardly occurs elsewhere."""
     for side in ("end", "start"):
         rows = ids if side == "end" else ids.flip(1)
@@ -178,7 +178,7 @@ def padding(ids: Tensor) -> Padding | None:
         inside = int((rows == value).sum()) - int(lengths.sum())
         if filled.double().mean() >= 0.2 and inside <= 0.02 * rows.numel() and len(torch.unique(lengths[filled])) > 1:
             fraction = float(lengths.sum()) / rows.numel()
-            return Padding(id=int(value), side=side, rows=float(filled.double().mean()), fraction=fraction)
+            return PaddedIds(id=int(value), side=side, rows=float(filled.double().mean()), fraction=fraction)
     return None
 
 

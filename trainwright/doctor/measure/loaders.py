@@ -15,8 +15,8 @@ from trainwright.doctor.facts.data import (
     EmptyLoader,
     EpochRepeat,
     LoaderOverlap,
+    LoaderRestarts,
     LoadersFacts,
-    Restarts,
     StaleAttribute,
     WorkerDraws,
 )
@@ -174,10 +174,10 @@ class Loaders(Probe):
         )
         return dict(strict(vars(facts)))
 
-    def _restarts(self) -> Iterator[Restarts]:
+    def _restarts(self) -> Iterator[LoaderRestarts]:
         for loader, each in self._reads.items():
             if loader.num_workers and each.iterators > 1:
-                yield Restarts(
+                yield LoaderRestarts(
                     workers=loader.num_workers,
                     iterators=each.iterators,
                     batches=each.batches,

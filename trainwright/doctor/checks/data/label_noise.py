@@ -37,10 +37,10 @@ def label_noise(run: RunContext) -> Iterator[Result]:
     Sources: arXiv 2412.11304.
     """
     exams, batch = run.every(SampleLabelsFacts), run.latest(BatchFacts)
-    losses = [each.loss for each in run.steps if each.step > run.last_step - STEPS]
-    recent = sum(losses) / max(1, len(losses))
+    recent = [each.loss for each in run.steps if each.step > run.last_step - STEPS]
+    mean = sum(recent) / max(1, len(recent))
     entropy = batch.entropy if batch is not None and (batch.classes or 0) > 1 else None
-    if entropy and run.last_step >= STEPS and LEARNED * entropy < recent < entropy:
+    if entropy and run.last_step >= STEPS and LEARNED * entropy < mean < entropy:
         is_due = exams[-1][0] + STEPS <= run.last_step if exams else not run.was_tried(SampleLabelsFacts)
         if is_due and (run.finished or len(exams) < TRIES):
             yield ExperimentRequest(SampleLabelsFacts.experiment)

@@ -48,7 +48,7 @@ def unnormalised_input(run: RunContext) -> Iterator[Result]:
             yield ExperimentRequest(StandardizedFacts.experiment, step)
         return
     (first, *_, last), (better, *_, end) = trial.unchanged, trial.standardized
-    chance = math.log(facts.classes) if (facts.classes or 0) > 1 else None
+    chance = math.log(facts.classes) if facts.classes and facts.classes > 1 else None
     if chance is not None:
         is_worse = first > 1.5 * chance > better and better < 0.6 * first
     else:
