@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trainwright.doctor.facts.data import RowsFacts
 
 import trainwright as tw
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS
+from trainwright.doctor.facts.data import RowsFacts
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.function.facts import FunctionFacts, GapFacts, InputsFacts
 from trainwright.doctor.law import Holds, NotApplicable

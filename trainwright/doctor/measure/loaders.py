@@ -30,6 +30,8 @@ from trainwright.runlog.json_values import Facts, strict
 
 MOST_SAMPLES = 1 << 17
 """Samples of a larger data set are not counted."""
+OFTEN = 8
+"""Iterators of a loader with workers after which restarts are reported at once."""
 PLAIN = (bool, int, float, str)
 
 
@@ -133,7 +135,8 @@ class Loaders(Probe):
             history.compare(now, self._steps, whole=False)
         again = any(each["equal"] and not each["ascending"] for each in history.repeats)
         few = any(each.draws >= 512 and each.draws >= 32 * len(each.distinct) for each in self._reads.values())
-        signs = {"again": again, "stale": self._stale is not None, "few": few}
+        restarts = any(each.iterators >= OFTEN and each.batches < 2 * each.iterators for each in self._restarts())
+        signs = {"again": again, "stale": self._stale is not None, "few": few, "restarts": restarts}
         return {f"evaluated {number}" for number in history.evaluated} | {name for name, seen in signs.items() if seen}
 
     def _test_workers(self) -> None:
