@@ -16,7 +16,7 @@ ONSET, USUAL = 100, 20
     ("name", "code"),
     [
         ("gradients changed by hand", "law.update.gradients_are_those_made"),
-        ("the same batch", "law.data.batches_vary"),
+        ("the same batch", "data.batches_repeat"),
         ("no rate", "law.vitals.rates_are_positive"),
         ("a rate ten thousand times too large", "gradient.spike"),
     ],

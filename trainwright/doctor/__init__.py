@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
 from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.precision import FAMILY as PRECISION
@@ -16,7 +15,6 @@ from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
 
 FAMILIES: tuple[Family, ...] = (
-    DATA,
     GRADIENT,
     PRECISION,
     PROGRAM,

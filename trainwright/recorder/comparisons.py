@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import CodeType
 from typing import TypeAlias
@@ -34,9 +34,6 @@ JOINS = frozenset(
     | {"pairwise_distance", "cosine_similarity", "logical_and", "bitwise_and", "and"}
 )
 """Functions that a metric written by hand uses to compare outputs with targets."""
-ROW_BY_ROW = frozenset({"argmax", "softmax", "log_softmax", "sigmoid", "exp", "detach", "cpu", "float", "squeeze"})
-"""Functions with one row in the result for each row of an output."""
-CHOOSING = frozenset({"getitem", "index_select"})
 MAX_LOSSES = 512
 """Losses of one evaluation that are kept."""
 
@@ -93,27 +90,15 @@ class EvaluationSites(Listener):
 class Made:
     """How a tensor was made of outputs of a model.
 
-    ``sites`` called the model. ``is_joined``: a function of JOINS has combined it with other data. ``size`` is the
-    number of rows of the output where the tensor has a row for each of them, or for the ``rows`` that were chosen.
+    ``sites`` called the model. ``is_joined``: a function of JOINS has combined it with other data.
     """
 
     sites: frozenset[Site]
     is_joined: bool = False
-    size: int = 0
-    rows: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedRows:
-    """``targets`` that were compared with the chosen ``rows`` of an output of ``size`` rows."""
-
-    size: int
-    rows: Tensor
-    targets: Tensor
 
 
 class ComparedOutputs(PausableMode):
-    """Follows what is made of the outputs of a model while it runs. Holds no tensor but 0-d losses and chosen rows.
+    """Follows what is made of the outputs of a model while it runs. Holds no tensor but 0-d losses.
 
     ``losses`` are the means over a batch that torch's loss functions, or the model, returned.
     """
@@ -131,7 +116,6 @@ class ComparedOutputs(PausableMode):
         self._own.clear()
         self._generating: set[Site] = set()  # whose outputs are inputs again, as of a sampler
         self.losses: list[Tensor] = []
-        self.comparisons: list[ComparedRows] = []
 
     @property
     def are_there(self) -> bool:
@@ -149,7 +133,7 @@ class ComparedOutputs(PausableMode):
         if any(self._made(each) for each in given):
             self._generating.add(site)
         for each in tensors:
-            self._remember(each, Made(frozenset({site}), size=len(each) if each.dim() else 0))
+            self._remember(each, Made(frozenset({site})))
         is_loss = [each for each in tensors if not each.dim() and each.is_floating_point()]
         if is_loss and len(given) > 1:
             self._sites.add({site})
@@ -184,22 +168,16 @@ class ComparedOutputs(PausableMode):
         is_equality = name in EQUALITY and any(each.numel() > 1 or inputs[0].numel() == 1 for each in targets)
         if targets and (is_loss or is_equality):
             self._sites.add(sites)
-            self._keep_comparison(made[0], targets[0])
             if is_loss:
                 targets_per_loss = targets[0].numel() if kwargs.get("reduction") == "sum" else 1
                 self._keep_loss(result, targets_per_loss)
         is_joined |= name in JOINS and any(each.dim() for each in targets)
-        of_rows = _rows_after(name, made[0], targets) if len(made) == 1 else Made(sites)
         for each in [inputs[0]] if name == "setitem" else tensors_of(result, 2):
-            self._remember(each, replace(of_rows, sites=sites, is_joined=is_joined))
+            self._remember(each, Made(sites, is_joined))
 
     def _keep_loss(self, loss: object, num_targets: int = 1) -> None:
         if isinstance(loss, Tensor) and not loss.dim() and len(self.losses) < MAX_LOSSES:
             self.losses.append(loss.detach() / num_targets)
-
-    def _keep_comparison(self, made: Made, targets: Tensor) -> None:
-        if made.rows is not None and targets.shape == made.rows.shape:
-            self.comparisons.append(ComparedRows(made.size, made.rows, targets.cpu()))
 
     def _remember(self, tensor: Tensor, made: Made) -> None:
         key = id(tensor)
@@ -216,24 +194,6 @@ class ComparedOutputs(PausableMode):
     def _is_own(self, tensor: Tensor) -> bool:
         reference = self._own.get(id(tensor))
         return reference is not None and reference() is tensor
-
-
-def _rows_after(name: str, made: Made, others: list[Tensor]) -> Made:
-    """Which rows of the output the result has, where it still has a row for each."""
-    if name in ROW_BY_ROW:
-        return made
-    if name in CHOOSING and made.size and made.rows is None and others:
-        rows = chosen_rows(others[-1])
-        return replace(made, rows=rows) if rows is not None else Made(made.sites)
-    return Made(made.sites)
-
-
-def chosen_rows(index: object) -> Tensor | None:
-    """The numbers of the rows that an index of one dimension chooses."""
-    if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
-        return None
-    rows = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-    return rows.cpu() if len(rows) and bool((rows >= 0).all()) else None
 
 
 def _leaves(value: object, depth: int = 3) -> list[Tensor]:

@@ -212,6 +212,11 @@ def _order_of(loader: Loader) -> Facts:
     }
 
 
+def shuffles(loader: Loader) -> bool:
+    """Whether its sampler draws another order in each epoch."""
+    return bool(_order_of(loader)["random"])
+
+
 def _facts(loader: Loader) -> Facts:
     return {
         "samples": length_of(getattr(loader, "dataset", None)),

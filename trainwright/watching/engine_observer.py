@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from trainwright.doctor.data.facts import SharedSamplesFacts
-from trainwright.doctor.data.measure.shared_samples import shared_samples
+from trainwright.doctor.facts.data import SharedSamplesFacts
 from trainwright.doctor.measure.loss_calls import LossListener
+from trainwright.doctor.measure.shared_samples import shared_samples
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import SILENT, StepWitness
@@ -43,8 +43,8 @@ from trainwright.watching.schedule import AT_ONCE, SHORT_S, ExaminationSchedule,
 from trainwright.watching.unexamined import keep_rest
 from trainwright.watching.unjudged import PlainNumbers, Unjudged, are_calm, warned_of_spikes
 
-NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
-"""Probes of what happens outside of the steps: our engine loads weights and batches itself."""
+NEEDS_A_LIVE_LOOP = {"loaded"}
+"""Probes of what happens outside of the steps: the engine loads weights itself."""
 
 
 class EngineSession:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainwright.doctor.data import measure as data
-from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers its trials
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
@@ -39,7 +37,6 @@ class Measures(NamedTuple):
 
 
 MEASURES: tuple[Measures, ...] = (
-    Measures(data.probes, needs_live_loop=True),
     Measures(precision.probes, needs_live_loop=True),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),

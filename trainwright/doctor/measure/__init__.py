@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.doctor.measure import loss_calls, loss_terms
+from trainwright.doctor.measure import batches, loss_calls, loss_terms, tokens
 from trainwright.doctor.measure.averages import Averages
+from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
 from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaded import LoadedWeights
+from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.modules import Modules
+from trainwright.doctor.measure.rows import Rows
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.still_weights import other_rates, still_weights
+from trainwright.doctor.measure.targets import Targets
 from trainwright.doctor.measure.ties import TiesProbe
 from trainwright.doctor.measure.weights import MovingWeights
 from trainwright.doctor.measure.wiring import activation_between, integrity, structure
@@ -26,12 +30,16 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     LayerLooks,
     Modules,
     MovingWeights,
+    Targets,
     TiesProbe,
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Averages,
+    Evaluations,
     LoadedWeights,
+    Loaders,
+    Rows,
     Steadiness,
 )
 """Those to which steps of the engine that are replayed show nothing."""
@@ -50,5 +58,11 @@ REPLAYS: tuple[Experiment, ...] = (
     unused_inputs,
     loss_calls.loss_calls,
     loss_terms.loss_terms,
+    batches.batch,
+    batches.label_signal,
+    batches.padding_in_loss,
+    batches.standardized_inputs,
+    tokens.sample_labels,
+    tokens.tokens,
 )
 """In any order: the cheap and the telling ones run first."""

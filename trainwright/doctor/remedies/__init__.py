@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.remedies import loss, model
+from trainwright.doctor.remedies import data, loss, model
 from trainwright.replay.trials import USUAL_STEPS, RegisteredTrial
 
 TRIALS: dict[str, RegisteredTrial] = {
@@ -27,5 +27,9 @@ TRIALS: dict[str, RegisteredTrial] = {
     "second_softmax": RegisteredTrial(loss.second_softmax, 3.0),
     "targets_in_range": RegisteredTrial(loss.targets_in_range, USUAL_STEPS),
     "turned_sign": RegisteredTrial(loss.turned_sign, USUAL_STEPS),
+    "causal_mask": RegisteredTrial(data.causal_mask, 3.0),
+    "ignore_padding": RegisteredTrial(data.ignore_padding, USUAL_STEPS),
+    "standardized_inputs": RegisteredTrial(data.standardized_inputs, USUAL_STEPS),
+    "without_column": RegisteredTrial(data.without_column, USUAL_STEPS),
 }
 """By the name that findings give."""

@@ -4,36 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Result, check
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.function import FunctionFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
-from trainwright.runlog.records import Where
+from trainwright.doctor.facts.data import BatchFacts, TokensFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+
+SEEN = 1e-3
+"""Change of a score, in standard deviations of the scores, that is too large for rounding."""
+TRIES = 2
+"""Examinations: at first a model may not depend on its input yet."""
 
 
-@check(stage="forward", severity="critical", confidence=0.9, needs=FunctionFacts, explains=("data.target_leak",))
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.95,
+    needs=BatchFacts,
+    explains=("data.target_leak", "model.past_sees_future"),
+)
 def future_leak(run: RunContext) -> Iterator[Result]:
-    """The model sees the inputs that it has to predict.
+    """A causal model sees the tokens that it has to predict.
 
-    Why it matters: the loss falls far too low, and the model cannot generate.
+    Why it matters: training and validation loss are far too low, and generation is bad, since there is no future to
+    look at.
 
-    How it is detected: where the target is the next input, the second half of a row is replaced in eval mode, and the
-    outputs of the first half change by more than rounding.
+    How it is detected: the targets are the next tokens, and in eval mode scores change when only tokens after their
+    position are replaced. Only positions whose target counts are compared, so a prefix may be seen as a whole.
 
-    Usual cause: a causal mask is missing or off by one; a bidirectional layer, symmetric padding, or a norm over time.
+    Usual cause: the causal mask is missing or off by one; a bidirectional layer, symmetric padding of a convolution, or
+    a norm over time.
 
-    Fix: `F.scaled_dot_product_attention(q, k, v, is_causal=True)`; pad convolutions on the left only.
+    Looks like: loss.no_shift, where the target stands at the same position of the input.
+
+    Fix: `scaled_dot_product_attention(q, k, v, is_causal=True)`; convolutions padded on the left only.
     """
-    facts = run.latest(FunctionFacts)
-    if facts is None or facts.future is None:
-        yield NotApplicable("no target is the next input")
-    elif facts.future.is_real:
-        found = facts.future
-        yield run.finding(
-            run.last_step,
-            symptom=f"outputs change when only later inputs do, first in {in_words(found.module)}",
-            where=Where(module=found.module),
-            since_step=1,
-            evidence=[("change of early outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
-            trial=RemedyTrial("causal_mask"),
-        )
+    batch, exams = run.latest(BatchFacts), run.every(TokensFacts)
+    if batch is None or (batch.classes or 0) < 2 or not any(x.mean is None and len(x.shape) == 2 for x in batch.inputs):
+        yield NotApplicable("the model gets no tokens, or predicts no classes")
+        return
+    is_new = exams[-1][0] < run.last_step if exams else not run.was_tried(TokensFacts)
+    if len(exams) < TRIES and is_new:
+        yield ExperimentRequest(TokensFacts.experiment)
+    for step, facts in exams:
+        for loss in facts.losses:
+            if loss.offset != 1 or loss.sees is None or loss.sees <= SEEN:
+                continue
+            yield run.finding(
+                step,
+                symptom=f"earlier scores change by {loss.sees:.2g} standard deviations when only tokens from place "
+                f"{loss.start} on are replaced",
+                evidence=[
+                    ("change of earlier scores, in deviations", loss.sees, 0.0),
+                    ("targets that are the next token", loss.fraction, 1.0),
+                ],
+                trial=RemedyTrial("causal_mask"),
+            )
+            return
+    if exams:
+        yield Compared("scores before and after later tokens changed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import RowsFacts
+from trainwright.doctor.facts.data import RowsFacts
 from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where

@@ -1,0 +1,199 @@
+"""Checks of the inputs and labels of a replayed step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.doctor.checks.data.loops import exam, requested, results, said, steps
+from trainwright.doctor.checks.data.constant_input import constant_input
+from trainwright.doctor.checks.data.double_normalised import double_normalised
+from trainwright.doctor.checks.data.label_feature_misaligned import label_feature_misaligned
+from trainwright.doctor.checks.data.label_noise import label_noise
+from trainwright.doctor.checks.data.label_out_of_range import label_out_of_range
+from trainwright.doctor.checks.data.pad_in_loss import pad_in_loss
+from trainwright.doctor.checks.data.padding_idx_of_real_token import padding_idx_of_real_token
+from trainwright.doctor.checks.data.token_ids_wrapped import token_ids_wrapped
+from trainwright.doctor.checks.data.unnormalised_input import unnormalised_input
+from trainwright.doctor.facts.data import (
+    BatchFacts,
+    InputSpread,
+    LabelSignalFacts,
+    PaddedIds,
+    PaddingFacts,
+    SampleLabelsFacts,
+    StandardizedFacts,
+    TargetsFacts,
+)
+from trainwright.runlog.records import Examined
+
+
+def spread(mean: float, std: float, *, constant: bool = False, shape: tuple[int, ...] = (64, 20)) -> InputSpread:
+    return InputSpread(shape=shape, constant=constant, mean=mean, std=std, absmax=abs(mean) + 3 * std)
+
+
+def batch(*inputs: InputSpread, **more: Any) -> Examined:
+    return exam(1, BatchFacts(inputs=inputs, classes=10, targets_vary=True, **more))
+
+
+def trial(unchanged: tuple[float, ...], standardized: tuple[float, ...]) -> Examined:
+    return exam(1, StandardizedFacts(unchanged=unchanged, standardized=standardized))
+
+
+HELPS = trial((24.0, 20.0), (2.4, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("x", "replayed", "severities"),
+    [
+        (spread(110.0, 40.0), HELPS, ["warning"]),
+        (spread(0.0, 300.0), HELPS, ["warning"]),
+        (spread(110.0, 40.0), trial((24.0, 20.0), (19.0, 15.0)), []),
+        (spread(0.5, 0.3), HELPS, []),
+    ],
+    ids=["pixels", "large deviation", "weights are too large", "digits in 0..1"],
+)
+def test_large_inputs(x: InputSpread, replayed: Examined, severities: list[str]) -> None:
+    assert said(unnormalised_input, batch(x), replayed) == severities
+
+
+def test_large_inputs_are_replayed_first() -> None:
+    assert requested(unnormalised_input, batch(spread(110.0, 40.0))) == ["standardized"]
+    assert not requested(unnormalised_input, batch(spread(0.5, 0.3)))
+
+
+@pytest.mark.parametrize(
+    ("x", "standardized", "severities"),
+    [
+        (spread(-1.0, 0.004), (2.33, 1.90), ["warning"]),
+        (spread(0.0, 0.003), (2.33, 1.90), ["warning"]),
+        (spread(-1.0, 0.004), (2.31, 2.30), []),
+        (spread(0.0, 0.3), (2.33, 1.90), []),
+    ],
+    ids=["around an offset", "tiny", "normalised inside of the model", "usual"],
+)
+def test_inputs_that_hardly_vary(x: InputSpread, standardized: tuple[float, ...], severities: list[str]) -> None:
+    assert said(double_normalised, batch(x), trial((2.31, 2.30), standardized)) == severities
+
+
+def test_a_constant_input_beside_one_that_varies_is_fine() -> None:
+    same = spread(0.0, 0.0, constant=True)
+    assert said(constant_input, batch(same)) == ["critical"]
+    assert said(constant_input, batch(same, same)) == ["critical"]
+    assert not said(constant_input, batch(same, spread(0.0, 1.0)))
+    assert said(constant_input, batch(spread(0.0, 0.0, constant=True, shape=(64, 1)))) == ["info"]
+
+
+@pytest.mark.parametrize(("gradient", "found"), [(0.002, 1), (1e-5, 1), (0.0, 0), (1e-12, 0)])
+def test_padding_counts_if_the_loss_has_a_gradient_there(gradient: float, found: int) -> None:
+    padding = PaddedIds(id=0, side="end", rows=0.9, fraction=0.4)
+    padded = batch(padding=padding)
+    assert requested(pad_in_loss, padded) == ["padding_in_loss"]
+    facts = PaddingFacts(padding=padding, at_padding=gradient, elsewhere=0.002)
+    assert len(said(pad_in_loss, padded, exam(1, facts))) == found
+
+
+@pytest.mark.parametrize(
+    ("deviations", "memorized", "found"), [(0.3, 0.5, 1), (2.0, 1.0, 1), (9.0, 0.5, 0), (0.3, 2.29, 0)]
+)
+def test_labels_of_other_samples(deviations: float, memorized: float, found: int) -> None:
+    seen = exam(32, BatchFacts(classes=10, entropy=2.29, samples=1024))
+    signal = exam(32, LabelSignalFacts(samples=1024, deviations=deviations, memorized=(2.3, memorized)))
+    assert requested(label_feature_misaligned, *steps(2.3, 32), seen) == ["label_signal"]
+    assert not requested(label_feature_misaligned, *steps(1.3, 32), seen)
+    assert len(said(label_feature_misaligned, *steps(2.3, 32), seen, signal)) == found
+
+
+def labels(wrong: int, rank: int, sure: float, *, count: int = 256, classes: int = 10) -> Examined:
+    """Every so many-th label contradicts the model, and is its choice number ``rank``."""
+    is_wrong = [n % wrong == 0 for n in range(count)]
+    facts = SampleLabelsFacts(
+        classes=classes,
+        ids=tuple(range(count)),
+        rank=tuple((2 + n % (classes - 2) if rank < 0 else rank) if each else 0 for n, each in enumerate(is_wrong)),
+        sure=tuple((sure if each else 0.85) + n % 7 / 100 for n, each in enumerate(is_wrong)),
+        loss=tuple(3.0 if each else 0.1 for each in is_wrong),
+    )
+    return exam(32, facts)
+
+
+@pytest.mark.parametrize(
+    ("record", "severities"),
+    [
+        (labels(4, -1, 0.85), ["warning"]),
+        (labels(3, 5, 0.85), ["warning"]),
+        (labels(4, 1, 0.85), []),
+        (labels(4, -1, 0.5), []),
+        (labels(64, -1, 0.85), []),
+    ],
+    ids=["a quarter", "a third", "second choices", "hard samples", "few"],
+)
+def test_labels_that_contradict_a_confident_model(record: Examined, severities: list[str]) -> None:
+    assert said(label_noise, record) == severities
+
+
+def test_labels_are_examined_where_the_loss_has_fallen_part_of_the_way() -> None:
+    seen = exam(32, BatchFacts(classes=10, entropy=2.29, samples=1024))
+    assert requested(label_noise, *steps(1.2, 32), seen) == ["sample_labels"]
+    assert not requested(label_noise, *steps(0.01, 32), seen)
+    assert not requested(label_noise, *steps(1.2, 8), seen)
+
+
+@pytest.mark.parametrize(("low", "high", "found"), [(-1.0, 1.0, 1), (0.0, 255.0, 1), (0.0, 1.0, 0), (0.1, 0.9, 0)])
+def test_targets_of_a_binary_loss(low: float, high: float, found: int) -> None:
+    facts = TargetsFacts(targets=64, largest=-1, lowest=low, highest=high)
+    assert len(said(label_out_of_range, exam(1, facts))) == found
+
+
+@pytest.mark.parametrize(("low", "samples"), [(1.0, (8, 5)), (0.0, (8, 5))], ids=["counted from 1", "one too many"])
+def test_labels_that_are_no_classes_are_named(low: float, samples: tuple[int, ...]) -> None:
+    labels = {"shape": [4], "dtype": "int64", "min": low, "max": 10.0, "values": [3, 10, 1, 10]}
+    values = {
+        "error": "IndexError: Target 10 is out of bounds.",
+        "ids": [[7, 8, 9, 5]],
+        "failed": {"op": "cross_entropy", "arguments": ["Slot", labels, -100]},
+    }
+    (found,) = results(label_out_of_range, Examined(time_s=0.0, step=1, experiment="unfinished", values=values))
+    assert found.found.where.sample_ids == samples
+    assert ("counted from 1" in found.found.cause) == (low == 1.0)
+
+
+def test_another_error_is_no_label() -> None:
+    values = {"error": "KeyboardInterrupt: ", "ids": []}
+    assert not results(label_out_of_range, Examined(time_s=0.0, step=1, experiment="unfinished", values=values))
+
+
+@pytest.mark.parametrize(
+    ("largest", "classes", "targets", "found"),
+    [
+        (255, 400, 20_000, 1),
+        (65535, 119_547, 2_000_000, 1),
+        (254, 400, 20_000, 0),
+        (255, 259, 20_000, 0),
+        (127, 256, 20_000, 0),
+        (255, 400, 2_000, 0),
+    ],
+    ids=["uint8", "uint16", "no boundary", "special tokens", "ascii", "too few"],
+)
+def test_ids_that_wrap(largest: int, classes: int, targets: int, found: int) -> None:
+    facts = exam(9, TargetsFacts(targets=targets, largest=largest))
+    assert len(said(token_ids_wrapped, facts, exam(9, BatchFacts(classes=classes)))) == found
+
+
+@pytest.mark.parametrize(
+    ("embedding", "inside", "counted", "found"),
+    [
+        ("wte", 0.15, 0.15, 1),
+        ("encoder.words", 0.03, 0.05, 1),
+        ("wte", 0.0, 0.3, 0),
+        ("wte", 0.2, 0.0, 0),
+        (None, 0, 0, 0),
+    ],
+    ids=["space", "rare", "at the ends", "never a target", "without"],
+)
+def test_padding_idx_of_a_real_token(embedding: str | None, inside: float, counted: float, found: int) -> None:
+    facts = TargetsFacts(
+        targets=999, largest=50, embedding=embedding, padding=0, inside=float(inside), padding_targets=float(counted)
+    )
+    assert len(said(padding_idx_of_real_token, exam(9, facts))) == found

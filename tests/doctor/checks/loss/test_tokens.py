@@ -1,0 +1,85 @@
+"""Targets that are tokens of the input: not shifted, seen by the model, or without the end of texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.doctor.checks.data.loops import exam, requested, said
+from trainwright.doctor.checks.loss.eos_ignored import eos_ignored
+from trainwright.doctor.checks.loss.no_shift import no_shift
+from trainwright.doctor.checks.model.future_leak import future_leak
+from trainwright.doctor.facts.data import BatchFacts, InputSpread, TextEnds, TokenLoss, TokensFacts
+from trainwright.doctor.measure.batches import padding
+from trainwright.runlog.records import Examined
+
+
+def tokens(offset: int, **more: Any) -> Examined:
+    loss = TokenLoss(**{"offset": offset, "fraction": 1.0, "sees": 0.0, "start": 12} | more)
+    return exam(1, TokensFacts(losses=(loss,)))
+
+
+BATCH = exam(1, BatchFacts(inputs=(InputSpread(shape=(8, 16), constant=False),), classes=30))
+TABLE = exam(1, BatchFacts(inputs=(InputSpread(shape=(8, 16), constant=False, mean=0.0, std=1.0),), classes=30))
+
+
+@pytest.mark.parametrize(
+    ("record", "severities"),
+    [
+        (tokens(0), ["critical"]),
+        (tokens(0, given=1.2), ["critical"]),
+        (tokens(2), ["critical"]),
+        (tokens(-1), ["info"]),
+        (tokens(1), []),
+        (tokens(0, given=0.0), []),
+        (tokens(0, sees=0.4), []),
+    ],
+    ids=["same token", "depends on it", "shifted twice", "repeats", "next token", "model shifts", "autoencoder"],
+)
+def test_targets_that_are_not_the_next_token(record: Examined, severities: list[str]) -> None:
+    assert said(no_shift, record) == severities
+
+
+@pytest.mark.parametrize(
+    ("record", "severities"),
+    [
+        (tokens(1, sees=0.4), ["critical"]),
+        (tokens(1, sees=0.01), ["critical"]),
+        (tokens(1), []),
+        (tokens(0, sees=0.4), []),
+        (tokens(1, sees=None), []),
+    ],
+)
+def test_scores_that_see_later_tokens(record: Examined, severities: list[str]) -> None:
+    assert said(future_leak, BATCH, record) == severities
+
+
+def test_tokens_are_examined_where_there_are_some() -> None:
+    assert requested(future_leak, BATCH) == ["tokens"]
+    assert not requested(future_leak, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("counts", "severities"),
+    [
+        ({"within": 32}, ["warning"]),
+        ({"attended": 32}, ["warning"]),
+        ({}, []),
+        ({"within": 32, "targets": 5}, []),
+    ],
+    ids=["between targets", "attended", "padding only", "is a target"],
+)
+def test_ends_that_are_never_a_target(counts: dict[str, int], severities: list[str]) -> None:
+    ends = TextEnds(**{"id": 0, "within": 0, "attended": 0, "targets": 0, "rows": 32} | counts)
+    assert said(eos_ignored, tokens(1, ends=ends)) == severities
+
+
+def test_padding_fills_rows_to_different_lengths() -> None:
+    ids = torch.randint(1, 9, (16, 12), generator=torch.Generator().manual_seed(0))
+    lengths = torch.arange(16)[:, None] % 8 + 3
+    found = padding(ids.masked_fill(torch.arange(12) >= lengths, 0))
+    assert found is not None and (found.id, found.side) == (0, "end")
+    assert padding(ids) is None
+    assert padding(ids.masked_fill(torch.arange(12) >= 9, 0)) is None, "every row has the same length"

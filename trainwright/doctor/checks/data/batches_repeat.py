@@ -1,0 +1,64 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import SAME, RowsFacts
+from trainwright.doctor.finding import Finding
+
+MICRO = 3
+"""Equal micro-batches of a step: two may be two views of one batch, as in SAM."""
+
+
+@check(stage="input", needs=RowsFacts)
+def batches_repeat(run: RunContext) -> Iterator[Result]:
+    """Step after step trains on the same batch.
+
+    Why it matters: the model memorizes one batch; the rest of the data set is never read.
+
+    How it is detected: a hash of the rows that reach the model. 8 steps in a row have the same rows, and the data set
+    has more; or all micro-batches of a step are equal, in half of the steps.
+
+    Exceptions: the batch is the whole data set. A loop that makes several updates on each batch.
+
+    Usual cause: the batch is fetched once before the loop, as by `next(iter(loader))`, or the index of the batch or
+    micro-batch does not advance.
+
+    Looks like: data.same_order_every_epoch, data.samples_never_drawn.
+
+    Fix: iterate over the loader, and use what each iteration returns.
+
+        for x, y in loader:
+            ...
+    """
+    facts = run.latest(RowsFacts)
+    if facts is None or facts.steps < SAME:
+        return
+    is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
+    if facts.same >= SAME - 1 and is_stuck and facts.whole > facts.batch:
+        yield _same_batch(run, facts)
+    elif facts.micro >= MICRO and 2 * facts.micro_steps >= min(facts.steps, SAME):
+        yield run.finding(
+            facts.steps,
+            symptom=f"all {facts.micro} micro-batches of a step are the same rows, in {facts.micro_steps} steps",
+            sure=0.8,
+            evidence=[("equal micro-batches in a step", facts.micro, 1)],
+        )
+    elif facts.same >= SAME - 1:
+        yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")
+    else:
+        yield Compared(f"{facts.distinct} rows in {facts.steps} steps")
+
+
+def _same_batch(run: RunContext, facts: RowsFacts) -> Finding:
+    count = facts.same + 1
+    return run.finding(
+        facts.steps,
+        symptom=f"{count} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} rows of "
+        f"{facts.whole}",
+        since_step=max(1, facts.same_to - facts.same),
+        evidence=[("rows that were trained on", facts.distinct, facts.whole)],
+    )

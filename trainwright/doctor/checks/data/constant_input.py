@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts
+
+SAMPLES = 4
+CONSEQUENCES = ("data.label_feature_misaligned", "data.label_noise", "grad.vanishing", "opt.lr_too_low")
+
+
+@check(stage="input", severity="critical", confidence=0.95, needs=BatchFacts, explains=CONSEQUENCES)
+def constant_input(run: RunContext) -> Iterator[Result]:
+    """All samples of the batch are equal, and their targets differ.
+
+    Why it matters: the outputs are the same for all samples, so the model can learn nothing but the average target.
+
+    How it is detected: the variance of every input over the batch is exactly 0.
+
+    Exceptions: an input of one number, for a model that has no inputs (info).
+
+    Usual cause: integer arithmetic, such as `(x / 255).to(torch.uint8)`, which is 0 almost everywhere.
+
+    Looks like: data.double_normalised, where a small variance is left.
+
+    Fix: cast before dividing, `x.float() / 255`, and look at `(x[0] - x[1]).abs().max()` behind the loader.
+    """
+    facts = run.latest(BatchFacts)
+    if facts is None or not facts.inputs or facts.inputs[0].shape[0] < SAMPLES:
+        return
+    if not facts.targets_vary or not all(each.constant for each in facts.inputs):
+        yield Compared(f"{facts.inputs[0].shape[0]} samples")
+        return
+    zeros = all(each.absmax == 0.0 for each in facts.inputs)
+    is_dummy = all(math.prod(each.shape[1:]) == 1 for each in facts.inputs)
+    yield run.finding(
+        run.last_step,
+        severity="info" if is_dummy else "critical",
+        symptom=f"all {facts.inputs[0].shape[0]} samples of the batch are "
+        + ("zeros" if zeros else "equal")
+        + ", with different targets",
+        evidence=[("variance across the batch", 0.0, "> 0")],
+        explains=("model.dead_relu", "model.dead", "init.symmetric"),
+    )

@@ -1,0 +1,58 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
+from trainwright.doctor.finding import ExperimentRequest
+
+STEPS, RECENT = 24, 16
+SIGNAL = 2.5
+"""Standard deviations above chance that are no information about the labels."""
+
+
+@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("data.label_noise", "opt.lr_too_low"))
+def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
+    """Inputs and labels do not belong together.
+
+    Why it matters: the loss stays at the entropy of the labels. No architecture and no learning rate helps.
+
+    How it is detected: the loss stays above 0.9 of that entropy, simple learners find no information about the labels
+    in hundreds of samples, and the model does memorize a single batch in a replay.
+
+    Usual cause: one of the two was shuffled, filtered or sorted without the other.
+
+    Looks like: data.label_noise, where part of the labels is right.
+
+    Fix: index both by one permutation, sort file lists on both sides, and look at ten pairs behind the loader.
+
+        order = torch.randperm(len(x)); x, y = x[order], y[order]
+
+    Sources: TheDeepChecker (Ben Braiek and Khomh).
+    """
+    facts = run.latest(BatchFacts)
+    losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT]
+    if facts is None or not facts.classes or not facts.entropy or facts.samples < max(256, 30 * facts.classes):
+        yield NotApplicable("too few samples with classes are known")
+        return
+    recent = sum(losses) / max(1, len(losses))
+    if run.last_step < STEPS or len(losses) < RECENT or recent < 0.9 * facts.entropy:
+        yield Compared(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
+        return
+    if not run.was_tried(LabelSignalFacts):
+        yield ExperimentRequest(LabelSignalFacts.experiment)
+    signal = run.latest(LabelSignalFacts)
+    if signal is None or signal.deviations > SIGNAL or not signal.memorized[-1] < 0.8 * signal.memorized[0]:
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"the loss after {run.last_step} steps is {recent:.3g}; to know only the frequency of each class gives "
+        f"{facts.entropy:.3g}",
+        evidence=[
+            (f"how far {signal.samples} samples predict labels above chance, in deviations", signal.deviations, "> 3"),
+            ("loss when one batch is repeated", [signal.memorized[0], signal.memorized[-1]]),
+        ],
+    )

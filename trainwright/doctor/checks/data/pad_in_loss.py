@@ -1,0 +1,54 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+
+
+@check(stage="label", needs=BatchFacts)
+def pad_in_loss(run: RunContext) -> Iterator[Result]:
+    """Padding is counted as a target of the loss.
+
+    Why it matters: padding is the easiest token there is, so the loss looks low, and gradients are spent on it.
+
+    How it is detected: one id fills rows up to different lengths. A replay shows a gradient of the loss at outputs deep
+    within the padding, where a loss that ignores it has a gradient of exactly 0.
+
+    Usual cause: the loss does not ignore the padding id; the default of `ignore_index` is -100.
+
+    Looks like: loss.eos_ignored, the opposite: a true token that is never a target.
+
+    Fix: `ignore_index=pad_id` in the loss, or labels of -100 at padding.
+
+        labels = ids.masked_fill(attention_mask == 0, -100)
+
+    Sources: huggingface/trl#1623.
+    """
+    padded = next(((step, facts) for step, facts in run.every(BatchFacts) if facts.padding), None)
+    if padded is None:
+        yield NotApplicable("the inputs have no padding")
+        return
+    if not run.was_tried(PaddingFacts):
+        yield ExperimentRequest(PaddingFacts.experiment, padded[0])
+        return
+    facts = run.latest(PaddingFacts)
+    if facts is None:
+        return
+    if facts.at_padding <= 1e-6 * facts.elsewhere:
+        yield Compared(f"the gradient of the loss at padding, id {facts.padding.id}")
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"{facts.padding.fraction:.0%} of the tokens are padding (id {facts.padding.id}), and the loss counts "
+        "them as targets",
+        evidence=[
+            ("gradient of the loss at outputs within padding", facts.at_padding, 0),
+            ("gradient elsewhere", facts.elsewhere),
+        ],
+        trial=RemedyTrial("ignore_padding", {"pad": facts.padding.id}),
+    )

@@ -1,0 +1,38 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import LoadersFacts
+
+
+@check(stage="input", confidence=0.85, needs=LoadersFacts)
+def persistent_workers_stale(run: RunContext) -> Iterator[Result]:
+    """An attribute of the data set changed after its persistent workers had started, and they do not see it.
+
+    Why it matters: each worker holds a copy of the data set from when it started. Augmentation that is switched off,
+    or an epoch number that is set, has no effect.
+
+    How it is detected: public attributes with plain values, of the data set and its transforms, when the workers of a
+    loader with `persistent_workers=True` start, and at each later epoch.
+
+    Usual cause: `dataset.attribute = value` between epochs, with `persistent_workers=True`: the workers keep stale
+    copies of the data set.
+
+    Fix: `persistent_workers=False`, or a new loader after the change, or a value in shared memory:
+    `multiprocessing.Value`.
+
+    Sources: jizhishutong/YOLOU#29, LibreYOLO PR 775, CondadosAI/modern-yolonas PR 58.
+    """
+    facts = run.latest(LoadersFacts)
+    if facts is not None and (stale := facts.stale) is not None:
+        yield run.finding(
+            max(1, stale.step),
+            symptom=f"{stale.name} changed from {stale.before} to {stale.now} before step {stale.step}; the persistent "
+            f"workers still have {stale.before}",
+            since_step=stale.step,
+            evidence=[(stale.name, stale.before, stale.now)],
+        )

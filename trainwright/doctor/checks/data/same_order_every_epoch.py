@@ -1,0 +1,73 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
+
+FEW = 16
+"""Samples whose random order repeats by chance once in 16! times."""
+PERIOD, BATCHES = 4, 8
+"""Batches that come back in turn, and how many of them have to come back."""
+
+
+@check(stage="input", confidence=0.95)
+def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
+    """Each epoch has the same batches in the same order, although the loader shuffles.
+
+    Why it matters: the same samples always share a batch, and random augmentation is not drawn again.
+
+    How it is detected: the sample ids of two epochs are equal, in an order that is not that of the data set; or, by
+    the content of the rows, 8 batches in a row come back while the shuffling loader that gave them is not read.
+
+    Exceptions: a sampler of the user's own may have a fixed order on purpose (info).
+
+    Usual cause: the generator is seeded again in each epoch, `set_epoch` is missing, or `itertools.cycle(loader)`
+    keeps the batches of the first epoch and repeats them.
+
+    Looks like: data.batches_repeat, data.unshuffled.
+
+    Fix: seed once before the first epoch, call `sampler.set_epoch(epoch)` in each, and write a generator instead of
+    itertools.cycle.
+
+        def forever(loader):
+            while True:
+                yield from loader
+
+    Sources: pytorch/pytorch#31771, pytorch/pytorch#23900, bytedance/UNO#64.
+    """
+    loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
+    repeats = [each for each in loaders.repeats if _is_again(each)] if loaders else []
+    if repeats:
+        repeat = repeats[-1]
+        cause = (
+            "DistributedSampler.set_epoch is not called"
+            if repeat.distributed
+            else "the generator of the sampler starts from the same seed in each epoch"
+        )
+        yield run.finding(
+            run.last_step,
+            severity="warning" if repeat.random else "info",
+            symptom=f"an epoch has the {repeat.equal} batches of the epoch before, in the same order",
+            cause=cause if repeat.random else f"{repeat.sampler} gives a fixed order; fine if that is intended",
+            sure=0.95 if repeat.random else 0.5,
+            evidence=[("equal batches in a row", repeat.equal, 0), ("sampler", repeat.sampler)],
+        )
+    elif rows is not None and rows.is_kept and rows.period >= PERIOD and rows.recurred >= BATCHES:
+        yield run.finding(
+            rows.steps,
+            symptom=f"the same {rows.period} batches come again and again, in the same order",
+            cause="the batches of the first epoch are kept and repeated, as by itertools.cycle(loader): they are not "
+            "shuffled or augmented again",
+            sure=0.85,
+            since_step=max(1, rows.steps - rows.recurred),
+            evidence=[("batches in a row that came before", rows.recurred, 0), ("period in batches", rows.period)],
+        )
+
+
+def _is_again(epoch: EpochRepeat) -> bool:
+    """Whether all batches of an epoch, or all so far, repeat those of the epoch before."""
+    return epoch.equal == epoch.batches > 0 and epoch.samples >= FEW and not epoch.ascending

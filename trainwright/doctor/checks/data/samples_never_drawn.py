@@ -1,0 +1,54 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import LoadersFacts
+
+OFTEN, DRAWS = 32, 256
+"""Draws of each sample that was drawn, and draws of all, after which the others would have come."""
+LEFT = 0.05
+"""Fraction of the data set that may be left out."""
+
+
+@check(stage="input", confidence=0.85, needs=LoadersFacts)
+def samples_never_drawn(run: RunContext) -> Iterator[Result]:
+    """Only a few samples of the data set are drawn, again and again, and the others never.
+
+    Why it matters: the model overfits the few samples that it sees.
+
+    How it is detected: the sample ids that the sampler returns. Each of them came 32 times on average and others never
+    came; or two epochs drew the same samples and left out more than 5 % of the data set.
+
+    Exceptions: samplers that are made for a part of the data set, such as SubsetRandomSampler.
+
+    Usual cause: WeightedRandomSampler has one weight per class instead of one per sample, so it draws only the first
+    few rows; or each epoch is left early and the loader does not shuffle.
+
+    Looks like: data.batches_repeat.
+
+    Fix: give the sampler one weight for each sample, and go through the whole epoch.
+
+        sampler = WeightedRandomSampler(class_weights[labels], num_samples=len(labels))
+
+    Sources: deep-voice/soundbay PR 49.
+    """
+    facts = run.latest(LoadersFacts)
+    drawn = [each for each in facts.drawn if each.samples and not each.chooses] if facts else []
+    if not drawn:
+        yield NotApplicable("no loader draws samples by their numbers from all of a data set")
+        return
+    for each in drawn:
+        left = each.samples - each.distinct
+        is_few = each.draws >= max(DRAWS, OFTEN * each.distinct)
+        if left > LEFT * each.samples and (is_few or each.same_set):
+            yield run.finding(
+                run.last_step,
+                symptom=f"only {each.distinct} of {each.samples} samples were drawn in {each.draws} draws",
+                evidence=[("different samples drawn", each.distinct, each.samples), ("sampler", each.sampler)],
+            )
+            return
+    yield Compared(f"{max(each.distinct for each in drawn)} samples")

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import RowsFacts
+
+GROUPS = 4
+"""Groups of equal batches, each of other rows, that are no chance."""
+
+
+@check(stage="input", confidence=0.95, needs=RowsFacts)
+def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
+    """Every worker yields the whole stream, so each sample comes once per worker in an epoch.
+
+    Why it matters: consecutive batches are equal, and an epoch is as many times as long as there are workers.
+
+    How it is detected: the rows of a loader over an IterableDataset with several workers: as many batches in a row as
+    there are workers are equal, 4 times with other rows.
+
+    Usual cause: `__iter__` of the IterableDataset does not split the stream between the workers, and each worker has a
+    copy of the data set.
+
+    Looks like: data.batches_repeat, data.worker_rng_duplicate.
+
+    Fix: split by `torch.utils.data.get_worker_info()`.
+
+        info = get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from itertools.islice(stream, start, None, step)
+
+    Sources: huggingface/datasets#3423, pytorch/pytorch#30599, NTMC-Community/MatchZoo-py PR 169.
+    """
+    facts = run.latest(RowsFacts)
+    if facts is None or facts.workers < 2:
+        yield NotApplicable("no loader has several workers that read a stream")
+    elif facts.groups >= GROUPS and facts.equal_groups == facts.groups:
+        yield run.finding(
+            facts.steps,
+            symptom=f"{facts.workers} batches in a row are equal, {facts.groups} times: each worker yields all samples",
+            evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],
+        )
+    else:
+        yield Compared(f"{facts.groups} groups of {facts.workers} batches")

@@ -1,0 +1,55 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
+from trainwright.doctor.finding import RemedyTrial
+
+EXACT, ENOUGH = 1e-12, 48
+"""Variance left within classes that is rounding; samples of an exact column that are enough in one examination."""
+
+
+@check(stage="input", needs=BatchFacts)
+def target_leak(run: RunContext) -> Iterator[Result]:
+    """One column of the input alone determines the target.
+
+    Why it matters: training and validation are perfect, and the model is useless where that column is not known yet.
+
+    How it is detected: the column is constant within each class and differs between classes, or is a linear function of
+    a numeric target, in two examinations, or exactly on 48 samples. The prediction must depend on the column.
+
+    Exceptions: a strong feature still varies within a class.
+
+    Usual cause: the target, or what was computed from it, was left among the features.
+
+    Looks like: model.future_leak and loss.no_shift, the same fault for sequences.
+
+    Fix: drop that column; compute target encodings within the training fold only.
+
+    Sources: DLCheck; arXiv 2412.11304.
+    """
+    exams = [facts for _, facts in run.every(BatchFacts) if facts.leaks]
+    if len(exams) < 2 and not (exams and _is_exact(exams[0].leaks[0])):
+        yield Compared("the columns of a batch")
+        return
+    last = {leak.column: leak for leak in exams[-1].leaks}
+    leak = next((last[each.column] for each in exams[0].leaks if each.column in last), None)
+    if leak is None:
+        return
+    is_exact = leak.within < EXACT
+    yield run.finding(
+        run.last_step,
+        severity="warning" if is_exact else "info",
+        symptom=f"column {leak.column} of the input alone tells the target of all {leak.samples} samples seen",
+        sure=0.9 if is_exact else 0.7,
+        evidence=[("variance of the column left within classes", leak.within, "> 0"), ("column", leak.column)],
+        trial=RemedyTrial("without_column", {"column": leak.column}),
+    )
+
+
+def _is_exact(leak: LeakingColumn) -> bool:
+    return leak.within < EXACT and leak.samples >= ENOUGH

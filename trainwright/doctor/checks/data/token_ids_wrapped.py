@@ -1,0 +1,52 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
+
+LARGEST = {255: "uint8", 32767: "int16", 65535: "uint16"}
+"""The largest ids that small integers hold. 127 is left out: it is the largest code of ASCII."""
+BEYOND = 32
+"""Outputs beyond it: fewer may be special tokens, or padding of the vocabulary to a multiple."""
+OFTEN = 20
+"""Targets for each id that the small integer holds, after which larger ids would have come."""
+
+
+@check(stage="label", confidence=0.85, needs=(TargetsFacts, BatchFacts))
+def token_ids_wrapped(run: RunContext) -> Iterator[Result]:
+    """Token ids wrap around: they were stored in an integer dtype that is too small for the vocabulary.
+
+    Why it matters: ids above the largest value of the dtype become other tokens. The model trains on wrong text, and
+    no error is raised.
+
+    How it is detected: the largest target so far is exactly 255, 32767 or 65535, over 20 targets for each such id,
+    although the model has at least 32 outputs beyond it.
+
+    Exceptions: 127, the largest code of ASCII.
+
+    Usual cause: the ids were cast to uint8 or uint16 to save space, as `ids.astype(np.uint16)` for more than 65,536
+    tokens.
+
+    Fix: store ids as int32, and assert `ids.max() < np.iinfo(dtype).max` before the cast.
+
+    Sources: huggingface/transformers#2825, princeton-nlp/LLM-Shearing#65.
+    """
+    facts, batch = run.latest(TargetsFacts), run.latest(BatchFacts)
+    if facts is None or batch is None or batch.classes is None:
+        yield NotApplicable("the targets are no classes")
+        return
+    kind = LARGEST.get(facts.largest)
+    is_certain = facts.targets >= OFTEN * facts.largest
+    if kind is None or not is_certain or batch.classes <= facts.largest + BEYOND:
+        yield Compared(f"{facts.targets} targets up to {facts.largest}")
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"no token id above {facts.largest} occurs among {facts.targets} targets, and the vocabulary has "
+        f"{batch.classes}: ids wrap at the range of {kind}",
+        evidence=[("largest target", facts.largest, f"up to {batch.classes - 1}"), ("targets", facts.targets)],
+    )

@@ -1,0 +1,67 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+
+LARGE = 10.0
+"""Root mean square above which inputs may be too large."""
+FIRST = 4
+"""The last step at which the scale of the first loss says something about the inputs."""
+CONSEQUENCES = ("grad.exploding", "init.too_large", "model.dead_relu", "opt.lr_too_high", "optim.lr_too_high")
+
+
+@check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
+def unnormalised_input(run: RunContext) -> Iterator[Result]:
+    """The inputs are far larger than 1, and the first loss is far above chance because of it.
+
+    Why it matters: the first layer saturates, and no learning rate suits both it and the other layers.
+
+    How it is detected: the root mean square of an input is above 10. The first steps are replayed with standardized
+    inputs, whose loss is near chance (or less than a fifth) where the recorded one is not. A model that normalizes its
+    inputs gains nothing and is not reported.
+
+    Usual cause: pixels from 0 to 255, or features in their physical units, go straight into the model.
+
+    Looks like: optim.lr_too_high, where the first loss is normal; init.too_large, where the inputs are.
+
+    Fix: `x = (x - mean) / std` with the statistics of each feature over the training set; for pixels at least
+    `x.float() / 255`.
+
+    Sources: UMLAUT (Schoop et al., CHI 2021).
+    """
+    step, facts = next(iter(run.every(BatchFacts)), (0, BatchFacts()))
+    spreads = [each for each in facts.inputs if each.std and len(each.shape) > 1]
+    large = [each for each in spreads if math.hypot(each.mean or 0.0, each.std or 0.0) > LARGE]
+    if step > FIRST or not large:
+        yield Compared(f"{len(spreads)} inputs")
+        return
+    trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)
+    if trial is None:
+        if not run.was_tried(StandardizedFacts):
+            yield ExperimentRequest(StandardizedFacts.experiment, step)
+        return
+    (first, *_, last), (better, *_, end) = trial.unchanged, trial.standardized
+    chance = math.log(facts.classes) if facts.classes and facts.classes > 1 else None
+    if chance is not None:
+        is_worse = first > 1.5 * chance > better and better < 0.6 * first
+    else:
+        is_worse = first > 5 * abs(better) and last > 2 * abs(end)
+    if is_worse:
+        x = large[0]
+        yield run.finding(
+            run.last_step,
+            symptom=f"the loss is {first:.3g} before any update" + (f", chance is {chance:.3g}" if chance else ""),
+            cause=f"inputs are not normalised: mean {x.mean:.3g}, deviation {x.std:.3g}, up to {x.absmax:.3g}",
+            evidence=[
+                ("mean and deviation of the inputs", [x.mean, x.std], [0, 1]),
+                ("first loss, unchanged and with standardized inputs", [first, better], chance),
+            ],
+            trial=RemedyTrial("standardized_inputs"),
+        )

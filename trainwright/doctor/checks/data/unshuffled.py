@@ -1,0 +1,50 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import LoadersFacts
+
+BATCHES = 16
+
+
+@check(stage="input", severity="critical", needs=LoadersFacts, explains=("data.label_noise",))
+def unshuffled(run: RunContext) -> Iterator[Result]:
+    """The data is sorted by class and read in its order, so each batch holds hardly more than one class.
+
+    Why it matters: the model forgets the classes that it does not see, and the end of an epoch decides what it
+    predicts.
+
+    How it is detected: the entropy of the labels of each batch is below half of that of batches drawn at random from
+    all labels so far, or from samples all over the data set.
+
+    Exceptions: a sampler that groups classes, as where tasks are learned one after the other (info).
+
+    Usual cause: `shuffle=False`, which is the default of DataLoader.
+
+    Looks like: data.same_order_every_epoch.
+
+    Fix: `DataLoader(dataset, shuffle=True)`; for a stream, a shuffle buffer and shards in random order.
+
+    Sources: UMLAUT (Schoop et al., CHI 2021).
+    """
+    facts = run.latest(LoadersFacts)
+    if facts is None or len(facts.entropies) < 2 or not facts.mixed:
+        return
+    entropies, (lowest, usual) = facts.entropies[:BATCHES], facts.mixed
+    mean = sum(entropies) / len(entropies)
+    if usual < 0.2 or mean > 0.5 * usual or mean >= lowest:
+        yield Compared(f"the labels of {len(entropies)} batches")
+        return
+    yield run.finding(
+        run.last_step,
+        severity="critical" if facts.ascending else "info",
+        symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, shuffled {usual:.2f}",
+        cause="" if facts.ascending else "the sampler puts samples of one class together; fine if that is intended",
+        sure=0.9 if facts.ascending else 0.7,
+        evidence=[("label entropy of a batch", round(mean, 3), round(usual, 3)), ("batches", len(entropies))],
+        explains=("opt.lr_too_high", "optim.lr_too_high"),
+    )

@@ -1,0 +1,61 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import LoadersFacts
+from trainwright.runlog.records import Tried
+
+
+@check(stage="input", confidence=0.95, needs=LoadersFacts)
+def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
+    """The workers of a loader draw the same random numbers.
+
+    Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.
+
+    How it is detected: two workers read one sample twice, in two epochs. Two reads by one worker differ, and the
+    workers, or the epochs, agree.
+
+    Exceptions: the global generators of torch, Python and NumPy, which PyTorch seeds for each worker.
+
+    Usual cause: the data set holds a random generator of its own, and each worker starts with a copy of its state; or
+    `worker_init_fn` gives each worker the same seed.
+
+    Looks like: data.stream_read_by_every_worker.
+
+    Fix: seed that generator in `worker_init_fn` from `torch.initial_seed()`, which differs by worker and epoch.
+
+        def worker_init_fn(worker_id):
+            seed = torch.initial_seed() % 2**32
+            torch.utils.data.get_worker_info().dataset.rng = np.random.default_rng(seed)
+
+    Sources: pytorch/pytorch#5059, CenterNet#233, fairseq#1383.
+    """
+    facts = run.latest(LoadersFacts)
+    drawn = facts.workers if facts else None
+    if drawn is None or not drawn.random:
+        return
+    among = drawn.equal_workers and drawn.workers > 1
+    if not among and not drawn.equal_epochs:
+        yield Compared("one sample, read by two workers in two epochs")
+        return
+    found = run.finding(
+        run.last_step,
+        symptom=f"the {drawn.workers} workers draw the same random numbers"
+        if among
+        else "the workers draw the same random numbers in every epoch",
+        cause="worker_init_fn gives each worker the same seed" if drawn.init else "",
+        evidence=[
+            ("one sample read in two workers", "equal" if among else "different", "different"),
+            ("one sample read in two epochs", "equal" if drawn.equal_epochs else "different", "different"),
+        ],
+    )
+    if drawn.with_seeds is not None:
+        result = "the same draws as before" if drawn.with_seeds else "the draws differ between workers and epochs"
+        tried = Tried(remedy="worker_init_fn that seeds from torch.initial_seed()", result=result)
+        found = dataclasses.replace(found, found=dataclasses.replace(found.found, tried=(tried,)))
+    yield found

@@ -1,0 +1,44 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import LoadersFacts
+
+OFTEN = 8
+"""Iterators that are no test, and no short epochs."""
+
+
+@check(stage="input", confidence=0.95, needs=LoadersFacts)
+def workers_restarted_each_step(run: RunContext) -> Iterator[Result]:
+    """A new iterator of the loader is made in every step, which restarts its worker processes each time.
+
+    Why it matters: starting processes takes longer than most steps, and what they prefetch is thrown away. With
+    shuffling, each step draws from the whole data set again, so some samples come often and others never.
+
+    How it is detected: iterators of a loader with workers, and the batches that they gave: fewer than two each, where
+    an epoch has more.
+
+    Usual cause: `next(iter(loader))` in the loop.
+
+    Fix: make the iterator once, and a new one when it is used up.
+
+        batches = iter(loader)
+        ...
+        x, y = next(batches)
+
+    Sources: pytorch/pytorch#1917.
+    """
+    facts = run.latest(LoadersFacts)
+    for each in facts.restarts if facts else ():
+        if each.iterators >= OFTEN and each.batches < 2 * each.iterators and (each.length or OFTEN) > 2:
+            yield run.finding(
+                run.last_step,
+                symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "
+                "workers start again each time",
+                evidence=[("batches of an iterator", round(each.batches / each.iterators, 2), each.length)],
+            )
+            return

@@ -1,0 +1,52 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import TokensFacts
+from trainwright.doctor.finding import Finding
+from trainwright.runlog.records import Where
+
+
+@check(stage="label", needs=TokensFacts)
+def eos_ignored(run: RunContext) -> Iterator[Result]:
+    """The token that ends a text is never a target.
+
+    Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.
+
+    How it is detected: the id that pads rows also stands between targets, or the attention mask counts the first one as
+    text, and it is never a target.
+
+    Exceptions: mere padding, which stands only at the end; prompts that are not trained on.
+
+    Usual cause: the end-of-text token is the padding token as well, and the loss ignores padding.
+
+    Looks like: data.pad_in_loss, the opposite.
+
+    Fix: a padding token of its own, or mask labels by position: `ids.masked_fill(attention_mask == 0, -100)`.
+
+    Sources: huggingface/trl#1623, huggingface/trl PR 6357.
+    """
+    found: Finding | None = None
+    for step, facts in run.every(TokensFacts):
+        for loss in facts.losses:
+            ends = loss.ends
+            if ends is None:
+                continue
+            if ends.targets:
+                yield Compared(f"token {ends.id} is a target")
+                return
+            if found is None and loss.offset == 1 and max(ends.within, ends.attended) >= max(2, ends.rows // 8):
+                how = "between targets" if ends.within >= ends.attended else "where the attention mask counts it"
+                found = run.finding(
+                    step,
+                    symptom=f"token {ends.id} ends texts and is never a target: it occurs "
+                    f"{max(ends.within, ends.attended)} times {how}",
+                    where=Where(op="cross_entropy"),
+                    evidence=[("ends among the targets", 0, "> 0")],
+                )
+    if found is not None:
+        yield found

@@ -1,0 +1,63 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import TokenLoss, TokensFacts
+from trainwright.runlog.records import Where
+
+SEEN = 1e-3
+"""Change of a score, in standard deviations of the scores, that is too large for rounding."""
+
+
+@check(stage="label", severity="critical", confidence=0.95, needs=TokensFacts)
+def no_shift(run: RunContext) -> Iterator[Result]:
+    """The target of a causal model is the token that it is given, or another one than the next.
+
+    Why it matters: to copy is easy, so the loss goes to 0 fast, and generation repeats its prompt.
+
+    How it is detected: 95 % of the targets equal the input at one offset that is not the next token, and the scores do
+    not change with later tokens.
+
+    Exceptions: a model that sees the whole row (autoencoders, masked tokens), or whose scores do not depend on the
+    token at their place (it shifts its input itself). Another loss of the step predicts the next token.
+
+    Usual cause: targets are not shifted against the inputs; or they are shifted twice, by the loop and by the model, as
+    `transformers` models shift `labels` themselves.
+
+    Looks like: model.future_leak, where the targets are shifted and the model sees them.
+
+    Fix: shift once.
+
+        cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    Sources: huggingface/transformers#27517.
+    """
+    for step, facts in run.every(TokensFacts):
+        if any(each.offset == 1 for each in facts.losses):
+            yield Compared("the targets are the next tokens")
+            return
+        for loss in filter(_is_wrong, facts.losses):
+            offset = loss.offset or 0
+            target = {0: "the token it is given", -1: "the token before"}.get(offset, f"the token {offset} places on")
+            yield run.finding(
+                step,
+                severity="critical" if offset >= 0 else "info",  # to repeat what was read is a task of its own
+                symptom=f"{loss.fraction:.0%} of the targets are {target}, not the next one",
+                cause="targets are not shifted by one against the inputs" if offset <= 0 else "they are shifted twice",
+                where=Where(op="cross_entropy"),
+                evidence=[
+                    ("targets that equal the input there", loss.fraction, 0.0),
+                    ("change of scores when only later tokens change", loss.sees, 0.0),
+                ],
+            )
+            return
+
+
+def _is_wrong(loss: TokenLoss) -> bool:
+    if loss.offset is None or loss.sees is None or loss.sees > SEEN:
+        return False
+    return loss.offset != 0 or loss.given is None or loss.given > SEEN

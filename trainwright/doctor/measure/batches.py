@@ -1,0 +1,299 @@
+"""The data of a step: the spread of its inputs, what they tell about the targets, and padding in the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainwright.doctor.facts.data import (
+    BatchFacts,
+    InputSpread,
+    LabelSignalFacts,
+    LeakingColumn,
+    PaddedIds,
+    PaddingFacts,
+    StandardizedFacts,
+)
+from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.experiments import replay
+from trainwright.replay.functions import argument, function_name
+from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
+from trainwright.replay.samples import (
+    COMPARING,
+    classes_of,
+    inputs_of,
+    losses_of,
+    on_column,
+    pooled,
+    standardised,
+)
+from trainwright.replay.session import ReplaySession
+
+MAX_ROWS, MAX_COLUMNS, MAX_LEARNED = 256, 16384, 1024
+MIN_PADDING = 2
+"""Equal ids at the end of a row from which on they count as padding."""
+
+
+@replay(BatchFacts, when="checkup", steps=0.7)
+def batch(session: ReplaySession) -> BatchFacts:
+    """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
+    inputs = inputs_of(session.recorded_step)
+    if not inputs:
+        return BatchFacts()
+    losses = losses_of(session)
+    first = losses[0] if losses else None
+    ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
+    facts = BatchFacts(
+        inputs=tuple(map(_spread, inputs)),
+        targets_vary=bool(first and not _is_constant(first.target)),
+        classes=first.classes if first else None,
+        padding=None if ids is None else padding(ids),
+    )
+    if first is None or first.target.numel() != len(inputs[0]):
+        return facts
+    return _with_targets(facts, session, inputs[0], first.target)
+
+
+def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: Tensor) -> BatchFacts:
+    samples = pooled(session, target) if len(target) < MAX_ROWS else None
+    x, y = (x, target.flatten()) if samples is None else (samples.x, samples.y)
+    are_classes = not y.is_floating_point() or torch.unique(y).numel() <= min(64, len(y) // 8)
+    found: list[LeakingColumn] = []
+    if x.is_floating_point() and x[0].numel() <= MAX_COLUMNS:
+        found = [leak for leak in leaks(x[: 4 * MAX_ROWS], y[: 4 * MAX_ROWS]) if _is_seen(session, leak.column)]
+    return replace(facts, samples=len(y), entropy=entropy(y) if are_classes else None, leaks=tuple(found))
+
+
+def _is_seen(session: ReplaySession, column: int) -> bool:
+    """Whether the prediction for the first target sees the column: that of an autoregressive density does not."""
+    was = _prediction(session, AS_IT_WAS)
+    now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))
+    return was is None or now is None or not torch.equal(was, now)
+
+
+def _prediction(session: ReplaySession, intervention: Intervention) -> Tensor | None:
+    """What the first call of a loss function compares with its target."""
+    found: list[Tensor] = []
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function) in COMPARING and not found:
+            found.append(argument(args, kwargs, 0, "input", None).detach())
+        return function(*args, **kwargs)
+
+    session.run(replace(intervention, ops=collect), upto="forward")
+    return found[0] if found else None
+
+
+def _spread(x: Tensor) -> InputSpread:
+    spread = InputSpread(shape=tuple(x.shape), constant=_is_constant(x))
+    if not x.is_floating_point() or not x.numel():
+        return spread
+    rows = x[:MAX_ROWS].flatten(1)[:, :: max(1, x[0].numel() // MAX_COLUMNS)].double() if x.dim() > 1 else x.double()
+    mean, std = float(rows.mean()), float(rows.std(correction=0))
+    whole = bool((rows == rows.round()).all())
+    return replace(spread, mean=mean, std=std, absmax=float(rows.abs().max()), whole=whole)
+
+
+def _is_constant(x: Tensor) -> bool:
+    """Whether all samples are equal; False for a single one."""
+    return len(x) > 1 and bool((x == x[:1]).all()) if x.dim() else False
+
+
+def entropy(y: Tensor) -> float:
+    """The entropy of the values of ``y`` in nats: the loss of a model that knows only how often each occurs."""
+    p = torch.unique(y, return_counts=True)[1].double() / y.numel()
+    return float(-(p * p.log()).sum())
+
+
+def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
+    """Columns of ``x`` that are constant within each class and differ between classes, or that are ``y`` itself.
+
+    ``within`` is the fraction of a column's variance left within the classes. Classes of fewer than three samples
+    are left out, because a rare feature fits so few by chance; a sample that came again is still one.
+    """
+    columns, y = _each_once(x.flatten(1).double(), y)
+    values, classes, counts = torch.unique(y, return_inverse=True, return_counts=True)
+    if len(values) > len(y) // 3:
+        return _copies(columns, y)
+    keep = counts[classes] >= 3
+    columns, classes = columns[keep], classes[keep]
+    enough = int((counts >= 3).sum())
+    if enough < 2 or len(columns) - enough < 16:
+        return []
+    hot = F.one_hot(classes, len(values)).double()
+    means = (hot.T @ columns) / counts[:, None].clamp(min=1)
+    within = (columns - means[classes]).square().mean(0)
+    total = columns.var(0, correction=0)
+    fraction = torch.where(total > 0, within / total.clamp(min=1e-300), torch.ones_like(total))
+    fraction[~_tells_apart(means[counts >= 3], within.sqrt())] = 1.0
+    return [LeakingColumn(column=i, within=float(fraction[i]), samples=len(columns)) for i in _smallest(fraction, 1e-4)]
+
+
+def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that differ, by their sums with random weights."""
+    weights = torch.randn(
+        columns.shape[1] + 1, generator=torch.Generator().manual_seed(0), dtype=torch.double, device="cpu"
+    )
+    keys = columns @ weights[1:].to(columns.device) + y.double() * float(weights[0])
+    keys, order = keys.sort()
+    kept = order[F.pad(keys.diff() > 1e-12 * keys.abs().amax(), (1, 0), value=True)]
+    return columns[kept], y[kept]
+
+
+def _tells_apart(means: Tensor, spread: Tensor) -> Tensor:
+    """Of columns whose ``means`` (classes, columns) of the classes all differ, by more than they vary within them."""
+    gaps = means.sort(0).values.diff(dim=0).amin(0)
+    return gaps > 4 * spread + 1e-9 * means.abs().amax(0)
+
+
+def _copies(columns: Tensor, y: Tensor) -> list[LeakingColumn]:
+    """For a numeric target: columns that are a linear function of it, provided that there are other columns."""
+    if columns.shape[1] < 2 or len(y) < 16:
+        return []
+    a, b = columns - columns.mean(0), (y.double() - y.double().mean())[:, None]
+    norm = a.square().sum(0) * b.square().sum()
+    left = torch.where(norm > 0, 1 - (a * b).sum(0).square() / norm.clamp(min=1e-300), torch.ones_like(norm))
+    return [LeakingColumn(column=i, within=float(left[i]), samples=len(y)) for i in _smallest(left, 1e-8)]
+
+
+def _smallest(fraction: Tensor, at_most: float) -> list[int]:
+    order = fraction.argsort()[:8].tolist()
+    return [i for i in order if fraction[i] <= at_most]
+
+
+def padding(ids: Tensor) -> PaddedIds | None:
+    """The padding id: it fills many rows at their end or start, to different lengths, and hardly occurs elsewhere."""
+    for side in ("end", "start"):
+        rows = ids if side == "end" else ids.flip(1)
+        value = rows[:, -1].mode().values
+        lengths = (rows.flip(1) == value).cumprod(1).sum(1)
+        filled = lengths >= MIN_PADDING
+        inside = int((rows == value).sum()) - int(lengths.sum())
+        if filled.double().mean() >= 0.2 and inside <= 0.02 * rows.numel() and len(torch.unique(lengths[filled])) > 1:
+            fraction = float(lengths.sum()) / rows.numel()
+            return PaddedIds(id=int(value), side=side, rows=float(filled.double().mean()), fraction=fraction)
+    return None
+
+
+@replay(PaddingFacts, when="requested")
+def padding_in_loss(session: ReplaySession) -> PaddingFacts:
+    """The gradient of the loss at outputs deep within the padding: exactly 0 where the loss ignores padding.
+
+    An output is deep within the padding if its own position and both neighbours are padding, so that a shift of the
+    targets by one does not matter.
+    """
+    ids = next(x for x in inputs_of(session.recorded_step) if not x.is_floating_point() and x.dim() == 2)
+    pad = padding(ids)
+    if pad is None:
+        raise NotReplayable("this step has no padding")
+    is_pad = ids == pad.id
+    deep = is_pad & is_pad.roll(1, 1) & is_pad.roll(-1, 1)
+    deep[:, 0] = deep[:, -1] = False
+    outputs: list[Tensor] = []
+
+    def keep(root: nn.Module, args: Args, output: object) -> None:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and tensor.dim() == 3 and tensor.shape[:2] == ids.shape:
+                tensor.retain_grad()
+                outputs.append(tensor)
+
+    @contextmanager
+    def hooked() -> Iterator[None]:
+        handles = [root.register_forward_hook(keep) for root in session.roots]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    session.run(Intervention(model=hooked))
+    grads = [tensor.grad for tensor in outputs if tensor.grad is not None]
+    if not grads or not bool(deep.any()):
+        raise NotReplayable("the model has no output for each position, or no row has enough padding")
+    norms = grads[0].detach().double().norm(dim=-1)
+    at_padding, elsewhere = float(norms[deep].mean()), float(norms[~is_pad].mean())
+    return PaddingFacts(padding=pad, at_padding=at_padding, elsewhere=elsewhere)
+
+
+@replay(StandardizedFacts, when="requested", steps=32.0)
+def standardized_inputs(session: ReplaySession) -> StandardizedFacts:
+    """The losses of 12 updates on this batch, unchanged and with inputs of mean 0 and standard deviation 1."""
+    changed = Intervention(inputs=standardised)
+    return StandardizedFacts(
+        unchanged=tuple(session.train(12, repeat=True)),
+        standardized=tuple(session.train(12, changed, repeat=True)),
+    )
+
+
+@replay(LabelSignalFacts, when="requested", steps=65.0)
+def label_signal(session: ReplaySession) -> LabelSignalFacts:
+    """Whether the inputs tell anything about the labels: simple learners, cross-validated on the recorded samples."""
+    classes, target = classes_of(session)
+    samples = None if target is None else pooled(session, target)
+    if samples is None or classes is None:
+        raise NotReplayable("the samples of this step do not have one label each")
+    finite = samples.x.flatten(1).isfinite().all(1)
+    x, y = _features(samples.x[finite]), samples.y[finite]
+    x, y = x[:MAX_LEARNED], y[:MAX_LEARNED]
+    if len(y) < 4 * classes:
+        raise NotReplayable("too few of the recorded samples are finite")
+    if not bool(x.any()):
+        raise NotReplayable("all inputs are equal")
+    memorized = tuple(session.train(48, repeat=True))
+    return LabelSignalFacts(samples=len(y), deviations=_signal(x, y, classes), memorized=memorized)
+
+
+def _features(x: Tensor) -> Tensor:
+    """Rows of at most 512 standardised numbers. Token ids become their counts, and the first and the last id."""
+    if not x.is_floating_point():
+        top = int(x.max()) + 1
+        if x.dim() != 2 or top > 4096:
+            raise NotReplayable("inputs of this kind are not examined")
+        hot = F.one_hot(x, top).double()
+        x = torch.cat([hot.sum(1), hot[:, 0], hot[:, -1]], 1)
+    x = x.flatten(1).double()
+    x = (x - x.mean(0)) / x.std(0).clamp(min=1e-9)
+    if x.shape[1] > 512:
+        mix = torch.randn(x.shape[1], 512, dtype=x.dtype, generator=torch.Generator().manual_seed(0), device="cpu")
+        x = x @ mix.to(x.device) / math.sqrt(x.shape[1])
+    return x
+
+
+def _signal(x: Tensor, y: Tensor, classes: int) -> float:
+    """How well the scores of held-out samples follow their classes, by 4-fold cross-validation.
+
+    Returns standard deviations above chance: the correlation of each class's score with its indicator, pooled over the
+    classes. The best of three learners: a linear map, one with all products of two columns (both kernel ridge
+    regressions), and nearest neighbours.
+    """
+    fold = torch.arange(len(y), device=y.device) % 4
+    truth = F.one_hot(y, classes).double()
+    linear = x @ x.T / x.shape[1]
+    learners = {"linear": linear, "products": (1 + linear).square(), "near": -torch.cdist(x, x)}
+    return max(_correlation(name, kernel, truth.clone(), fold) for name, kernel in learners.items())
+
+
+def _correlation(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> float:
+    """The pooled correlation of held-out scores with ``truth``, times the root of the number of samples."""
+    scores = torch.zeros_like(truth)
+    for held_out in range(4):
+        seen, new = fold != held_out, fold == held_out
+        centred = truth[seen] - truth[seen].mean(0)
+        if learner == "near":
+            scores[new] = centred[kernel[new][:, seen].topk(9).indices].mean(1)
+        else:
+            own = kernel[seen][:, seen]
+            ridge = own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
+            scores[new] = kernel[new][:, seen] @ torch.linalg.solve(own + ridge, centred)
+    for held_out in range(4):
+        new = fold == held_out
+        scores[new] -= scores[new].mean(0)
+        truth[new] -= truth[new].mean(0)
+    norms = scores.norm(dim=0) * truth.norm(dim=0)
+    r = ((scores * truth).sum(0) / norms.clamp(min=1e-12))[norms > 1e-12]
+    return float(r.sum() * math.sqrt(len(truth) / max(1, len(r))))

@@ -1,0 +1,205 @@
+"""Measures evaluations: passes without gradients whose outputs are compared with targets."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.facts.evaluation import EvaluationFacts, Likeness
+from trainwright.recorder.comparisons import ComparedOutputs, Site
+from trainwright.recorder.copies import is_a_copy
+from trainwright.recorder.hooks import listening_to_calls
+from trainwright.recorder.part_calls import PartCalls
+from trainwright.recorder.plain_tensors import plain, rows_of
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.program import RecordedStep, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, Loader
+from trainwright.runlog.json_values import Event, Facts, strict
+
+EACH = 4
+"""Passes of each site that are followed; then every one whose number is a power of two."""
+COPIES = 4
+"""Copies of a model that are observed: a loop may make one for each evaluation."""
+EARLY, MOST, LEAST = 8, 4096, 32
+"""Passes of training that are read; rows that are enough, and that are needed."""
+
+
+class Evaluations(Probe):
+    """Follows the outputs of passes without gradients between two steps. Costs nothing while a step runs."""
+
+    name = EvaluationFacts.experiment
+    closes_late = hears_last = True
+    rests = frozenset({"on_forward", "on_output", "on_backward_called", "on_backward"})
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites
+        self._trained = _Moments()
+        self._kind: type | None = None
+        self._passes_of_training = 0
+        self._outputs = ComparedOutputs(watched.sites)
+        self._parts = PartCalls(self._on_part, self._on_part_output)
+        self._copies: list[nn.Module] = []
+        self._open = ExitStack()
+        self._passes: Counter[Site] = Counter()
+        self._rows: dict[Site, list[int]] = {}  # of the calls of the sites that are followed in this pass
+        self._moments: dict[Site, _Moments] = {}
+        self._left_out: set[Site] = set()  # in this pass
+        self._site: Site | None = None
+        self._given: list[Tensor] = []
+        self._steps, self._in_step = 0, False
+        self._facts: EvaluationFacts | None = None
+
+    def begin(self, site: WatchSite) -> None:
+        self._sites.follow = self._observe
+        self._observe(self._modules())
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        self._in_step = any(kind == "forward" and how[2] for kind, how in events)
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._parts.is_inside = True
+        self._outputs.stop()  # what the model does is not a part of the evaluation
+        self._site = None
+        if torch.is_grad_enabled():
+            self._in_step = True
+            if self._outputs.are_there:
+                self._outputs.trained_on(tensors_of((args, kwargs), 3))
+            self._kind = self._kind or type(root)
+            if self._passes_of_training < EARLY and type(root) is self._kind:
+                self._passes_of_training += 1
+                self._trained.add(tensors_of((args, kwargs), 3))
+        elif not self._in_step and self._is_followed(site := self._sites.current):
+            self._site, self._given = site, tensors_of((args, kwargs), 3)
+            self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
+            if type(root) is self._kind:
+                self._moments.setdefault(site, _Moments()).add(self._given)
+
+    def _is_followed(self, site: Site) -> bool:
+        """Whether this pass is followed. Each site is counted apart: the test at the end is the first of its own."""
+        if site in self._rows or site in self._left_out:
+            return site in self._rows
+        self._passes[site] += 1
+        number = self._passes[site]
+        if number > EACH and number.bit_count() != 1:
+            self._left_out.add(site)
+            return False
+        self._rows[site] = []
+        return True
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        self._parts.is_inside = False
+        if self._site is not None and output is not None:
+            self._outputs.returned(output, self._given, self._site)
+            self._outputs.start()
+            self._parts.open(root)
+        elif self._in_step and self._outputs.are_there:  # is a loss made of what was made before the step?
+            self._outputs.start()
+
+    def on_backward_called(self) -> None:
+        self._outputs.stop()
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        self._outputs.stop()
+
+    def _on_part(self, part: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._outputs.stop()
+        if torch.is_grad_enabled():
+            self._outputs.trained_on(tensors_of((args, kwargs), 3))
+
+    def _on_part_output(self, part: nn.Module, output: object) -> None:
+        if self._rows and not self._in_step and not torch.is_grad_enabled():
+            self._outputs.returned(output, (), self._sites.here())
+            self._outputs.start()
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        if not self._in_step:
+            self._observe(self._modules())
+
+    def on_mode(self, module: nn.Module, training: bool) -> None:
+        if not training:
+            self._observe([module])
+
+    def _observe(self, modules: Sequence[nn.Module]) -> None:
+        """Listen to the calls of those that are copies of what is trained: a loop may evaluate these."""
+        known = {id(each) for each in (*self._roots, *self._copies)}
+        for module in modules:
+            if len(self._copies) < COPIES and id(module) not in known and is_a_copy(module, self._roots):
+                known.add(id(module))
+                self._copies.append(module)
+                self._open.enter_context(listening_to_calls([self._sites, self], [module]))
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._parts.close()
+        self._outputs.stop()
+        if self._rows:
+            self._close()
+        self._left_out.clear()
+        self._in_step, self._steps = False, step.step
+
+    def on_forked(self) -> None:
+        self._outputs.stop()
+
+    def end(self, error: BaseException | None) -> None:
+        self._outputs.stop()
+        self._parts.close()
+        self._open.close()
+
+    def _close(self) -> None:
+        """The passes since the last step are over: those that were compared with targets are an evaluation."""
+        rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
+        moments = [each for site, each in self._moments.items() if site in self._sites]
+        if rows:
+            self._facts = EvaluationFacts(
+                after=self._steps,
+                calls=len(rows),
+                rows=sum(rows),
+                losses=tuple(loss for each in self._outputs.losses if math.isfinite(loss := each.item())),
+                likeness=_likeness(self._trained, moments[-1]) if moments else None,
+            )
+        self._outputs.forget()
+        self._rows.clear()
+        self._moments.clear()
+        self._given, self._site = [], None
+
+    def values(self) -> Facts | None:
+        if self._rows and not self._in_step:
+            self._close()
+        return None if self._facts is None else dict(strict(vars(self._facts)))
+
+
+class _Moments:
+    """The sums of all elements of the first input with a floating dtype. Read from a GPU when they are compared."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._sums: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
+        if x is not None and x.numel() and self.rows < MOST:
+            wide = x.double()
+            count = wide.new_tensor(float(wide.numel()))
+            self._sums.append(torch.stack([count, wide.sum(), wide.square().sum(), (wide != wide.round()).sum()]))
+            self.rows += len(x)
+
+    def read(self) -> tuple[float, float, float]:
+        """Mean, standard deviation, and the fraction of elements that are no whole numbers."""
+        count, total, squares, fractions = torch.stack(self._sums).sum(0).tolist()
+        mean = total / count
+        return mean, math.sqrt(max(0.0, squares / count - mean**2)), fractions / count
+
+
+def _likeness(trained: _Moments, evaluated: _Moments) -> Likeness | None:
+    if min(trained.rows, evaluated.rows) < LEAST:
+        return None
+    (usual, spread, fractions), (mean, std, others) = trained.read(), evaluated.read()
+    if not spread:
+        return None
+    is_cut = not fractions and others > 0.5
+    return Likeness(rows=evaluated.rows, shift=abs(mean - usual) / spread, ratio=std / spread, is_cut=is_cut)

@@ -1,0 +1,327 @@
+"""Identifies rows of inputs by their content: batches that repeat, and rows that are trained on and evaluated."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from trainwright.doctor.facts.data import SAME, EvaluatedPart, EvaluatedRows, RowsFacts
+from trainwright.doctor.measure.digests import is_continuous, row_digests
+from trainwright.recorder.comparisons import Site
+from trainwright.recorder.datasets import length_of
+from trainwright.recorder.epochs import shuffles
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, Loader
+from trainwright.runlog.json_values import Facts, strict
+
+ALL, PERIOD = 128, 16
+"""Every step is read until the first number, then every so many-th and the one after it."""
+OFTEN = 8
+"""Steps of a CPU that are compared together; those of a GPU wait for the next examination."""
+MICRO = 8
+"""Calls of a step that are read."""
+MOST_ROWS, MOST_BATCHES = 1 << 16, 4096
+"""Rows and batches that are remembered."""
+READ = 256
+"""Rows of a batch that are read; of a larger one those whose digest is a multiple of some number, always the same."""
+CALLS, EVALUATIONS, TRIED = 64, 8, 4
+"""Calls of an evaluation that are read; evaluations that are kept; times that a site is read without a comparison."""
+
+
+@dataclass
+class _Source:
+    """An iterator of a loader: the rows of its data set, whether it shuffles, its workers over an IterableDataset."""
+
+    number: int
+    length: int
+    shuffles: bool
+    workers: int
+    fetched: int = 0
+
+
+@dataclass
+class _Read:
+    """The digests of the rows of one call.
+
+    ``part``: the backward passes of the step before it, and the model. ``place``: the batch of the source that it read.
+    """
+
+    call: int
+    step: int
+    part: tuple[int, int]
+    digests: Tensor
+    source: _Source | None
+    place: int
+
+
+class Rows(Probe):
+    """Each call that is read takes about 50 us. ``urgent``: batches repeat, for the first time."""
+
+    name = RowsFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._sites = watched.sites
+        self._mode: bool | None = None  # of the first model that was trained
+        self._steps = self._calls = self._in_step = 0
+        self._waiting: list[_Read] = []
+        self._seen: set[int] = set()
+        self._rows = self._batch = self._one_of = 0
+        self._whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
+        self._new: deque[float] = deque(maxlen=8)
+        self._is_continuous: bool | None = None
+        self._last: list[int] = []
+        self._longest = self._longest_to = self._before = self._now = 0
+        self._same_step = 0
+        self._of_step: dict[int, list[tuple[int, list[int]]]] = {}  # by backward pass: models with their rows
+        self._backwards = 0
+        self._micro = self._micro_steps = 0
+        self._at: dict[int, int] = {}
+        self._period = self._recurred = 0
+        self._recurrence = (0, 0, False)  # the longest: how often, its period, whether its batches are kept
+        self._fetched_at = 0  # the number of training calls when the newest batch was fetched
+        self._fetches: set[int] = set()
+        self._groups = self._equal_groups = self._in_group = 0
+        self._group: list[list[int]] = []
+        self._group_before: list[int] = []
+        self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
+        self._num_iterators = 0
+        self._newest: _Source | None = None
+        self._is_fresh = False  # the newest batch was not given to a model
+        self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # since the last step
+        self._times: Counter[Site] = Counter()
+        self._evaluations: list[EvaluatedRows] = []
+        self._told = False
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._begin_source(loader, iterator)
+        self._group = []
+
+    def _begin_source(self, loader: Any, iterator: object) -> _Source:
+        dataset = getattr(loader, "dataset", None)
+        workers = loader.num_workers if isinstance(dataset, IterableDataset) else 0
+        self._num_iterators += 1
+        source = _Source(self._num_iterators, length_of(dataset) or 0, shuffles(loader), workers)
+        self._iterators[iterator] = source
+        return source
+
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        source = self._iterators.get(iterator)
+        if source is None:  # the iterator was made before the watch began
+            source = self._begin_source(_loader_of(iterator), iterator)
+        source.fetched += 1
+        self._newest, self._is_fresh = source, True
+        if torch.is_grad_enabled():
+            self._fetched_at = self._calls
+            if len(self._fetches) < MOST_BATCHES:
+                self._fetches.add(self._calls)
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if not torch.is_grad_enabled():
+            self._add_pass(tensors_of((args, kwargs), 3))
+            return
+        if self._mode is None:
+            self._mode = root.training
+        if self._mode and not root.training:
+            return  # an evaluation without no_grad
+        self._calls += 1
+        self._in_step += 1
+        number = self._steps + 1
+        if (number <= ALL or number % PERIOD < 2) and self._in_step <= MICRO:
+            self._read_call(tensors_of((args, kwargs), 3), number, id(root))
+        self._is_fresh = False
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        self._backwards += 1
+
+    def on_closure_again(self, optimizer: Optimizer) -> None:
+        self._in_step = MICRO  # the optimizer evaluates one batch several times
+
+    def _read_call(self, tensors: Sequence[Tensor], step: int, model: int) -> None:
+        digests = row_digests(tensors)
+        if digests is None:
+            return
+        if self._is_continuous is None:
+            self._is_continuous = is_continuous(tensors)
+        source = self._newest if self._is_fresh else None
+        self._whole = max(self._whole, source.length if source else _rows_of_base(tensors))
+        place = source.fetched if source is not None else 0
+        self._waiting.append(_Read(self._calls, step, (self._backwards, model), digests, source, place))
+
+    def _add_pass(self, tensors: Sequence[Tensor]) -> None:
+        site, digests = self._sites.current, None
+        self._times[site] += all(site != each[0] for each in self._passes)
+        if len(self._passes) < CALLS and self._times[site] <= (2 * EVALUATIONS if site in self._sites else TRIED):
+            digests = row_digests(tensors)
+        if len(self._passes) <= CALLS:
+            source = self._newest.number if self._is_fresh and self._newest else _base_of(tensors)
+            self._passes.append((site, source, digests))
+        self._is_fresh = False
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps, self._in_step, self._backwards = step.step, 0, 0
+        if self._passes:
+            self._end_passes()
+        if len(self._waiting) >= OFTEN and not self._waiting[0].digests.is_cuda:
+            self._take_waiting()
+
+    def _take_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            rows = self._values(each.digests)
+            self._compare_step(each, rows)
+            self._compare_before(each.call, rows)
+            self._compare_workers(each, rows)
+            self._add(rows)
+        repeats = self._longest >= SAME - 1 or self._equal_groups >= 4 or self._recurrence[0] >= SAME
+        self.urgent, self._told = repeats and not self._told, self._told or repeats
+
+    def _values(self, digests: Tensor) -> list[int]:
+        self._one_of = self._one_of or max(1, len(digests) // READ)
+        values: list[int] = (digests if self._one_of == 1 else digests[digests % self._one_of == 0]).tolist()
+        return values
+
+    def _add(self, rows: list[int]) -> None:
+        fresh = set(rows) - self._seen
+        self._rows, self._batch = self._rows + len(rows), len(rows)
+        self._new.append(len(fresh) / max(1, len(set(rows))))
+        if len(self._seen) < MOST_ROWS:
+            self._seen |= fresh
+
+    def _compare_step(self, read: _Read, rows: list[int]) -> None:
+        """Whether a step reads what the step before it has read, and whether its micro-batches are equal."""
+        if read.step != self._same_step:
+            self._end_step(read.step)
+        backward, model = read.part
+        self._of_step.setdefault(backward, []).append((model, rows))
+
+    def _end_step(self, step: int) -> None:
+        parts, self._of_step = [*self._of_step.values()], {}
+        if len(parts) > 1 and all(each == parts[0] for each in parts):
+            self._micro, self._micro_steps = max(self._micro, len(parts)), self._micro_steps + 1
+        rows = [row for part in parts for _, of_call in part for row in of_call]
+        is_one_row = len(set(rows)) == 1 < len(rows)  # from which random walks start, for example
+        if rows and rows == self._last and not is_one_row:
+            self._now += 1
+        elif rows:
+            self._before, self._now = max(self._before, self._now), 0
+        if self._now > self._longest:
+            self._longest, self._longest_to = self._now, self._same_step
+        self._last, self._same_step = rows or self._last, step
+
+    def _compare_before(self, call: int, rows: list[int]) -> None:
+        key = hash(tuple(rows))
+        lag = call - self._at.get(key, call)
+        if lag and lag == self._period:
+            self._recurred += 1
+        else:
+            self._period, self._recurred = lag, int(lag > 0)
+        source, unfetched = self._newest, self._calls - self._fetched_at
+        is_kept = source is not None and source.shuffles and unfetched >= self._recurred
+        is_kept = is_kept and 2 * len(self._fetches) >= self._period
+        self._recurrence = max(self._recurrence, (self._recurred, self._period, is_kept))
+        if key in self._at or len(self._at) < MOST_BATCHES:
+            self._at[key] = call
+
+    def _compare_workers(self, read: _Read, rows: list[int]) -> None:
+        source = read.source
+        if source is None or source.workers < 2:
+            return
+        if (read.place - 1) % source.workers == 0:
+            self._group = []
+        self._group.append(rows)
+        if len(self._group) == source.workers and self._group[0] != self._group_before:
+            self._groups += 1
+            self._equal_groups += all(each == self._group[0] for each in self._group)
+            self._group_before = self._group[0]
+
+    def _end_passes(self) -> None:
+        """The passes since the last step are over: an evaluation, where their outputs were compared with targets."""
+        passes, self._passes = [each for each in self._passes if each[0] in self._sites], []
+        read = [(each, digests) for each in passes if (digests := each[2]) is not None]
+        if not read:
+            return
+        self._take_waiting()
+        parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
+        for (site, source, _), digests in read:
+            parts[site, source].append(self._values(digests))
+        every = [row for calls in parts.values() for call in calls for row in call]
+        made = tuple(self._part(rows, has_source=source is not None) for (_, source), rows in parts.items())
+        now = EvaluatedRows(
+            step=self._steps, rows=len(every), distinct=len(set(every)), trained=len(self._seen), parts=made
+        )
+        self._evaluations = [*self._evaluations[1 - EVALUATIONS :], now]
+        if self._last and set(self._last) < set(every):
+            self._whole = max(self._whole, len(set(every)))
+
+    def _part(self, calls: Sequence[list[int]], *, has_source: bool) -> EvaluatedPart:
+        rows = [row for call in calls for row in call]
+        fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
+        return EvaluatedPart(
+            calls=len(calls),
+            rows=len(rows),
+            distinct=len(set(rows)),
+            shared=len(self._seen.intersection(rows)),
+            mixed=sum(0.1 < each < 0.9 for each in fractions),
+            has_source=has_source,
+        )
+
+    def end(self, error: BaseException | None) -> None:
+        if self._passes:
+            self._end_passes()
+
+    def values(self) -> Facts | None:
+        self._take_waiting()
+        self.urgent = False
+        if not self._rows:
+            return None
+        source, (recurred, period, is_kept) = self._newest, self._recurrence
+        facts = RowsFacts(
+            steps=self._steps,
+            rows=self._rows,
+            distinct=len(self._seen),
+            new_lately=sum(self._new) / len(self._new),
+            batch=self._batch,
+            same=self._longest,
+            same_to=self._longest_to,
+            same_before=self._before,
+            whole=self._whole,
+            micro=self._micro,
+            micro_steps=self._micro_steps,
+            is_continuous=bool(self._is_continuous),
+            period=period,
+            recurred=recurred,
+            is_kept=is_kept,
+            workers=source.workers if source else 0,
+            groups=self._groups,
+            equal_groups=self._equal_groups,
+            evaluations=tuple(self._evaluations),
+        )
+        return dict(strict(vars(facts)))
+
+
+def _loader_of(iterator: Any) -> SimpleNamespace:
+    """What is known of the loader of an iterator."""
+    sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+    dataset, workers = getattr(iterator, "_dataset", None), getattr(iterator, "_num_workers", 0)
+    return SimpleNamespace(dataset=dataset, sampler=sampler, num_workers=workers)
+
+
+def _rows_of_base(tensors: Sequence[Tensor]) -> int:
+    """The rows of a tensor that an input is a slice of."""
+    bases = [(each, each._base) for each in tensors[:4] if each.dim()]
+    return max((len(base) for each, base in bases if base is not None and base.shape[1:] == each.shape[1:]), default=0)
+
+
+def _base_of(tensors: Sequence[Tensor]) -> int | None:
+    first = next((each for each in tensors if each.dim()), None)
+    return None if first is None or first._base is None else id(first._base)

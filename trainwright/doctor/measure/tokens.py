@@ -1,0 +1,260 @@
+"""The targets of a step: tokens of the input that they are, ends of texts among them, and doubtful labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.facts.data import SampleLabelsFacts, TextEnds, TokenLoss, TokensFacts
+from trainwright.recorder.program import mapped
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.classified import Classified, classified
+from trainwright.replay.experiments import replay
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
+from trainwright.replay.inspector import StepInspector
+from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.session import ReplaySession
+
+OFFSETS = (-1, 0, 1, 2, 3)
+SAME = 0.95
+"""Fraction of targets that must equal a token of the input for them to be that token."""
+
+
+class _Losses(StepInspector):
+    """Collects the cross-entropies of a step."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.losses: list[Classified] = []
+
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if (loss := classified(name, args, kwargs)) is not None:
+            self.losses.append(loss)
+
+
+@dataclass
+class Placed:
+    """A loss over the tokens ``ids`` (B, T); ``at`` (N,) is the flat position in ``ids`` of each prediction."""
+
+    loss: Classified
+    ids: Tensor
+    at: Tensor
+
+    def fraction(self, offset: int) -> float | None:
+        """The fraction of targets that are the token ``offset`` positions later; None where there are too few."""
+        length = self.ids.shape[1]
+        column = self.at % length + offset
+        use = (self.loss.target >= 0) & (column >= 0) & (column < length)
+        if int(use.sum()) < 8:
+            return None
+        tokens_there = self.ids.flatten()[(self.at + offset)[use]]
+        return float((tokens_there == self.loss.target[use]).double().mean())
+
+
+def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
+    """Finds the position of each prediction: by the number of predictions, and where the models return the scores, or
+    the hidden states they are computed from, by comparing those.
+    """
+    marks = loss.marks
+    batch, length = ids.shape
+    grid = torch.arange(batch * length, device=ids.device).view(batch, length)
+    layouts = [grid.flatten(), grid[:, :-1].flatten(), grid[:, 1:].flatten()]
+    layouts = [each for each in layouts if len(each) == len(marks)]
+    known = [o.reshape(batch * length, -1) for o in outputs if o.dim() == 3 and o.shape[:2] == ids.shape]
+    known = [each for each in known if each.shape[1] == marks.shape[1]]
+    for each in layouts:
+        if not known or any(torch.equal(one[each].to(marks), marks) for one in known):
+            return Placed(loss, ids, each)
+    for one in known:
+        if (found := _find_rows(one.to(marks), marks)) is not None:
+            return Placed(loss, ids, found)
+    return None
+
+
+def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
+    """The index in ``known`` of each of ``rows``, which a mask selected; None unless all are there."""
+    mix = torch.cos(torch.arange(known.shape[1], device=known.device, dtype=torch.float64))
+    marks, wanted = (known.double() * mix).sum(1), (rows.double() * mix).sum(1)
+    order = marks.argsort()
+    found = order[torch.searchsorted(marks[order], wanted).clamp(max=len(order) - 1)]
+    return found if torch.equal(known[found], rows) else None
+
+
+def token_inputs(session: ReplaySession) -> list[Tensor]:
+    """The inputs that look like token ids: integers of shape (B, T), T > 2."""
+    found = {id(x): x for x in session.inputs if not x.is_floating_point() and x.dtype != torch.bool}
+    return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
+
+
+def tensor_leaves(outputs: object) -> list[Tensor]:
+    """The tensors in nested containers."""
+    tensors: list[Tensor] = []
+    mapped(outputs, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
+    return tensors
+
+
+def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) -> list[Classified]:
+    inspector = _Losses(session)
+    with session.live():
+        inspector.run("forward", mode="eval", inputs=inputs)
+    return inspector.losses
+
+
+def examine_tokens(session: ReplaySession) -> TokensFacts:
+    """For each token input and each cross-entropy: which token of the input is the target, and what gives it away."""
+    inspector = _Losses(session)
+    with session.live():
+        outputs = tensor_leaves(inspector.run("forward").outputs)
+    found = []
+    for ids in token_inputs(session):
+        for which, loss in enumerate(inspector.losses):
+            placed = place(loss, ids, outputs)
+            fractions = {} if placed is None else {offset: placed.fraction(offset) or 0.0 for offset in OFFSETS}
+            if placed is None or max(fractions.values()) < 0.5:
+                continue
+            same = [offset for offset in OFFSETS if fractions[offset] >= SAME]
+            offset = same[0] if len(same) == 1 else None
+            fraction = 0.0 if offset is None else fractions[offset]
+            sees, given, start = _sees(session, placed, which)
+            ends = _ends(session, placed)
+            found.append(TokenLoss(offset=offset, fraction=fraction, sees=sees, given=given, start=start, ends=ends))
+    return TokensFacts(losses=tuple(found))
+
+
+def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | None, float | None, int]:
+    """How far predictions change before a position, about three quarters into the row, from which on tokens differ, and
+    how far at it.
+    """
+    ids, length = placed.ids, placed.ids.shape[1]
+    column = placed.at % length
+    counts = placed.loss.target >= 0
+    starts = sorted(range(1, length), key=lambda t: abs(t - 3 * length // 4))
+    known = [t for t in starts if bool((counts & (column == t - 1)).any())]
+    start = next((t for t in known if bool((counts & (column == t)).any())), next(iter(known), None))
+    if start is None:
+        return None, None, 0
+    was, now = _losses_in_eval(session), _losses_in_eval(session, _changed_from(ids, start))
+    if len(now) <= which or len(was) <= which or now[which].marks.shape != was[which].marks.shape:
+        return None, None, start
+    before, at = ((counts & places).nonzero().flatten() for places in (column < start, column == start))
+    nearest = before[column[before].argsort(descending=True, stable=True)][: placed.loss.max_rows]
+    own = at[: placed.loss.max_rows]
+    with session.live():
+        sees, given = (_change(was[which], now[which], rows) for rows in (nearest, own))
+    return sees, given, start
+
+
+def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:
+    """How far the scores of these rows are apart, in standard deviations; None where there are none."""
+    if not len(rows):
+        return None
+    scores, changed = was.scores(rows).double(), now.scores(rows).double()
+    spread = float(scores.std()) if scores.numel() > 1 else 0.0
+    return float((changed - scores).abs().max()) / spread if spread > 0 else None
+
+
+def _changed_from(ids: Tensor, start: int) -> InputHandler:
+    """Replaces the tokens from position ``start`` on by other ones."""
+    low, high = int(ids.min()), int(ids.max())
+    other = ids.clone()
+    other[:, start:] = low + (ids[:, start:] - low + 1 + (high - low) // 2) % (high - low + 1)
+
+    return change_leaves(lambda leaf: other if leaf is ids else leaf)
+
+
+def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
+    """The padding id, where it is more than padding: the end of a text."""
+    ids, length = placed.ids, placed.ids.shape[1]
+    target = torch.full((ids.numel(),), -1, device=ids.device)
+    at = (placed.at + 1)[(placed.at % length) < length - 1]
+    target[at] = placed.loss.target[(placed.at % length) < length - 1]
+    wanted = target.view_as(ids)
+    last = ids[:, -1]
+    filler = last.mode().values
+    run = (ids.flip(1) == filler).cumprod(1).sum(1)
+    if int((run >= 2).sum()) < max(2, len(ids) // 5) or int(run.min()) == int(run.max()):
+        return None
+    is_it = ids == filler
+    column = torch.arange(length, device=ids.device)
+    trailing = column >= (length - run)[:, None]
+    after_target = torch.cat([torch.zeros_like(is_it[:, :1]), wanted[:, :-1] >= 0], 1)
+    within = is_it & ~trailing & after_target
+    first = is_it & (column == (length - run)[:, None]) & after_target
+    masks = [x for x in session.inputs if x.shape == ids.shape and int(x.max()) == 1]
+    attended = max((int((first & (mask != 0)).sum()) for mask in masks if int(mask.min()) == 0), default=0)
+    used = is_it & (wanted >= 0)
+    return TextEnds(
+        id=int(filler),
+        within=int(within.sum()),
+        attended=attended,
+        targets=int(used.sum()),
+        rows=len(ids),
+    )
+
+
+tokens = replay(TokensFacts, when="requested", memory=3.0)(examine_tokens)
+
+
+class _Predictions(NamedTuple):
+    """Of each row: its label, the rank of the label among the classes, the largest probability, the loss."""
+
+    target: list[int]
+    rank: list[int]
+    sure: list[float]
+    loss: list[float]
+
+
+NOT_ONE_LABEL_EACH = "the ids of the samples are not known, or not each has one label"
+
+
+@replay(SampleLabelsFacts, when="requested", steps=40.0)
+def sample_labels(session: ReplaySession) -> SampleLabelsFacts:
+    """The prediction for each sample of the recorded steps when it was last trained on, before that update.
+
+    ``rank``: how many classes have a higher score than the label. ``sure``: the largest probability of a class.
+    """
+    predictions: list[_Predictions] = []
+    classes: list[int] = []
+    sizes = {len(ids) for recorded in session.recorded_steps for ids in recorded.ids if ids is not None}
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if (loss := classified(function_name(function), args, kwargs)) is not None:
+            if len(loss.target) not in sizes:  # tokens, for example: at once, not after 32 steps
+                raise NotReplayable(NOT_ONE_LABEL_EACH)
+            predictions.append(_predictions(loss))
+            classes.append(loss.classes)
+        return function(*args, **kwargs)
+
+    steps = len(session.train(32, Intervention(ops=collect)))
+    batches = [ids for recorded in session.recorded_steps[-steps:] for ids in recorded.ids]
+    known = [ids is not None and len(ids) == len(each.target) for ids, each in zip(batches, predictions)]
+    if len(predictions) != len(batches) or not all(known):
+        raise NotReplayable(NOT_ONE_LABEL_EACH)
+    latest: dict[int, tuple[int, float, float]] = {}
+    for ids, of_batch in zip(batches, predictions):
+        for i, target, *prediction in zip(ids or (), *of_batch):
+            latest.pop(i, None)  # keeps them in the order in which they were last trained on
+            if target >= 0:
+                rank, sure, loss = prediction
+                latest[i] = (int(rank), sure, loss)
+    return SampleLabelsFacts(
+        classes=classes[0],
+        ids=tuple(latest),
+        rank=tuple(each[0] for each in latest.values()),
+        sure=tuple(round(each[1], 4) for each in latest.values()),
+        loss=tuple(round(each[2], 4) for each in latest.values()),
+    )
+
+
+def _predictions(loss: Classified) -> _Predictions:
+    columns: list[list[Tensor]] = [[], [], []]
+    for rows in loss.pieces():
+        scores = loss.scores(rows).double().log_softmax(1)
+        own = scores.gather(1, loss.target[rows].clamp(min=0)[:, None])
+        for column, values in zip(columns, ((scores > own).sum(1), scores.max(1).values.exp(), -own[:, 0])):
+            column.append(values)
+    rank, sure, losses = (torch.cat(column).tolist() for column in columns)
+    return _Predictions(loss.target.tolist(), rank, sure, losses)
