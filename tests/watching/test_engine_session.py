@@ -219,8 +219,6 @@ def test_a_step_that_is_examined_is_recorded_while_it_trains() -> None:
             train(watched, state, 3)
             codes = [each.code for each in watched.log.findings()]
             assert model.calls == [3] and codes == ["loss.softmax_before_cross_entropy"]
-                "loss.softmax_before_cross_entropy"
-            ]
             assert watched.runner.replayer.subject.hooks() == (0,) * 2 and not model._forward_hooks
             watched.end(None)
         else:
