@@ -10,20 +10,15 @@ from trainwright.doctor.data import measure as data
 from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers its trials
 from trainwright.doctor.function import measure as function
 from trainwright.doctor.function import remedy as _try_function  # noqa: F401  registers its trials
-from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.loss import measure as loss
 from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
-from trainwright.doctor.program import measure as program
-from trainwright.doctor.program import remedy as _try_program  # noqa: F401  registers its trials
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.remedies import TRIALS
 from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
-from trainwright.doctor.update import measure as update
-from trainwright.doctor.update import remedy as _try_update  # noqa: F401  registers its trials
 from trainwright.doctor.vitals import measure as vitals
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.replay import trials
@@ -50,11 +45,9 @@ MEASURES: tuple[Measures, ...] = (
     Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),
     Measures(precision.probes, needs_live_loop=True),
-    Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resources.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
-    Measures(update.probes, needs_live_loop=True),
     Measures(vitals.probes, needs_live_loop=False),
     Measures(vitals.probes_of_loop, needs_live_loop=True),
 )

@@ -17,7 +17,7 @@ LAWS: tuple[Law, ...] = (
         "function.evaluation_repeats",
         laws.evaluation_repeats,
         effort="replay",
-        named_by=("mode.functional_dropout", "model.bn_*"),
+        named_by=("evaluation.dropout_ignores_mode", "model.bn_*"),
     ),
     Law("function.padding_is_not_seen", laws.padding_is_not_seen, effort="replay", named_by=("model.mixes_samples",)),
     Law(
@@ -42,5 +42,5 @@ LAWS: tuple[Law, ...] = (
         "function.attention_is_an_average", attention_is_an_average, effort="replay", named_by=("model.mixes_samples",)
     ),
     Law("function.attention_tells_apart", attention_tells_apart, effort="replay", named_by=("num.*", "grad.vanishing")),
-    Law("function.ties_hold", laws.ties_hold, named_by=("opt.stale_params",)),
+    Law("function.ties_hold", laws.ties_hold, named_by=("optim.stale_params",)),
 )

@@ -18,7 +18,19 @@ from trainwright.doctor.loss.terms import every_term_matters
 
 _NOTHING_LEARNED = (
     *("data.label_*", "data.unshuffled", "data.constant_*", "data.double_*", "data.unnormalised_*"),
-    *("loss.*", "opt.*", "init.*", "grad.*", "model.*", "sched.*", "prec.*", "mode.*", "num.*", "accum.*", "ckpt.*"),
+    *(
+        "loss.*",
+        "opt*.*",
+        "init.*",
+        "grad*.*",
+        "model.*",
+        "sched*.*",
+        "prec.*",
+        "mode.*",
+        "num.*",
+        "gradient.accum*",
+        "ckpt.*",
+    ),
     *("law.vitals.*", "law.update.*", "law.gradient.*", "law.function.*"),
 )
 """Whatever keeps a model from learning."""
@@ -43,7 +55,12 @@ LAWS: tuple[Law, ...] = (
         effort="replay",
         named_by=("loss.*", "data.*"),
     ),
-    Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
+    Law(
+        "loss.batch_is_cut_anywhere",
+        laws.batch_is_cut_anywhere,
+        effort="replay",
+        named_by=("loss.*",),
+    ),
     Law("loss.every_term_matters", every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
     Law("loss.terms_leave_room", terms_leave_room, effort="replay", named_by=("loss.*",)),
     Law("loss.every_row_counts", every_row_counts, effort="replay", named_by=("loss.*", "data.*", "model.dead_relu")),
@@ -51,7 +68,7 @@ LAWS: tuple[Law, ...] = (
         "loss.targets_are_centred",
         targets_are_centred,
         effort="replay",
-        named_by=("loss.*", "data.*", "init.*", "opt.*"),
+        named_by=("loss.*", "data.*", "init.*", "opt*.*"),
     ),
     Law("loss.players_are_at_odds", players_are_at_odds, effort="replay", named_by=("loss.*",)),
     Law("loss.judges_see_the_same", judges_see_the_same, effort="replay", named_by=("loss.*", "data.*")),

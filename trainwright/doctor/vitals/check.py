@@ -335,17 +335,20 @@ def data_stay(case: Case) -> Iterator[Verdict]:
 
 
 _STANDING = (
-    "opt.params_missing", "opt.params_not_registered", "opt.stale_params", "opt.zero_grad_before_step",
-    "opt.step_never_called", "opt.zero_lr_group", "opt.nothing_trainable", "opt.lr_too_low", "sched.never_stepped",
-    "sched.unit_mismatch", "grad.graph_cut", "grad.graph_cut_at_loss", "grad.vanishing", "grad.clip_always_active",
+    "optim.params_missing", "opt.params_not_registered", "optim.stale_params", "optim.zero_grad_before_step",
+    "optim.step_never_called", "optim.group_lr_zero", "opt.nothing_trainable", "optim.lr_too_low",
+    "schedule.never_stepped",
+    "schedule.unit_mismatch", "grad.graph_cut", "grad.graph_cut_at_loss", "grad.vanishing",
+    "gradient.clip_always_active",
     "prec.lost_updates", "prec.fp16_underflow", "prec.scaler_collapse", "prec.autocast_stale_cache",
     "model.dead_relu", "model.router_collapse", "loss.no_valid_target", "data.constant_input",
     "mode.*", "num.*",
 )  # fmt: skip
-_SLOW = (*_STANDING, "opt.weight_decay_too_high", "data.double_normalised", "init.symmetric")
+_SLOW = (*_STANDING, "optim.weight_decay_too_high", "data.double_normalised", "init.symmetric")
 _RUNAWAY = (
-    "opt.lr_too_high", "opt.weight_decay_too_high", "opt.missing_zero_grad", "opt.double_owned", "loss.wrong_sign",
-    "loss.term_dominates", "loss.nll_on_probs", "grad.exploding", "grad.wrong_backward", "sched.no_warmup", "init.*",
+    "optim.lr_too_high", "optim.weight_decay_too_high", "optim.missing_zero_grad", "optim.params_in_two_optimizers",
+    "loss.wrong_sign",
+    "loss.term_dominates", "loss.nll_on_probs", "gradient.exploding", "grad.wrong_backward", "init.*",
     "model.attention_logit_growth", "data.unnormalised_input", "num.*",
 )  # fmt: skip
 

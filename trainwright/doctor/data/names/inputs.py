@@ -40,7 +40,7 @@ def constant_input(case: Case) -> Iterator[Finding]:
         stage="input",
         evidence=[("variance across the batch", 0.0, "> 0")],
         trial=RemedyTrial("varied_inputs"),
-        explains=("model.*", "grad.vanishing", "opt.lr_too_low", "data.label_*", "init.symmetric"),
+        explains=("model.*", "grad.vanishing", "optim.lr_too_low", "data.label_*", "init.symmetric"),
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _too_large(case: Case, batch: Facts, x: Facts, trial: Facts) -> Iterator[Fin
             ("first loss, as it was and standardised", [recorded[0], standardised[0]], chance),
         ],
         trial=RemedyTrial("standardised_inputs"),
-        explains=("init.too_large", "opt.lr_too_high", "grad.exploding", "model.dead_relu"),
+        explains=("init.too_large", "optim.lr_too_high", "gradient.exploding", "model.dead_relu"),
     )
 
 
@@ -113,7 +113,7 @@ def _too_small(case: Case, x: Facts, trial: Facts) -> Iterator[Finding]:
             (f"fall of the loss in {len(recorded)} updates, as it was and standardised", [fell, would], None),
         ],
         trial=RemedyTrial("standardised_inputs"),
-        explains=("opt.lr_too_low", "grad.vanishing", "init.*", "model.dead*"),
+        explains=("optim.lr_too_low", "grad.vanishing", "init.*", "model.dead*"),
     )
 
 
@@ -217,7 +217,7 @@ def label_feature_misaligned(case: Case) -> Iterator[Finding | ExperimentRequest
                 ),
                 ("loss when one batch is repeated", [memorised[0], memorised[-1]], None),
             ],
-            explains=("opt.lr_too_low", "data.label_noise"),
+            explains=("optim.lr_too_low", "data.label_noise"),
         )
 
 

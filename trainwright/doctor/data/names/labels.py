@@ -218,7 +218,7 @@ def _not_between(exam: Examined, op: str, low: float, high: float) -> Finding:
         where=Where(op=op),
         evidence=[("targets", [low, high], "0 to 1")],
         trial=RemedyTrial("targets_in_range"),
-        explains=("loss.*", "opt.*"),
+        explains=("loss.*", "opt*.*"),
     )
 
 
@@ -260,7 +260,7 @@ def label_noise(case: Case) -> Iterator[Finding | ExperimentRequest]:
                 ("loss where the label differs", _median(losses, wrong), _median(losses, right)),
             ],
             trial=RemedyTrial("without_samples", {"ids": [ids[n] for n in chosen]}),
-            explains=("opt.lr_too_low",),
+            explains=("optim.lr_too_low",),
         )
         return
 

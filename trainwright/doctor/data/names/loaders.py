@@ -44,7 +44,7 @@ def empty_loader(case: Case) -> Iterator[Finding]:
                 ("samples", loader["samples"]),
                 ("drop_last", loader["drop_last"]),
             ],
-            explains=("opt.step_never_called", "loop.*"),
+            explains=("optim.step_never_called", "loop.*"),
         )
         return
 
@@ -219,7 +219,7 @@ def unshuffled(case: Case) -> Iterator[Finding]:
         stage="input",
         evidence=[("label entropy of a batch", round(mean, 3), round(whole, 3)), ("batches looked at", len(entropies))],
         trial=RemedyTrial("mixed_samples"),
-        explains=("opt.lr_too_high", "data.label_noise"),
+        explains=("optim.lr_too_high", "data.label_noise"),
     )
 
 

@@ -232,7 +232,7 @@ def attention_logit_growth(case: Case) -> Iterator[Finding]:
             where=Where(module=path, op="softmax"),
             evidence=[("largest score", history[-1], history[0]), ("evenness of the weights, 0 to 1", now["evenness"])],
             trial=RemedyTrial("scaled_scores"),
-            explains=("opt.lr_too_high",) if unscaled else (),
+            explains=("optim.lr_too_high",) if unscaled else (),
         )
         return
 

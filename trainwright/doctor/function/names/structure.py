@@ -361,7 +361,7 @@ def too_large(case: Case) -> Iterator[Finding]:
         where=Where(module=names[0].rpartition(".")[0]),
         evidence=[("first loss", loss, chance), ("with weights of the usual size", smaller, chance)],
         trial=RemedyTrial("smaller_weights", {"gains": facts["large"]}),
-        explains=("model.attention_logit_growth", "opt.lr_too_high", "grad.exploding"),
+        explains=("model.attention_logit_growth", "optim.lr_too_high", "gradient.exploding"),
     )
 
 

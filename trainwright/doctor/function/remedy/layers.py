@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.doctor.function.remedy.structure import compared, kaiming_, once
-from trainwright.doctor.program.measure.modes import DROPOUTS
+from trainwright.doctor.measure.modes import DROPOUTS
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import argument, function_name
 from trainwright.replay.replayer import Intervention

@@ -21,7 +21,7 @@ from trainwright.doctor.function.measure.structure import (
     copied_from_next,
     unregistered_parameters,
 )
-from trainwright.doctor.gradient.measure.custom_functions import custom_functions, has_context, replaced
+from trainwright.doctor.measure.custom_functions import custom_functions, has_context, replaced
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
+from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, RemedyTrial, finding, in_words
-from trainwright.doctor.update.facts import UpdateFacts
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Watched, Where
 
@@ -47,7 +47,7 @@ def softmax_before_ce(case: Case) -> Iterator[Finding]:
             where=Where(module=_made_in(used), op=used["op"]),
             evidence=[("sum of each row of its input" if first == "softmax" else "input", seen, "logits")],
             trial=RemedyTrial("scores_for_probabilities"),
-            explains=("loss.softmax_twice", "opt.lr_too_low", "opt.lr_too_high", "grad.vanishing", "data.label_*"),
+            explains=("loss.softmax_twice", "optim.lr_too_low", "optim.lr_too_high", "grad.vanishing", "data.label_*"),
         )
         return
 
@@ -111,7 +111,7 @@ def nll_on_probs(case: Case) -> Iterator[Finding]:
             where=Where(module=used.get("made_in"), op=used["op"]),
             evidence=[("share of its input above 0", round(share, 3), 0.0)],
             trial=RemedyTrial("scores_for_probabilities"),
-            explains=("opt.lr_too_low", "opt.lr_too_high", "grad.*"),
+            explains=("optim.lr_too_low", "optim.lr_too_high", "grad*.*"),
         )
         return
 
@@ -138,17 +138,21 @@ def broadcast_target(case: Case) -> Iterator[Finding]:
                 where=Where(op=outer["op"]),
                 evidence=[("terms of the loss", outer["terms"], outer["samples"]), ("shapes", outer["shapes"])],
                 trial=RemedyTrial("same_shape"),
-                explains=("opt.lr_too_low", "opt.lr_too_high", "data.target_*", "data.label_*", "model.*", "init.*"),
+                explains=(
+                    "optim.lr_too_low",
+                    "optim.lr_too_high",
+                    "data.target_*",
+                    "data.label_*",
+                    "model.*",
+                    "init.*",
+                ),
             )
             return
 
 
 def _is_turned_again(case: Case) -> bool:
     """Whether the loop itself negates all gradients before the update: a replay does not."""
-    return any(
-        facts.edited and facts.regraded and all(each.live_sum * each.replayed_sum < 0 for each in facts.regraded)
-        for _, facts in case.every(UpdateFacts)
-    )
+    return any(facts.is_turned for _, facts in case.every(UpdateFacts))
 
 
 def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
@@ -193,7 +197,7 @@ def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
                 ("with the sign turned", [turned[0], turned[-1]], None),
             ],
             trial=RemedyTrial("turned_sign"),
-            explains=("opt.lr_too_*", "grad.exploding", "data.*", "init.*"),
+            explains=("optim.lr_too_*", "gradient.exploding", "data.*", "init.*"),
         )
 
 
@@ -228,7 +232,7 @@ def graph_cut_at_loss(case: Case) -> Iterator[Finding]:
         sure=0.98 if any(value.get("cut") for kind, value in watched.events if kind == "backward") else 0.9,
         stage="loss",
         evidence=[("parameters with a gradient", reached, owned)],
-        explains=("opt.*", "grad.*", "data.label_*", "loop.*") if lasting else (),
+        explains=("opt*.*", "grad*.*", "data.label_*", "loop.*") if lasting else (),
     )
 
 
@@ -281,7 +285,7 @@ def term_dominates(case: Case) -> Iterator[Finding | ExperimentRequest]:
             ("ratio", round(ratio, 1), f"< {RATIO:.0f}"),
         ],
         trial=RemedyTrial("balanced_terms"),
-        explains=("grad.exploding", "opt.lr_too_*", "grad.clip*"),
+        explains=("gradient.exploding", "optim.lr_too_*", "gradient.clip*"),
     )
 
 

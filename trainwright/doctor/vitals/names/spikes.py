@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Finding, OldCheck, finding
-from trainwright.doctor.program.names.contract import kinds
+from trainwright.doctor.shared_calls import kinds
 from trainwright.runlog.records import Watched
 
 LATELY, FEW = 32, 8
