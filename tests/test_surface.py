@@ -157,7 +157,7 @@ def test_the_watched_loop_of_the_readme_runs(
         "scaler": None,
     }
     exec(blocks("python")[1], names)
-    assert names["watch"].step == 8 and "loss.softmax_before_ce" in capsys.readouterr().out
+    assert names["watch"].step == 8 and "loss.softmax_before_cross_entropy" in capsys.readouterr().out
     assert (tmp_path / "runs" / "watch" / "log.jsonl").exists()
 
 

@@ -152,7 +152,7 @@ class Cut(nn.Module):
         return self.head(self.neck(h).relu())
 
 
-@fault("G07", "grad.graph_cut", delay="S")
+@fault("G07", "gradient.graph_cut", delay="S")
 def detached_body(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     train(watch, Cut(), loader(*table(seed), seed))

@@ -10,7 +10,7 @@ from zoo.host import TinyGPT, Watch, fault, loader, mlp, sequences, table
 from zoo.model import predict_next, train
 
 
-@fault("I01", "init.symmetric", delay="S")
+@fault("I01", "model.init_symmetric", delay="S")
 def constant_weights(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -26,7 +26,7 @@ def unit_normal(module: nn.Module) -> None:
         nn.init.normal_(module.weight, 0.0, 1.0)
 
 
-@fault("I02", "init.too_large", delay="S")
+@fault("I02", "model.init_too_large", delay="S")
 def weights_of_std_one(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = TinyGPT()
@@ -41,7 +41,7 @@ def fresh(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-@fault("I03", "ckpt.reinitialised", delay="S", fixable=False)
+@fault("I03", "checkpoint.loaded_weights_overwritten", delay="S", fixable=False)
 def initialised_after_loading(watch: Watch, seed: int) -> None:
     """A fine-tune that starts from scratch: the weights were loaded, then initialised."""
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from zoo.data import one_of_batch
 from zoo.host import TinyGPT, Watch, fault, images, loader, mlp, next_token_loss, sequences, table
 
 
-@fault("L01", "loss.softmax_before_ce", delay="S")
+@fault("L01", "loss.softmax_before_cross_entropy", delay="S")
 def softmax_before_cross_entropy(watch: Watch, seed: int) -> None:
     """The model ends in a softmax, and cross_entropy applies another."""
     torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def softmax_before_cross_entropy(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("L03", "loss.nll_on_probs", delay="S")
+@fault("L03", "loss.nll_without_log_softmax", delay="S")
 def likelihood_of_probabilities(watch: Watch, seed: int) -> None:
     """nll_loss wants logarithms and gets probabilities."""
     torch.manual_seed(seed)
@@ -254,7 +254,7 @@ def two_labels_in_five_are_random(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("L15", "grad.graph_cut_at_loss", delay="S")
+@fault("L15", "loss.detached_from_model", delay="S")
 def loss_made_anew(watch: Watch, seed: int) -> None:
     """The loss is rebuilt from its value: backward reaches nothing."""
     torch.manual_seed(seed)
@@ -379,7 +379,7 @@ def balance_loss(router_logits: Tensor) -> Tensor:
     return p.shape[1] * (load * p.mean(0)).sum()
 
 
-@fault("L21", "loss.softmax_twice", delay="B")
+@fault("L21", "loss.softmax_applied_twice", delay="B")
 def balance_of_a_softmaxed_router(watch: Watch, seed: int) -> None:
     """The router returns probabilities where the balance loss expects logits: its gradient is weak."""
     torch.manual_seed(seed)

@@ -45,7 +45,7 @@ def drawn_in(step: int, data: DataLoader[Any], seed: int) -> int:
     return int(ids[(7 * seed + 3) % len(ids)])
 
 
-@fault("M01", "grad.vanishing", delay="S")
+@fault("M01", "gradient.vanishing", delay="S")
 def twenty_sigmoids(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     layers = [layer for d in [20] + 19 * [32] for layer in (nn.Linear(d, 32), nn.Sigmoid())]
@@ -83,7 +83,7 @@ class HiddenList(nn.Module):
         return self.last(x)
 
 
-@fault("M05", "opt.params_not_registered", delay="S")
+@fault("M05", "optim.params_not_registered", delay="S")
 def layers_in_a_list(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     train(watch, HiddenList(), loader(*table(seed), seed))
@@ -214,7 +214,7 @@ class Rotary(nn.Module):
         return self.head(x + F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True))
 
 
-@fault("M15", "prec.positions_low_precision", delay="B")
+@fault("M15", "precision.positions_low_precision", delay="B")
 def rotary_in_bf16(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     ids = sequences(seed, n=96, length=384)
@@ -308,7 +308,7 @@ class Sparse(nn.Module):
         return out
 
 
-@fault("M19", "grad.saved_tensor_modified", delay="S")
+@fault("M19", "gradient.saved_tensor_modified", delay="S")
 def data_edited(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     train(watch, Sparse(), loader(*table(seed), seed))
@@ -325,7 +325,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, self.stem(x), use_reentrant=False, **self.how))
 
 
-@fault("M20", "grad.recompute_mismatch", delay="S")
+@fault("M20", "gradient.recompute_mismatch", delay="S")
 def checkpoint_without_rng(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3))
@@ -341,7 +341,7 @@ def checkpointed_batchnorm(watch: Watch, seed: int) -> None:
     train(watch, model, loader(*images(seed), seed, batch=32), lr=3e-3, epochs=2)
 
 
-@fault("M22", "opt.nothing_trainable", delay="S")
+@fault("M22", "optim.nothing_trainable", delay="S")
 def all_frozen_but_batchnorm(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = cnn()
@@ -393,7 +393,7 @@ class Activation(nn.Module):
         return Swish.apply(x)
 
 
-@fault("M25", "grad.wrong_backward", delay="S")
+@fault("M25", "gradient.wrong_backward", delay="S")
 def half_a_derivative(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(20, 64), Activation(), nn.Linear(64, 64), Activation(), nn.Linear(64, 10))

@@ -279,7 +279,7 @@ def run_watched(train: Train, seed: int) -> Watched:
     failures = [str(each) for one in watches for each in one.session.failures]
     failures += [each.symptom for each in found if each.code == "doctor.failed"]
     seconds = round(time.perf_counter() - begin_s, 2)
-    laws = {law.name: law.state for one in watches for law in diagnose(Case(one.records, finished=True)).laws}
+    laws = {each.code: each.state for one in watches for each in diagnose(Case(one.records, finished=True)).checks}
     return Watched(found, seconds, sum(one.step for one in watches), error, tuple(failures), modules, laws)
 
 

@@ -155,7 +155,7 @@ WAYS = (by_hand, by_lightning, by_lightning_calling_itself, by_trainer)
     ("fault", "code"),
     [
         ("nan", "data.nonfinite_input"),
-        ("softmax", "loss.softmax_before_ce"),
+        ("softmax", "loss.softmax_before_cross_entropy"),
         ("missing parameters", "opt.params_missing"),
     ],
 )
@@ -265,7 +265,7 @@ def test_what_accelerate_has_prepared_is_seen_through(fault: str, tmp_path: Path
             prepared.step()
             stepped.step()
     assert watch.step == len(loader) and watch.session.failures == []
-    assert [found.code for found in watch.findings()] == (["loss.softmax_before_ce"] if fault else [])
+    assert [found.code for found in watch.findings()] == (["loss.softmax_before_cross_entropy"] if fault else [])
 
 
 def test_the_schedule_of_a_trainer_belongs_to_its_optimizer(tmp_path: Path) -> None:

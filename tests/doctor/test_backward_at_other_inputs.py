@@ -50,4 +50,4 @@ class Ode(nn.Module):
 @pytest.mark.slow
 def test_an_adjoint_is_not_checkpointing_that_differs() -> None:
     codes = {each.code for each in watched(model=Ode).findings()}
-    assert "grad.recompute_mismatch" not in codes
+    assert "gradient.recompute_mismatch" not in codes

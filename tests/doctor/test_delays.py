@@ -18,7 +18,7 @@ ONSET, USUAL = 100, 20
         ("gradients changed by hand", "law.update.gradients_are_those_made"),
         ("the same batch", "law.data.batches_vary"),
         ("no rate", "law.vitals.rates_are_positive"),
-        ("a rate ten thousand times too large", "grad.spike"),
+        ("a rate ten thousand times too large", "gradient.spike"),
     ],
 )
 def test_a_late_fault_is_found_in_time(name: str, code: str) -> None:

@@ -102,7 +102,7 @@ def wrong_backward_of(function: type[torch.autograd.Function]) -> Found:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    return {each.code: each for each in watch.findings()}["grad.wrong_backward"]
+    return {each.code: each for each in watch.findings()}["gradient.wrong_backward"]
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_weights_that_no_gradient_reaches(between: Between) -> None:
     watch = watched(between)
     assert states(watch)["reaches_all"] == "broken"
     [(code, found)] = alarms(watch).items()
-    assert code in ("law.gradient.reaches_all", "grad.graph_cut")
-    assert found.where.module == "branch" or code == "grad.graph_cut"
+    assert code in ("law.gradient.reaches_all", "gradient.graph_cut")
+    assert found.where.module == "branch" or code == "gradient.graph_cut"
 
 
 class Reversed(torch.autograd.Function):
@@ -212,7 +212,7 @@ def test_codes_that_follow_otherwise_are_not_cut_off(follow: Callable[[Codes], N
             optimizer.step()
             follow(model)
     assert watch.session.failures == []
-    cut = {"grad.graph_cut", "law.gradient.reaches_all", "law.loss.every_term_matters"} & alarms(watch).keys()
+    cut = {"gradient.graph_cut", "law.gradient.reaches_all", "law.loss.every_term_matters"} & alarms(watch).keys()
     assert bool(cut) == is_cut
 
 
@@ -253,7 +253,7 @@ def drawn_again(net: Net, h: Tensor) -> Tensor:
 def test_a_backward_pass_that_does_not_fit_its_forward_pass(between: Between) -> None:
     watch = watched(between)
     assert states(watch)["is_the_derivative"] == "broken"
-    names = {"grad.wrong_backward", "grad.saved_tensor_modified", "law.gradient.is_the_derivative"}
+    names = {"gradient.wrong_backward", "gradient.saved_tensor_modified", "law.gradient.is_the_derivative"}
     assert len(alarms(watch).keys() & names) == 1
 
 

@@ -137,7 +137,7 @@ def test_a_head_may_be_all_that_an_optimizer_holds() -> None:
 
 def test_a_body_that_was_not_trained_is_told_of() -> None:
     torch.manual_seed(0)
-    assert "grad.graph_cut" in alarms(Probed(net()))
+    assert "gradient.graph_cut" in alarms(Probed(net()))
 
 
 def test_an_average_within_the_model_is_moved_by_the_loop() -> None:

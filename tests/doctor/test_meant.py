@@ -10,15 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.doctor.law_loops import Change, Loop, broken, found, watched
 from trainwright.doctor.case import Case
+from trainwright.doctor.checks.gradient.spike import spike
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.resources.check import graphs_are_released
 from trainwright.doctor.resources.names.held import graph_grows, model_copies
-from trainwright.doctor.vitals.check import scales_hold
-from trainwright.doctor.vitals.facts import Drift, VitalsFacts
-from trainwright.doctor.vitals.names.spikes import gradient_spike
-from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 
@@ -36,7 +32,7 @@ def test_a_spike_of_a_rate_that_the_loop_raises(growth: float, severity: str) ->
         for n, rate in enumerate(rates)
     ]
     steps[40].values["spike"] = [20.0, statistics.median([1.0]), 8.0, "warn"]
-    assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
+    assert severities(spike.judge(Case(steps, finished=True).judged_by(spike))) == [severity]
 
 
 @pytest.mark.parametrize(("rate", "severity"), [(1e-2, "info"), (0.31, "warning"), (1e2, "warning")])
@@ -48,16 +44,7 @@ def test_a_spike_of_a_rate_that_jumps_beyond_all_before(rate: float, severity: s
         for n, each in enumerate(rates, 1)
     ]
     steps[41].values["spike"] = [20.0, 1.0, 8.0, "warn"]
-    assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
-
-
-@pytest.mark.parametrize(
-    ("before", "at_0", "is_told"), [(1.0, 15, False), (1.0, 16, True), (0.4, 16, False), (0.4, 40, True)]
-)
-def test_updates_at_a_rate_of_0_that_no_decay_has_come_to(before: float, at_0: int, is_told: bool) -> None:
-    facts = VitalsFacts(steps=200, updates=200 - at_0, at_0_since=201 - at_0, rate_before_0=before, highest_rate=1.0)
-    case = seen(VitalsFacts.experiment, dict(vars(facts)))
-    assert bool(severities(rates_are_positive(case))) == is_told
+    assert severities(spike.judge(Case(steps, finished=True).judged_by(spike))) == [severity]
 
 
 @pytest.mark.parametrize(("last", "severity"), [(0.9, "info"), (9.0, "warning")])
@@ -65,7 +52,7 @@ def test_a_spike_that_the_loss_comes_back_from(last: float, severity: str) -> No
     losses = [1.0] * 40 + [9.0] * 12 + [last] * 12
     steps = [Watched(time_s=0.0, step=n, loss=loss, grad_norm=1.0, lr=0.1) for n, loss in enumerate(losses, 1)]
     steps[40].values["spike"] = [20.0, 1.0, 8.0, "warn"]
-    assert severities(gradient_spike(Case(steps, finished=True))) == [severity]
+    assert severities(spike.judge(Case(steps, finished=True).judged_by(spike))) == [severity]
 
 
 def seen(experiment: str, values: dict[str, object], *steps: Watched) -> Case:
@@ -84,37 +71,6 @@ def test_a_step_that_becomes_longer_is_no_leak(goes_back: int, is_told: bool) ->
 def test_small_copies_of_a_model_may_become_more(size: int, severity: str) -> None:
     case = seen("memory", {"copies": [[16 * n, n, size] for n in range(1, 9)]})
     assert severities(model_copies(case)) == [severity]
-
-
-@pytest.mark.parametrize(("last", "severity"), [(0.5, "info"), (2.0, "warning")])
-def test_weights_that_grow_while_the_loss_falls(last: float, severity: str) -> None:
-    steps = [Watched(time_s=0.0, step=n, loss=1.0 if n < 32 else last, grad_norm=1.0, lr=0.1) for n in range(1, 65)]
-    drift = Drift(name="points", since=8, before=1e-4, now=9.0, usual=0.1, steady=True)
-    facts = VitalsFacts(steps=64, updates=64, tensors=1, moved=1, drifts=(drift,))
-    assert severities(scales_hold(seen("vitals", dict(vars(facts)), *steps))) == [severity]
-
-
-def of_itself(loop: Loop) -> None:
-    """A loss that is made for its gradient alone."""
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        made = F.cross_entropy(out, y)
-        return made / made.detach()
-
-    loop.loss = loss
-
-
-def filled_anew(loop: Loop) -> None:
-    """A storage of what was seen, of which the model is given parts."""
-    loop.batch = lambda step: slice(step * 32 % 128, step * 32 % 128 + 32)  # type: ignore[assignment, return-value]
-    loop.begin = lambda step: loop.x[loop.batch(step)].copy_(torch.randn(32, loop.x.shape[1]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("change", "law"), [(of_itself, "loss_moves"), (filled_anew, "data_stay")])
-def test_what_is_meant_is_no_warning(change: Change, law: str) -> None:
-    watch = watched(change, steps=30)
-    assert law not in broken(watch, "vitals") or found(watch, f"law.vitals.{law}").severity == "info"
 
 
 class Binned(nn.Module):

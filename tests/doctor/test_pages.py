@@ -142,7 +142,7 @@ def test_a_group_lists_its_codes(group: str) -> None:
 @each_row(
     ("wrong", "right"),
     [
-        ("loss.softmax_before_cross_entropy", "'loss.softmax_before_ce'"),
+        ("loss.softmax_before", "'loss.softmax_before_cross_entropy'"),
         ("missing_zero_grad", "'opt.missing_zero_grad'"),
         ("optim.lr_too_high", "'opt.lr_too_high'"),
         ("num.zzz", "known are: num.div_by_zero"),

@@ -59,7 +59,7 @@ def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pyt
     assert "1 critical" in shown, "the softmax before the loss"
     assert "<polyline" in shown and "step 40" in shown and "loss from step 1 to 40" in shown
     assert sum("samples/s" in html_of(each) for each in fit) == 1, "a line for each step"
-    assert "loss.softmax_before_ce" in watch[-1]["data"]["text/plain"]
+    assert "loss.softmax_before_cross_entropy" in watch[-1]["data"]["text/plain"]
     assert any("softmax" in html_of(each) for each in watch[:-1]), "the diagnosis is printed"
     assert "step 40" in result[-1]["data"]["text/plain"]
     require_what_the_log_has(ast.literal_eval(lines[-1]["data"]["text/plain"]), next(tmp_path.glob("runs/*/log.jsonl")))

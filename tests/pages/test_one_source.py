@@ -109,7 +109,7 @@ def test_a_run_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert result.verdict == view.verdict and f"verdict: {view.verdict}" in said
     assert list(result.findings) == view.findings and view.findings[0].symptom in said
     assert result.to_json()["verdict"] == strict(view.verdict)
-    assert view.verdict.word == "critical finding" and "loss.softmax_before_ce" in view.verdict.sentence
+    assert view.verdict.word == "critical finding" and "loss.softmax_before_cross_entropy" in view.verdict.sentence
 
 
 @pytest.mark.process

@@ -61,7 +61,7 @@ SAFE = {
     "verify checkpoint": ("verify", "checkpoint", "runs/theirs"),
     "export": ("export", "runs/theirs"),
     "average": ("average", "runs/theirs", "--last", "2"),
-    "explain": ("explain", "grad.spike"),
+    "explain": ("explain", "gradient.spike"),
 }
 WITHOUT_A_RECIPE = {"convert", "demo", "env", "init", "schema", "version"}
 """Commands that read no recipe and no run. ``convert`` has tests of its own."""

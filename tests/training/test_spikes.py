@@ -74,7 +74,7 @@ def records(result: tw.Result, kind: type) -> list:  # type: ignore[type-arg]
 
 
 def spikes(result: tw.Result) -> list[tuple[str, int]]:
-    return [(each.severity, each.step) for each in records(result, Found) if each.code == "grad.spike"]
+    return [(each.severity, each.step) for each in records(result, Found) if each.code == "gradient.spike"]
 
 
 def test_it_is_warned_of_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_a_watched_loop_is_examined_from_its_last_steps(tmp_path: Path) -> None:
     report = diagnosis_of(run)
     assert not any("no time for" in line for line in report.lines())
     assert "--deep" not in (run.path / "report.html").read_text()
-    (found,) = [each for each in report.findings if each.code == "loss.softmax_before_ce"]
+    (found,) = [each for each in report.findings if each.code == "loss.softmax_before_cross_entropy"]
     assert found.tried, "its remedy found no time, either"
 
 

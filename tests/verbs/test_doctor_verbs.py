@@ -29,7 +29,7 @@ NAMED = {
     "labels": "data.label_out_of_range",
     "zero-grad": "opt.missing_zero_grad",
     "sign": "loss.wrong_sign",
-    "softmax": "loss.softmax_before_ce",
+    "softmax": "loss.softmax_before_cross_entropy",
     "params": "opt.params_missing",
     "step": "opt.step_never_called",
 }

@@ -190,7 +190,7 @@ def test_the_loss_of_the_first_step_is_examined_without_a_replay(slow: Slow) -> 
     with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
         F.cross_entropy(slow(x).softmax(1), y).backward()
         optimizer.step()
-        assert [each.code for each in watch.findings()] == ["loss.softmax_before_ce"] and slow.calls == 1
+        assert [each.code for each in watch.findings()] == ["loss.softmax_before_cross_entropy"] and slow.calls == 1
 
 
 def test_what_found_no_time_is_recorded(slow: Slow) -> None:

@@ -59,9 +59,9 @@ def test_without_a_folder_there_is_no_page(capsys: Captured) -> None:
 @pytest.mark.slow
 def test_a_finding_is_followed_by_the_same_lines(tmp_path: Path, capsys: Captured) -> None:
     said = [line for line in lines_of(capsys, out=tmp_path / "run", planted=True) if "examining" not in line]
-    assert said[0].startswith("diagnosis: ") and "1. critical: loss.softmax_before_ce" in said[1]
+    assert said[0].startswith("diagnosis: ") and "1. critical: loss.softmax_before_cross_entropy" in said[1]
     assert [line.split()[0] for line in said[-5:]] == ["examined", "verdict:", "run", "page", "more"]
-    assert said[-1] == "more     trainwright explain loss.softmax_before_ce"
+    assert said[-1] == "more     trainwright explain loss.softmax_before_cross_entropy"
 
 
 def test_checks_that_need_no_replay(capsys: Captured) -> None:

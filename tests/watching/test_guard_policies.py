@@ -121,13 +121,13 @@ def test_observe_lets_it_through(tmp_path: Path) -> None:
 
 
 def spikes_found(watch: tw.watch) -> list[tuple[str, str, int]]:
-    return [(found.code, found.severity, found.step) for found in watch.findings() if found.code == "grad.spike"]
+    return [(found.code, found.severity, found.step) for found in watch.findings() if found.code == "gradient.spike"]
 
 
 def test_a_spike_is_only_warned_of(tmp_path: Path) -> None:
     _, weights, watch = train(24, tmp_path / "run", bad={20: 5000.0})
     assert not torch.equal(weights[19], weights[18])
-    assert spikes_found(watch) == [("grad.spike", "warning", 20)]
+    assert spikes_found(watch) == [("gradient.spike", "warning", 20)]
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_policy_of_the_users_own_decides(tmp_path: Path) -> None:
     _, weights, watch = train(24, tmp_path / "run", bad={20: 100.0, 22: 100.0}, on_spike=policy)
     assert [spike.step for spike in seen] == [20, 22] and seen[0].grad_norm > 8 * seen[0].usual > 0
     assert torch.equal(weights[19], weights[18]) and not torch.equal(weights[21], weights[20])
-    assert spikes_found(watch) == [("grad.spike", "warning", 20)]
+    assert spikes_found(watch) == [("gradient.spike", "warning", 20)]
 
 
 def test_a_spike_is_skipped(tmp_path: Path) -> None:

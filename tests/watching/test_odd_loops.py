@@ -501,7 +501,7 @@ def test_a_parameter_that_nobody_was_told_of() -> None:
         assert model.aside[0].grad is not None
         return [*weights(model), model.aside[0].grad]
 
-    both(loop, but="opt.params_not_registered")
+    both(loop, but="optim.params_not_registered")
 
 
 def test_an_optimizer_step_inside_of_backward() -> None:

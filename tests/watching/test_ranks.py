@@ -54,7 +54,7 @@ def test_what_does_not_communicate_is_replayed(tmp_path: Path) -> None:
     """Gradients that the loop averages by hand; and a model that communicates in evaluation mode alone."""
     first, _ = outcomes(tmp_path, "softmax_by_hand", "asymmetric", seeds=(1,))
     _, by_hand, _, asymmetric = first
-    assert by_hand["tried"] == ["loss.softmax_before_ce"]
+    assert by_hand["tried"] == ["loss.softmax_before_cross_entropy"]
     replayed = [reason for reason in asymmetric["blind"] if not reason.startswith("no")]  # not of its program
     assert replayed and all("c10d" in reason for reason in replayed)
     assert asymmetric["codes"] == {} and asymmetric["failures"] == []

@@ -101,4 +101,4 @@ def test_an_output_of_complex_numbers_depends_on_its_input() -> None:
             return torch.fft.fft(super().forward(x))
 
     watch = run(Complex(nn.Linear(8, 3)), drawn, lambda output: torch.fft.ifft(output).real)
-    assert "law.function.inputs_matter" not in {each.code for each in watch.findings()}
+    assert "model.input_unused" not in {each.code for each in watch.findings()}

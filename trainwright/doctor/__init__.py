@@ -5,25 +5,17 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.averages import FAMILY as AVERAGES
 from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
-from trainwright.doctor.function import FAMILY as FUNCTION
-from trainwright.doctor.loss import FAMILY as LOSS
 from trainwright.doctor.precision import FAMILY as PRECISION
 from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resources import FAMILY as RESOURCES
 from trainwright.doctor.resume import FAMILY as RESUME
-from trainwright.doctor.vitals import FAMILY as VITALS
 
 FAMILIES: tuple[Family, ...] = (
-    AVERAGES,
     DATA,
-    FUNCTION,
-    LOSS,
     PRECISION,
     RANKS,
     RESOURCES,
     RESUME,
-    VITALS,
 )

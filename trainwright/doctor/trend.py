@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 
 FALLS = -2.0
 """Standard errors of a slope, below which it is no chance: 2 % of series without a slope."""
@@ -13,9 +13,9 @@ LEAST = 8
 """Losses that a slope is told from."""
 
 
-def still_falls(case: Case) -> bool:
+def still_falls(run: RunContext) -> bool:
     """Whether the losses of the second half of the run go down by more than their noise explains."""
-    losses = [(each.step, each.loss) for each in case.watched if 2 * each.step > case.last_step]
+    losses = [(each.step, each.loss) for each in run.steps if 2 * each.step > run.last_step]
     return slope_in_errors(losses) < FALLS
 
 

@@ -68,7 +68,7 @@ MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
 """The same rise, as a fraction of the range of the validation loss, and of the fall of the training loss meanwhile."""
 STILL_FALLS = -2.0
 """Slope of the losses of the second half of a run, in standard errors."""
-LEARNED_NOTHING_CODE = "law.loss.knows_more_than_nothing"
+LEARNED_NOTHING_CODE = "loss.no_better_than_constant"
 MAX_LOSS = 1e100
 """Larger losses count as not finite: sums of them may not be finite."""
 MAX_REASON_CHARS = 160

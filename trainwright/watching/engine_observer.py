@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainwright.doctor.data.facts import SharedSamplesFacts
 from trainwright.doctor.data.measure.shared_samples import shared_samples
-from trainwright.doctor.loss.measure.first_step import FirstLoss
+from trainwright.doctor.measure.loss_calls import LossListener
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import SILENT, StepWitness
@@ -90,9 +90,7 @@ class EngineSession:
         loop = LoopObjects(accumulation=accumulation)
         made = [each for each in make_probes(objects, loop) if each.name not in NEEDS_A_LIVE_LOOP]
         self._probes: list[Probe] = [*made, *probes_of_families(objects, loop, live=False)]
-        if not self.budget.is_lifted:
-            are_rivals = len(objects.roots) > 1 or len(objects.optimizers) > 1
-            self._probes.append(FirstLoss(self._bench.tape, objects.parameters, are_rivals=are_rivals))
+        self._probes.append(LossListener(self._bench.tape, objects))
         self._bench.probes = self._probes
         site = WatchSite(bundles.parent if bundles else None, write, lambda line: None, self.budget.is_lifted)
         begin_all(self._probes, site)

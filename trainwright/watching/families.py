@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainwright.doctor.averages import measure as averages
 from trainwright.doctor.data import measure as data
 from trainwright.doctor.data import remedy as _try_data  # noqa: F401  registers its trials
-from trainwright.doctor.function import measure as function
-from trainwright.doctor.function import remedy as _try_function  # noqa: F401  registers its trials
-from trainwright.doctor.loss import measure as loss
-from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
@@ -19,7 +14,6 @@ from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.remedies import TRIALS
 from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
-from trainwright.doctor.vitals import measure as vitals
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.replay import trials
 from trainwright.replay.experiments import EXPERIMENTS
@@ -40,16 +34,11 @@ class Measures(NamedTuple):
 
 
 MEASURES: tuple[Measures, ...] = (
-    Measures(averages.probes, needs_live_loop=True),
     Measures(data.probes, needs_live_loop=True),
-    Measures(function.probes, needs_live_loop=False),
-    Measures(loss.probes, needs_live_loop=False),
     Measures(precision.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resources.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
-    Measures(vitals.probes, needs_live_loop=False),
-    Measures(vitals.probes_of_loop, needs_live_loop=True),
 )
 """In the order of ``doctor.FAMILIES``, for those that listen."""
 

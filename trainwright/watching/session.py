@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.doctor.check import Check
-from trainwright.doctor.loss.measure.first_step import FirstLoss
+from trainwright.doctor.measure.loss_calls import LossListener
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
@@ -125,9 +125,7 @@ class WatchSession:
         self._changes = ProgramChanges(parameters)
         of_families = probes_of_families(self._objects, objects, live=True)
         self._probes = [*make_probes(self._objects, objects), *of_families, self._changes]
-        if not self.budget.is_lifted:
-            are_rivals = len(self._roots) > 1 or len(optimizers) > 1
-            self._probes.append(FirstLoss(self.recording.tape, parameters, are_rivals=are_rivals))
+        self._probes.append(LossListener(self.recording.tape, self._objects))
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, checks=options.checks)
         self._incidents = Incidents(options.bundles, runner, write)

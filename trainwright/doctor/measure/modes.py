@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainwright.doctor.facts.modes import Drop, DropsFacts, EvalModule, ModesFacts
+from trainwright.doctor.measure.layers import DROPOUTS
 from trainwright.recorder.callers import caller
 from trainwright.recorder.comparisons import Site
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -26,10 +27,6 @@ from trainwright.state.names import named_modules
 
 EARLY = 4
 """Steps before which it is not known whether a pass without gradients belongs to every step."""
-DROPOUTS = frozenset(
-    ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-     "feature_alpha_dropout")
-)  # fmt: skip
 
 
 class Modes(Probe):

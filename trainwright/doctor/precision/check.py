@@ -148,6 +148,6 @@ LAWS: tuple[Law, ...] = (
         named_by=("prec.*", "num.*", "grad*.*", "model.dead_relu"),
     ),
     Law("precision.stays_in_range", stays_in_range, "replay", named_by=("prec.fp16_overflow", "num.*")),
-    Law("precision.fractions_stay", fractions_stay, "replay", named_by=("grad.graph_cut*",)),
+    Law("precision.fractions_stay", fractions_stay, "replay", named_by=("gradient.graph_cut*",)),
     Law("precision.batches_keep_digits", batches_keep_digits, named_by=("data.constant_input",)),
 )

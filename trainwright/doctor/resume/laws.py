@@ -137,6 +137,6 @@ LAWS: tuple[Law, ...] = (
     Law(
         "resume.what_is_loaded_has_a_place",
         _judge(what_is_loaded_has_a_place, _loads),
-        named_by=("ckpt.reinitialised",),
+        named_by=("checkpoint.loaded_weights_overwritten",),
     ),
 )

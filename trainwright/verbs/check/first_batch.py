@@ -226,7 +226,7 @@ def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
     message = f"{seen.loss:.4g}, a guess has {chance:.4g}"
     if call.op != "mse_loss" and own > 1.5 * chance + 0.5:
         remedy = "normalise the inputs; initialise weights with the usual size (or zeros in the last layer)"
-        yield Verdict("warn", "initial loss", message, remedy, "init.too_large")
+        yield Verdict("warn", "initial loss", message, remedy, "model.init_too_large")
     elif call.op in CLASSES and own < 0.5 * chance:
         yield Verdict("ok", "initial loss", f"{message}: pretrained weights, or labels that are easy to guess")
     else:
@@ -244,7 +244,7 @@ def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
         log = call.op == "nll_loss"
         message = "nll_loss gets probabilities, not their logarithms" if log else "softmax comes before cross_entropy"
         remedy = "take log_softmax, or cross_entropy on plain scores" if log else "give cross_entropy the plain scores"
-        code = "loss.nll_on_probs" if log else "loss.softmax_before_ce"
+        code = "loss.nll_without_log_softmax" if log else "loss.softmax_before_cross_entropy"
         yield Verdict("fail", "loss", f"{message}: each row sums to 1, which bounds gradient and loss", remedy, code)
     elif call.op == YES_NO[1] and bool(((call.output >= 0) & (call.output <= 1)).all()) and call.output.numel() > 8:
         remedy = "give it the plain scores: it takes the sigmoid itself"
@@ -265,7 +265,7 @@ def gradients(seen: FirstBatch) -> Iterator[Verdict]:
     if not seen.trained or seen.values_without == seen.trained:
         message = "nothing is trained: no parameter gets a gradient"
         yield Verdict(
-            "fail", "gradients", message, "look for .detach(), no_grad and requires_grad=False", "grad.graph_cut"
+            "fail", "gradients", message, "look for .detach(), no_grad and requires_grad=False", "gradient.graph_cut"
         )
     elif seen.bad_grad:
         message = f"not finite in {first_of(seen.bad_grad)}"
@@ -277,7 +277,7 @@ def gradients(seen: FirstBatch) -> Iterator[Verdict]:
             "gradients",
             f"none for {len(seen.without_grad)} parameters ({share:.0%} of all values): {first_of(seen.without_grad)}",
             "look for .detach() or .data after them; freeze parameters that should not train with model.freeze",
-            code="grad.graph_cut",
+            code="gradient.graph_cut",
         )
     else:
         yield Verdict("ok", "gradients", f"all {seen.trained:,} trained values get one")

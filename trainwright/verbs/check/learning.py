@@ -277,7 +277,7 @@ def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
     if fit.zeros:
         message = f"{first_of(fit.zeros)} are 0 and stay 0: no gradient passes through them"
         remedy = "random weights, nn.init.kaiming_uniform_ or xavier_uniform_; only biases and last layers may be 0"
-        yield Verdict("fail", "weights", message, remedy, "init.symmetric")
+        yield Verdict("fail", "weights", message, remedy, "model.init_symmetric")
     elif fit.dead:
         remedy = "weights of Kaiming's size, biases 0 (He et al. 2015), or LeakyReLU"
         yield Verdict("fail", "activations", f"every unit of {fit.dead[0]} is 0", remedy, "model.dead_relu")

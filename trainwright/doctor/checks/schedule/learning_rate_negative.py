@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.vitals.facts import VitalsFacts
+from trainwright.doctor.facts.weights import WeightsFacts
 
 
-@check(stage="update", confidence=0.95, needs=VitalsFacts)
+@check(stage="update", confidence=0.95, needs=WeightsFacts)
 def learning_rate_negative(run: RunContext) -> Iterator[Result]:
     """The learning rate is below 0, so the update raises the loss.
 
@@ -20,7 +20,7 @@ def learning_rate_negative(run: RunContext) -> Iterator[Result]:
 
     Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.
     """
-    facts = run.latest(VitalsFacts)
+    facts = run.latest(WeightsFacts)
     if facts is not None and facts.lowest_rate < 0.0:
         yield run.finding(
             facts.steps,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.vitals.facts import VitalsFacts
+from trainwright.doctor.facts.weights import WeightsFacts
 
 NEVER, SINCE = 16, 8
 """Updates at a rate of 0: more than a warm-up from 0 has, and more than between one schedule and the next."""
@@ -17,7 +17,7 @@ HIGH, DECAYED = 0.5, 0.01
 """Shares of the highest rate: above the first no decay has lowered it, below the second a decay has reached its end."""
 
 
-@check(stage="update", confidence=0.85, needs=VitalsFacts)
+@check(stage="update", confidence=0.85, needs=WeightsFacts)
 def learning_rate_zero(run: RunContext) -> Iterator[Result]:
     """The learning rate is 0, so updates change nothing.
 
@@ -37,7 +37,7 @@ def learning_rate_zero(run: RunContext) -> Iterator[Result]:
 
     Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
     """
-    facts = run.latest(VitalsFacts)
+    facts = run.latest(WeightsFacts)
     if facts is None or not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1
@@ -56,7 +56,7 @@ def learning_rate_zero(run: RunContext) -> Iterator[Result]:
     )
 
 
-def _too_many(facts: VitalsFacts) -> float:
+def _too_many(facts: WeightsFacts) -> float:
     """Updates at a rate of 0 at the end that are no tail."""
     is_cut = facts.rate_before_0 >= HIGH * facts.highest_rate
     return min(max(SINCE, TAIL * facts.steps), CUT if is_cut else math.inf)

@@ -40,7 +40,7 @@ def constant_input(case: Case) -> Iterator[Finding]:
         stage="input",
         evidence=[("variance across the batch", 0.0, "> 0")],
         trial=RemedyTrial("varied_inputs"),
-        explains=("model.*", "grad.vanishing", "optim.lr_too_low", "data.label_*", "init.symmetric"),
+        explains=("model.*", "gradient.vanishing", "optim.lr_too_low", "data.label_*", "model.init_symmetric"),
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _too_large(case: Case, batch: Facts, x: Facts, trial: Facts) -> Iterator[Fin
             ("first loss, as it was and standardised", [recorded[0], standardised[0]], chance),
         ],
         trial=RemedyTrial("standardised_inputs"),
-        explains=("init.too_large", "optim.lr_too_high", "gradient.exploding", "model.dead_relu"),
+        explains=("model.init_too_large", "optim.lr_too_high", "gradient.exploding", "model.dead_relu"),
     )
 
 
@@ -113,7 +113,7 @@ def _too_small(case: Case, x: Facts, trial: Facts) -> Iterator[Finding]:
             (f"fall of the loss in {len(recorded)} updates, as it was and standardised", [fell, would], None),
         ],
         trial=RemedyTrial("standardised_inputs"),
-        explains=("optim.lr_too_low", "grad.vanishing", "init.*", "model.dead*"),
+        explains=("optim.lr_too_low", "gradient.vanishing", "init.*", "model.dead*"),
     )
 
 

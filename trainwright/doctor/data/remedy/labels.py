@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainwright.doctor.data.measure.labels import Placed, place, tensor_leaves, token_inputs, tokens
-from trainwright.doctor.loss.remedy.scores import STEPS, compared_measure
+from trainwright.doctor.remedies.loss import STEPS, compared_measure
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.functions import OpHandler, function_name

@@ -68,7 +68,7 @@ def gradients_underflow(case: Case) -> Iterator[Finding | ExperimentRequest]:
             ("distance from the float32 gradients", facts["gradient_error"], scaled["gradient_error"]),
         ],
         trial=RemedyTrial("loss_scale"),
-        explains=("optim.lr_too_low", "grad.vanishing"),
+        explains=("optim.lr_too_low", "gradient.vanishing"),
     )
 
 

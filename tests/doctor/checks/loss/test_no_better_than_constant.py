@@ -1,0 +1,30 @@
+"""Tests of loss.no_better_than_constant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
+
+pytestmark = pytest.mark.slow
+CODE = "loss.no_better_than_constant"
+FAULTY: list[Loss] = [
+    lambda model, at: F.cross_entropy(0.1 * model(torch.randn(16, 6)), Y[at]),
+    lambda model, at: F.mse_loss(0.1 * model(torch.randn(16, 6))[:, 0], R[at]),
+]
+HEALTHY: list[Loss] = [
+    lambda model, at: F.cross_entropy(model(X[at]), Y[at]),
+    lambda model, at: F.mse_loss(model(X[at])[:, 0], R[at]),
+]
+
+
+@pytest.mark.parametrize("loss", FAULTY)
+def test_found(loss: Loss) -> None:
+    assert CODE in codes(loss, steps=96)
+
+
+@pytest.mark.parametrize("loss", HEALTHY)
+def test_silent(loss: Loss) -> None:
+    assert CODE not in codes(loss, steps=96)

@@ -1,0 +1,216 @@
+"""Checks of the model on measurements: each fires on its mechanism and is silent on what looks like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.doctor.checks.loops import made_of, requested
+from trainwright.doctor.check import Check
+from trainwright.doctor.discovery import check_of
+from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
+from trainwright.doctor.facts.function import Deviation, FunctionFacts, GapFacts
+from trainwright.doctor.facts.layers import (
+    AttentionFacts,
+    DepthFacts,
+    DropoutFacts,
+    FirstLossFacts,
+    LayerGradient,
+    LayersFacts,
+    NormFacts,
+    ReluFacts,
+    RouterFacts,
+)
+from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread
+from trainwright.doctor.facts.weights import Drift, LoadedFacts, WeightsFacts
+from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, Shuffle, WiringFacts
+from trainwright.doctor.finding import ExperimentRequest
+from trainwright.runlog.records import Watched
+
+
+def of(code: str) -> Check:
+    check = check_of(code)
+    assert check is not None
+    return check
+
+
+def fires(code: str, *facts: tuple[int, object]) -> bool:
+    return bool(made_of(of(code), *facts))
+
+
+def wired(**values: Any) -> WiringFacts:
+    return WiringFacts(**{"trained": 4, "trained_beside_norms": 4, "frozen_beside_norms": 0} | values)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ((64, 20), (64, 64), True),
+        ((8, 64), (64, 8), False),  # a factorisation: 64 -> 8 -> 64
+        ((16, 8, 3, 3), (16, 16, 3, 3), True),
+        ((16, 8, 1, 3), (16, 16, 3, 1), False),  # a kernel in two factors
+    ],
+)
+def test_two_linear_layers_in_a_row(first: tuple[int, ...], second: tuple[int, ...], found: bool) -> None:
+    chain = Chain(first="a.weight", second="b.weight", first_shape=first, second_shape=second)
+    tried = (1, ActivatedFacts(unchanged=0.4, activated=0.01))
+    assert fires("model.missing_nonlinearity", (1, wired(chains=(chain,))), tried) == found
+
+
+@pytest.mark.parametrize(("activated", "severity"), [(0.01, "warning"), (0.39, "info")])
+def test_linear_layers_that_lose_nothing_are_an_info(activated: float, severity: str) -> None:
+    chain = Chain(first="a.weight", second="b.weight", first_shape=(64, 20), second_shape=(64, 64))
+    tried = (1, ActivatedFacts(unchanged=0.4, activated=activated))
+    [found] = made_of(of("model.missing_nonlinearity"), (1, wired(chains=(chain,))), tried)
+    assert found.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("is_batch", "amount", "view", "severity"),
+    [
+        (True, 1.0, True, "critical"),
+        (True, 1.0, False, "warning"),
+        (True, 0.01, False, "info"),
+        (False, 1.0, False, None),
+    ],
+)
+def test_mixed_samples(is_batch: bool, amount: float, view: bool, severity: str | None) -> None:
+    facts = FunctionFacts(size=32, neighbours=Deviation(amount, 1e-4, "rnn"), is_batch=is_batch)
+    shuffle = Shuffle(module="", before=(32, 16, 8), after=(16, 32, 8))
+    found = made_of(of("model.mixes_samples"), (1, facts), (1, wired(shuffles=(shuffle,) if view else ())))
+    assert [each.severity for each in found] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("amount", "pad", "severity"), [(1.0, "a mask", "warning"), (1.0, "", "info"), (1e-6, "", None)]
+)
+def test_padding(amount: float, pad: str, severity: str | None) -> None:
+    found = made_of(of("model.padding_changes_output"), (1, FunctionFacts(padding=Deviation(amount, 1e-4), pad=pad)))
+    assert [each.severity for each in found] == ([severity] if severity else [])
+
+
+def test_gradients_that_fall_with_the_depth() -> None:
+    slope = tuple(LayerGradient(module=str(n), size=10.0 ** (n - 12)) for n in range(12))
+    even = tuple(LayerGradient(module=each.module, size=1e-12) for each in slope)
+    assert fires("gradient.vanishing", (1, LayersFacts(depth=slope)))
+    assert not fires("gradient.vanishing", (1, LayersFacts(depth=even)))
+    narrow = (1, LayersFacts(depth=slope, narrow=True))
+    assert requested(of("gradient.vanishing"), narrow) == [ExperimentRequest("depth_in_fp32", 1)]
+    assert not fires("gradient.vanishing", narrow, (1, DepthFacts(depth=even)))
+
+
+@pytest.mark.parametrize(("dead", "varies", "found"), [(1.0, 1.0, True), (0.1, 1.0, False), (1.0, 0.0, False)])
+def test_dead_units(dead: float, varies: float, found: bool) -> None:
+    relu = ReluFacts(dead=dead, varies=varies, rows=64, furthest=-10.0)
+    assert fires("model.dead_relu", (1, LayersFacts(relus={"1": relu}))) == found
+
+
+def norms(**values: Any) -> LayersFacts:
+    return LayersFacts(norms={"bn": NormFacts(**{"samples": 64, "values": 64, "calls": 1, "momentum": 0.1} | values)})
+
+
+def test_a_short_last_batch_is_no_tiny_batch() -> None:
+    tiny, large = norms(samples=2, values=2), norms()
+    assert fires("model.bn_tiny_batch", (1, tiny), (2, tiny))
+    assert not fires("model.bn_tiny_batch", (1, large), (2, tiny))
+
+
+@pytest.mark.parametrize(("updates", "momentum", "found"), [(2, 0.1, True), (1, 0.1, False), (2, 0.0513, False)])
+def test_statistics_that_are_moved_twice(updates: int, momentum: float, found: bool) -> None:
+    assert fires("model.bn_double_update", (1, norms(updates=updates, momentum=momentum))) == found
+
+
+@pytest.mark.parametrize(("course", "found"), [((7, 6, 4, 2, 1.5, 1.2), True), ((3.5, 3.6, 3.4, 3.5, 3.6), False)])
+def test_routers(course: Sequence[float], found: bool) -> None:
+    looks = [LayersFacts(routers={"r": RouterFacts(experts=8, effective=each, most=0.5)}) for each in course]
+    assert fires("model.router_collapse", *enumerate(looks, 1)) == found
+
+
+@pytest.mark.parametrize(("course", "found"), [((10, 40, 200, 500), True), ((2, 4, 8, 12), False)])
+def test_scores_that_grow(course: Sequence[float], found: bool) -> None:
+    seen = [AttentionFacts(highest=each, spread=2.0, evenness=0.5, off=0.0) for each in course]
+    looks = [LayersFacts(attention={"a": each}) for each in seen]
+    assert fires("model.attention_logit_growth", *enumerate(looks, 1)) == found
+
+
+def test_strong_dropout() -> None:
+    seen = (16, LayersFacts(dropout={"4": 0.9}))
+    assert requested(of("model.excess_dropout"), (1, seen[1])) == []  # nothing is learned yet
+    assert requested(of("model.excess_dropout"), seen) == [ExperimentRequest("dropout_gap", 16)]
+    assert fires("model.excess_dropout", seen, (16, DropoutFacts(with_dropout=2.0, without=1.5)))
+    assert not fires("model.excess_dropout", seen, (16, DropoutFacts(with_dropout=2.0, without=1.99)))
+
+
+@pytest.mark.parametrize(("size", "rescaled", "found"), [(1.0, 3.6, True), (255.0, 3.6, False), (1.0, 18.0, False)])
+def test_too_large_needs_normal_inputs_and_a_remedy_that_works(size: float, rescaled: float, found: bool) -> None:
+    facts = FirstLossFacts(loss=20.0, classes=33, input_size=size, large={"head.weight": 8.0}, rescaled=rescaled)
+    assert fires("model.init_too_large", (1, facts)) == found
+
+
+@pytest.mark.parametrize(("last", "found"), [(0.05, True), (0.4, False)])
+def test_codes_that_collapse(last: float, found: bool) -> None:
+    spreads = tuple(OutputSpread(step=n, spread=0.6 if n < 4 else last) for n in range(1, 9))
+    assert fires("model.representations_collapse", (8, ModulesFacts(looks=8, last=8, spreads=spreads))) == found
+
+
+@pytest.mark.parametrize(("fraction", "found"), [(1.0, True), (0.1, False)])
+def test_a_new_head_alone_is_a_fine_tune(fraction: float, found: bool) -> None:
+    facts = LoadedFacts(weights=8, gone=("head.weight",), fraction=fraction)
+    assert fires("checkpoint.loaded_weights_overwritten", (1, facts)) == found
+
+
+def followed(share: float, *, growth: float = 0.0, gap: float = 0.01, is_resumed: bool = False) -> AveragesFacts:
+    rest_alone = 0.5 if growth else 1e-6
+    moves = tuple(Move(n, share, growth, 1e-6, rest_alone, (share, share), (1e-6, 1e-6)) for n in range(9, 15))
+    copy = CopyFacts("Net", "Net", ("a", "b"), moves, (), (), 0, gap, True)
+    return AveragesFacts(6, 6, 0, is_resumed, (copy,))
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [(followed(0.01), False), (followed(0.99), True), (followed(-0.1), True), (followed(0.01, growth=-0.05), True)],
+    ids=["an average", "factors swapped", "outside of 0 and 1", "factors that do not add up"],
+)
+def test_averages_that_do_not_follow(facts: AveragesFacts, found: bool) -> None:
+    assert fires("optim.average_does_not_follow", (15, facts)) == found
+
+
+@pytest.mark.parametrize(("gap", "is_resumed", "found"), [(1.0, True, True), (0.02, True, False), (1.0, False, False)])
+def test_averages_that_were_not_restored(gap: float, is_resumed: bool, found: bool) -> None:
+    facts = followed(0.03, gap=gap, is_resumed=is_resumed)
+    assert fires("checkpoint.average_not_restored", (15, facts)) == found
+
+
+@pytest.mark.parametrize(("last", "severity"), [(0.5, "info"), (2.0, "warning")])
+def test_weights_that_grow_while_the_loss_falls(last: float, severity: str) -> None:
+    steps = [Watched(time_s=0.0, step=n, loss=1.0 if n < 32 else last, grad_norm=1.0, lr=0.1) for n in range(1, 65)]
+    drift = Drift(name="points", since=8, before=1e-4, now=9.0, usual=0.1, steady=True)
+    facts = WeightsFacts(steps=64, updates=64, tensors=1, moved=1, drifts=(drift,))
+    [found] = made_of(of("optim.weights_drift"), (64, facts), steps=steps)
+    assert found.severity == severity
+
+
+@pytest.mark.parametrize(("without", "severity"), [(1.0, "warning"), (1.85, "info"), (None, "info")])
+def test_another_way_in_eval_mode_that_no_module_explains(without: float | None, severity: str) -> None:
+    losses = [2.0] * 4 + [1.0] * 90
+    steps = [Watched(time_s=0.0, step=n, loss=loss, grad_norm=1.0, lr=0.1) for n, loss in enumerate(losses, 1)]
+    facts = GapFacts(1.0, 1.9, "norm", without)
+    [found] = made_of(of("evaluation.differs_from_training"), (48, facts), (90, facts), steps=steps)
+    assert found.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("moved", "updates", "found"), [(0, 4, True), (0, 3, False), (8, 60, False)], ids=["none", "too early", "all"]
+)
+def test_weights_that_never_move(moved: int, updates: int, found: bool) -> None:
+    facts = WeightsFacts(steps=updates, updates=updates, tensors=8, moved=moved, has_gradient=True)
+    assert fires("optim.weights_never_move", (updates, facts)) == found
+
+
+def test_weights_that_move_no_longer() -> None:
+    facts = WeightsFacts(
+        steps=99, updates=99, tensors=8, moved=8, has_gradient=True, stands_since=50, updates_since=49, highest_rate=0.1
+    )
+    assert fires("optim.weights_never_move", (99, facts))

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.averages import AveragesFacts
+from trainwright.doctor.shared_averages import averages_of
+
+GAP = 0.5
+"""Relative to the size of the weights: independent random weights are about 1.4 apart."""
+
+
+@check(stage="loop", confidence=0.85, needs=AveragesFacts)
+def average_not_restored(run: RunContext) -> Iterator[Result]:
+    """After a resume the moving average starts far from the weights.
+
+    Why it matters: evaluations and saved models use the average, which is a fresh initialisation for many steps.
+
+    How it is detected: the optimizer had a state when the watch began, and a copy that follows the weights was more
+    than half of their size away from them: its distance, divided by what its decay has left of it since.
+
+    Usual cause: the average (EMA) was not restored from the checkpoint, so it starts from the initialisation.
+
+    Looks like: optim.average_does_not_follow, where its factors are wrong.
+
+    Fix: save and load the average with the model, or copy the loaded weights into it.
+
+    Sources: ai2cm/ace#349, Vchitect/Latte#55.
+    """
+    facts = run.latest(AveragesFacts)
+    if facts is None or not facts.is_resumed:
+        yield NotApplicable("the optimizer began without a state")
+        return
+    for copy in averages_of(facts):
+        share = min(max(copy.moves[0].share, 0.0), 0.9)
+        gap = copy.gap / (1.0 - share) ** (copy.moves[0].step - 1)
+        if copy.gap > GAP / 10 and gap > GAP:
+            yield run.finding(
+                run.last_step,
+                symptom=f"the average of {copy.of} (a {copy.kind}) began about {gap:.2g} times the size of the weights "
+                f"away from them, though the optimizer was resumed",
+                since_step=1,
+                evidence=[("distance from the weights, relative to their size", round(copy.gap, 3), f"< {GAP / 10}")],
+            )

@@ -1,0 +1,30 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.weights import LoadedFacts
+
+
+@check(stage="loop", severity="critical", confidence=0.97, needs=LoadedFacts)
+def loaded_weights_overwritten(run: RunContext) -> Iterator[Result]:
+    """Weights were loaded and then overwritten before the first step, so training starts from scratch.
+
+    How it is detected: samples of each weight right after `load_state_dict`, and at the first forward call.
+
+    Exceptions: a new head alone; weights that were only cast or scaled.
+
+    Usual cause: the model is initialised after `load_state_dict`.
+
+    Fix: initialise first, `load_state_dict` last.
+    """
+    facts = run.latest(LoadedFacts)
+    if facts is not None and facts.fraction >= 0.8:
+        yield run.finding(
+            max(1, run.last_step),
+            symptom=f"{len(facts.gone)} of {facts.weights} loaded weights were overwritten before the first step",
+            evidence=[("fraction of loaded values that were replaced", facts.fraction, 0.0)],
+        )

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import WiringFacts
+from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.doctor.shared_standing import is_left_as_it_is, standing
+from trainwright.runlog.records import Where
+
+
+@check(stage="backward", confidence=0.95, needs=WiringFacts, explains=("optim.weights_never_move",))
+def graph_cut(run: RunContext) -> Iterator[Result]:
+    """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
+
+    How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and
+    the weights behind it that get no gradient and stand still.
+
+    Exceptions: a stop-gradient beside all that is trained (a teacher, a target), or above weights that were trained
+    before, is reported only with -v.
+
+    Usual cause: `.detach()`, `.data`, `.item()`, NumPy, an integer conversion or `torch.no_grad()` in `forward`.
+
+    Looks like: gradient.zero_behind_rounding, where there is a gradient of 0; frozen parameters.
+
+    Fix: remove it, or say so by `requires_grad_(False)` on what is not trained; with reentrant checkpointing use
+    `checkpoint(f, x, use_reentrant=False)`.
+    """
+    facts = run.latest(WiringFacts)
+    seen = run.every(WiringFacts)
+    known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts] if facts is not None else []
+    cut, behind = next(((each, names) for each, names in known if names), (None, None))
+    if facts is None or cut is None or not behind:
+        return
+    is_most = 2 * len(behind) >= facts.trained
+    yield run.finding(
+        seen[-1][0],
+        symptom=f"{len(behind)} weights that the optimizer holds get no gradient: {listed(behind)}",
+        cause=f"{cut.how} in {cut.inside or 'the model'} ends the graph above {cut.last or 'them'}",
+        severity="info" if is_left_as_it_is(run, behind) else "critical" if is_most else "warning",
+        where=Where(module=cut.last, op=cut.how),
+        evidence=[("weights behind the cut", len(behind), 0)],
+        trial=RemedyTrial("keep_graph"),
+    )

@@ -1,0 +1,35 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import SavedFacts
+from trainwright.doctor.finding import RemedyTrial
+from trainwright.runlog.records import Where
+
+
+@check(stage="backward", severity="critical", confidence=0.97, needs=SavedFacts)
+def recompute_mismatch(run: RunContext) -> Iterator[Result]:
+    """Under activation checkpointing a module gives other values in backward than in forward.
+
+    How it is detected: checksums of the outputs of every module in both passes, on a replay.
+
+    Usual cause: the checkpointed part draws random numbers (dropout) and the random state is not restored, or its
+    forward changes a state.
+
+    Fix: `checkpoint(..., preserve_rng_state=True)`, which is the default; no counters and caches inside.
+
+    Sources: OLMo-core#828.
+    """
+    facts = run.latest(SavedFacts)
+    if facts is not None and facts.differs is not None:
+        yield run.finding(
+            run.every(SavedFacts)[-1][0],
+            symptom=f"{facts.differs} ({facts.kind}), checkpointed, gives other values in backward than in forward",
+            where=Where(module=facts.differs),
+            evidence=[("first module that differs", facts.differs, "none")],
+            trial=RemedyTrial("preserve_rng"),
+        )

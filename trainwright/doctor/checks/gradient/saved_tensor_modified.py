@@ -1,0 +1,38 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import SavedFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="backward", severity="critical", confidence=0.98, needs=SavedFacts)
+def saved_tensor_modified(run: RunContext) -> Iterator[Result]:
+    """A tensor that backward needs was changed after forward had saved it.
+
+    Why it matters: the gradient is wrong and there is no error.
+
+    How it is detected: checksums of saved tensors in forward and in backward, on a replay.
+
+    Usual cause: `.data` or NumPy writes to a tensor behind autograd's back.
+
+    Looks like: gradient.wrong_backward, where the formula is wrong.
+
+    Fix: work out of place, `h = h * mask`, not `h.data.mul_(mask)`.
+
+    Sources: pytorch/pytorch#6990.
+    """
+    facts = run.latest(SavedFacts)
+    if facts is not None and facts.modified:
+        yield run.finding(
+            run.every(SavedFacts)[-1][0],
+            symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",
+            where=Where(module=facts.modified[0]),
+            evidence=[("changed tensors", len(facts.modified), 0)],
+            trial=RemedyTrial("keep_saved"),
+        )

@@ -1,0 +1,63 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import DepthFacts, LayerGradient, LayersFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.runlog.records import Where
+
+
+@check(stage="backward", confidence=0.9, needs=LayersFacts, explains=("model.output_same_for_all_samples",))
+def vanishing(run: RunContext) -> Iterator[Result]:
+    """Gradients shrink from layer to layer: those of the first layers are 1e-5 of the last, or less.
+
+    Why it matters: the lower half of the model stays random.
+
+    How it is detected: the gradients of the weight matrices right before the update, in the order in which their
+    modules are called; in 16 bits once more in float32.
+
+    Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
+
+    Looks like: model.dead_relu, precision.fp16_underflow.
+
+    Fix: ReLU or GELU instead of sigmoid and tanh; residual connections with a normalisation; Kaiming initialisation.
+
+    Sources: AutoTrainer (Zhang et al., ICSE 2021).
+    """
+    looks = run.every(LayersFacts)
+    step, now = looks[-1]
+    depth = now.depth
+    if not _falls(depth):
+        return
+    if now.narrow:
+        again = [facts for _, facts in run.every(DepthFacts)]
+        if not again:
+            yield ExperimentRequest(DepthFacts.experiment, step)
+            return
+        if not _falls(depth := again[-1].depth):
+            return
+    ratio = depth[0].size / max(each.size for each in depth)
+    from_start = looks[0][0] <= 4 and _falls(looks[0][1].depth)
+    yield run.finding(
+        step,
+        symptom=f"the gradient of {depth[0].module} is {ratio:.0e} of that of {depth[-1].module}",
+        severity="critical" if from_start else "warning",
+        sure=0.9 if from_start else 0.5,
+        where=Where(module=depth[0].module),
+        evidence=[("gradient of the first layer over the largest", ratio, 1.0)],
+        trial=RemedyTrial("relu_for_sigmoid"),
+    )
+
+
+def _falls(depth: Sequence[LayerGradient]) -> bool:
+    """Whether gradients shrink towards the input in most pairs of layers, and by 1e-5 in all."""
+    sizes = [max(each.size, 1e-320) for each in depth]
+    if len(sizes) < 4 or not all(map(math.isfinite, sizes)) or sizes[len(sizes) // 2] <= 1e-300:
+        return False
+    pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
+    return sizes[0] <= 1e-5 * max(sizes) and sum(a < b for a, b in pairs) / len(pairs) >= 0.85

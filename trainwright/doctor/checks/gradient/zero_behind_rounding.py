@@ -1,0 +1,49 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.finding import listed
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="backward",
+    severity="critical",
+    confidence=0.95,
+    needs=(ModulesFacts, WeightsFacts),
+    explains=("optim.weights_never_move",),
+)
+def zero_behind_rounding(run: RunContext) -> Iterator[Result]:
+    """Gradients are exactly 0 in front of a rounding, so the weights there do not learn.
+
+    How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`, and
+    parameters that it reaches only through it have a gradient of exactly 0 at every examination.
+
+    Exceptions: a straight-through estimator, which leaves another path.
+
+    Usual cause: the derivative of a rounding is 0 everywhere, so every gradient in front of it is exactly 0.
+
+    Looks like: gradient.graph_cut, where there is no gradient at all.
+
+    Fix: a straight-through estimator: `code = z + (torch.round(z) - z).detach()`.
+
+    Sources: Justin-Tan/generative-compression#27, hahnyuan/PTQ4ViT#6.
+    """
+    facts, weights = run.latest(ModulesFacts), run.latest(WeightsFacts)
+    if facts is None or weights is None or weights.updates < 2:
+        return
+    names = [name for name in facts.behind_flat if name in weights.zero_gradients]
+    if names:
+        yield run.finding(
+            weights.steps,
+            symptom=f"the gradients of {listed(names)} are exactly 0: only {facts.flat}() leads to them",
+            where=Where(module=names[0].rpartition(".")[0], op=facts.flat),
+            since_step=1,
+            evidence=[("weights whose gradient is always 0", len(names), 0)],
+        )

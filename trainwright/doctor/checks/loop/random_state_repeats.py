@@ -1,0 +1,41 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.steadiness import SteadinessFacts
+
+REPEATS = 4
+
+
+@check(stage="loop", confidence=0.9, needs=SteadinessFacts)
+def random_state_repeats(run: RunContext) -> Iterator[Result]:
+    """Steps begin in a random state in which earlier steps began, so noise and dropout masks repeat.
+
+    How it is detected: a hash of the state of the default generators at the first forward call of a step, in every step
+    until 64 and then in every eighth. Four repeats are a finding; a resumed or repeated step is one.
+
+    Usual cause: the generator is seeded again inside the loop (`torch.manual_seed` for a preview or an
+    evaluation), or its state is set back.
+
+    Fix: seed once, before the loop. Give what must repeat a generator of its own:
+    `generator=torch.Generator().manual_seed(0)`.
+
+    Sources: huggingface/diffusers#175, kohya-ss/sd-scripts#1864.
+    """
+    facts = run.latest(SteadinessFacts)
+    if facts is None or not facts.draws:
+        yield NotApplicable("no random numbers are drawn while a step runs")
+    elif facts.repeats >= REPEATS:
+        yield run.finding(
+            facts.steps,
+            symptom=f"{facts.repeats} steps began in a random state in which an earlier one began: step "
+            f"{facts.since_repeat} in that of step {facts.repeated_step}",
+            since_step=facts.since_repeat,
+            evidence=[("steps whose random state repeats", facts.repeats, 0)],
+        )
+    else:
+        yield Compared(f"{facts.steps} steps")

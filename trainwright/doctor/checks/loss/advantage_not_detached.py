@@ -1,0 +1,37 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.runlog.records import Where
+
+
+@check(stage="loss", confidence=0.85, needs=LossFacts)
+def advantage_not_detached(run: RunContext) -> Iterator[Result]:
+    """The advantage is not detached, so the policy loss also trains the critic, and biases it.
+
+    How it is detected: log-probabilities of chosen actions are multiplied by the difference of a constant and an output
+    of the model, and both factors have a graph.
+
+    Usual cause: `advantage = returns - value` without `.detach()`.
+
+    Fix: `advantage = (returns - value).detach()` in the policy loss; the value loss keeps its graph.
+
+    Sources: astariul/encode-attend-navigate-pytorch#2, keras-team/keras-io#194.
+    """
+    facts = run.latest(LossFacts)
+    for sign in facts.signs if facts is not None else ():
+        if sign.kind == "advantage":
+            yield run.finding(
+                run.last_step,
+                cause="the advantage (returns - value) is not detached: the policy loss sends its gradient into the "
+                "critic",
+                since_step=1,
+                where=Where(op=sign.op, source=sign.line),
+                evidence=[("factor of the log-probabilities has a graph", True, False)],
+            )
+            return

@@ -1,0 +1,49 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.shared_loss import calls, where_of
+
+MAX_OUTSIDE, MIN_ROOM = 0.02, 0.75
+"""Fraction of targets out of reach; fraction of the loss of equal scores that bounded scores can gain. tanh over ten
+classes leaves two thirds, and gives no class more than 0.45."""
+
+
+@check(stage="loss", confidence=0.85, needs=LossFacts, explains=("law.*", "loss.no_better_than_constant"))
+def bounded_output(run: RunContext) -> Iterator[Result]:
+    """The output ends in a function with bounded values, which cannot reach the targets.
+
+    How it is detected: the input of the loss function comes from a sigmoid, softmax, tanh, relu or softplus. For
+    distances: more than 2 % of the targets are beyond its bounds. For logits: the best values within the bounds gain
+    less than 75 % of the loss of equal scores.
+
+    Usual cause: a final activation that belongs to other targets: relu or sigmoid before targets of both signs, tanh
+    before cross entropy, relu before `binary_cross_entropy_with_logits`.
+
+    Looks like: loss.softmax_before_cross_entropy, where the logits are probabilities.
+
+    Fix: leave out the last activation, or bring the targets into its range.
+
+    Sources: UMLAUT (CHI 2021); DeepLocalize (ICSE 2021), faults of the last layer.
+    """
+    for step, _, call in calls(run):
+        if not call.bound or (call.outside <= MAX_OUTSIDE and call.room > MIN_ROOM):
+            continue
+        reach = f"{call.outside:.0%} of the targets are beyond what {call.bound} can give"
+        gain = f"the best scores that {call.bound} can give gain {call.room:.0%} of the loss of equal scores"
+        yield run.finding(
+            step,
+            symptom=f"the input of {call.op} ends in {call.bound}: {reach if call.outside > MAX_OUTSIDE else gain}",
+            since_step=1,
+            where=where_of(call),
+            evidence=[
+                ("fraction of targets out of reach", round(call.outside, 4), 0.0),
+                ("fraction of the loss that can be gained", round(call.room, 3), f"> {MIN_ROOM}"),
+            ],
+        )
+        return

@@ -1,0 +1,44 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+
+
+@check(
+    stage="loss",
+    severity="critical",
+    confidence=0.98,
+    needs=LossFacts,
+    explains=("gradient.*", "grad.*", "model.*", "opt.*", "optim.*", *NOTHING_IS_LEARNED),
+)
+def cross_entropy_over_one_class(run: RunContext) -> Iterator[Result]:
+    """Cross entropy gets a single logit, so the loss and all gradients are always 0.
+
+    How it is detected: the class dimension of the input of `cross_entropy` has size 1. The softmax of one value is 1,
+    whatever the value is.
+
+    Usual cause: a binary classifier with one output and the loss function for several classes.
+
+    Looks like: optim.lr_too_low, gradient.vanishing: nothing moves.
+
+    Fix: `binary_cross_entropy_with_logits` for one logit, or two outputs with `cross_entropy`.
+
+    Sources: darioizzo/dcgp#86; datascience.stackexchange.com/questions/37128.
+    """
+    for step, _, call in calls(run):
+        if call.op == "cross_entropy" and call.classes == 1:
+            yield run.finding(
+                step,
+                symptom=f"cross_entropy gets one logit for each sample (shape {call.shape}): the loss is always 0",
+                cause="cross entropy over a single logit: the softmax of one value is 1, so the loss is always 0",
+                since_step=1,
+                where=where_of(call),
+                evidence=[("size of the class dimension", 1, ">= 2"), ("shape", list(call.shape))],
+            )
+            return

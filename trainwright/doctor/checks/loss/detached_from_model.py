@@ -1,0 +1,75 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.runlog.records import Watched
+
+LASTING = 2
+"""Steps after one without gradients that have none either, before it is more than a single batch."""
+STRANGE = "the loss is not made of what the watched model returned"
+
+
+@check(
+    stage="loss",
+    severity="critical",
+    confidence=0.95,
+    explains=("data.label_*", "grad.*", "gradient.*", "law.*", "loop.*", "loss.*", "opt.*", "optim.*"),
+)
+def detached_from_model(run: RunContext) -> Iterator[Result]:
+    """The graph of the loss reaches no parameter, so no update learns anything.
+
+    How it is detected: after `backward()` no parameter of the optimizer has a gradient, none was dropped since by
+    `zero_grad()`, and the loss has no graph, is not made of the outputs of the model, or a replay gives no gradient
+    either. It must last for 3 steps.
+
+    Exceptions: a batch that has nothing to learn from, among others that have; that is an info.
+
+    Usual cause: `.item()`, `.detach()`, `.data`, `.numpy()` or `torch.tensor(...)` between the outputs and
+    `backward()`, or a forward pass under `no_grad`.
+
+    Looks like: model.params_not_registered, where the gradients go to other parameters than those of the optimizer.
+
+    Fix: keep the tensors that the model and the loss function return, and call `.item()` only for what is printed.
+    """
+    cut = [each for each in run.steps if _is_cut(run, each)]
+    reaching = [each.step for each in run.steps if each.values.get("grads", (0, 0))[0]]
+    lasting = [each for each in cut if not any(step > each.step for step in reaching)]
+    if not cut:
+        return
+    later = [each for each in run.steps if lasting and each.step > lasting[0].step]
+    if lasting and reaching and len(later) < LASTING:
+        return
+    step = (lasting or cut)[0]
+    reached, owned = step.values.get("grads", (1, 1))
+    is_certain = any(value.get("cut") for kind, value in step.events if kind == "backward")
+    yield run.finding(
+        step.step,
+        symptom=f"after backward() none of the {owned} parameters has a gradient",
+        cause="the loss was made from a number, or from detached outputs"
+        if lasting
+        else "this batch has nothing to learn from: other steps have gradients",
+        severity="critical" if lasting else "info",
+        sure=0.98 if is_certain else 0.9,
+        evidence=[("parameters with a gradient", reached, owned)],
+    )
+
+
+def _is_cut(run: RunContext, step: Watched) -> bool:
+    """Whether the loss of a step is known to reach no parameter."""
+    backward = [value for kind, value in step.events if kind == "backward"]
+    reached, owned = step.values.get("grads", (1, 1))
+    if not backward or reached or not owned or _is_dropped(step):
+        return False
+    is_unreached = any(at == step.step and not facts.reached for at, facts in run.every(LossFacts))
+    return is_unreached or step.values.get("blind") == STRANGE or any(value.get("cut") for value in backward)
+
+
+def _is_dropped(step: Watched) -> bool:
+    """Whether zero_grad came between the last backward pass and the update."""
+    kinds = [kind for kind, _ in step.events]
+    return "zero_grad" in kinds[len(kinds) - kinds[::-1].index("backward") :]

@@ -1,0 +1,41 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.shared_loss import where_of
+
+MIN_STEPS = 6
+"""Examined steps in which the entropy is minimized."""
+
+
+@check(stage="loss", confidence=0.85, needs=LossFacts)
+def entropy_minimized(run: RunContext) -> Iterator[Result]:
+    """The entropy bonus of a policy has the wrong sign: entropy is minimized, and exploration ends too early.
+
+    How it is detected: in every examined step of a loop that draws actions from the outputs, the total loss falls where
+    the sum of p log p rises.
+
+    Exceptions: losses without drawn samples, in which the entropy of predictions is minimized on purpose.
+
+    Usual cause: `loss = policy_loss + coefficient * entropy`.
+
+    Fix: `loss = policy_loss - coefficient * entropy`.
+
+    Sources: nebuly-ai/optimate PR 250, rlworkgroup/garage#628.
+    """
+    facts = run.latest(LossFacts)
+    for call in facts.given if facts is not None and facts.drawn else ():
+        if call.op == "entropy" and call.wants == -1 and call.steps >= MIN_STEPS:
+            yield run.finding(
+                run.last_step,
+                cause="the entropy bonus has the wrong sign: the entropy of the policy is minimized, not maximized",
+                since_step=1,
+                where=where_of(call),
+                evidence=[("examined steps in which entropy is minimized", call.steps, 0)],
+            )
+            return

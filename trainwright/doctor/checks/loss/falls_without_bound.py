@@ -1,0 +1,61 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import fmean
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+
+MIN_STEPS = 32
+"""Recorded steps that are cut into four parts."""
+TIMES = 20.0
+"""How far below 0 the loss is at the end, in the largest size that it had in the first eighth."""
+ACCELERATES = 1.0
+"""The fall of each part over that of the part before: the likelihood of a density slows down."""
+
+
+@check(stage="loss", confidence=0.8, needs=LossFacts, explains=("law.*",))
+def falls_without_bound(run: RunContext) -> Iterator[Result]:
+    """The loss falls without bound, faster and faster, far below any value that it had before.
+
+    Why it matters: a loss without a lower bound is minimized by outputs that grow for ever, not by good predictions.
+
+    How it is detected: the mean losses of four parts of the run fall, each part by more than the one before, to a
+    negative value 20 times as large as any loss of the first eighth.
+
+    Exceptions: several models or optimizers; samples drawn by the model.
+
+    Usual cause: the sign of a term is wrong (a penalty or a divergence that is taken off instead of added), `nll_loss`
+    without `log_softmax`, or a distance that is to become large without a margin.
+
+    Looks like: loss.wrong_sign, where a loss function is maximized.
+
+    Fix: write the loss as a sum of what is to become small, each with a factor above 0, and bound what is to become
+    large by a margin.
+    """
+    facts = run.latest(LossFacts)
+    if facts is not None and (facts.rivals or facts.drawn):
+        yield NotApplicable("several models, or samples that the model draws")
+        return
+    losses = [each.loss for each in run.steps if math.isfinite(each.loss)]
+    if len(losses) < MIN_STEPS:
+        return
+    size = len(losses) // 4
+    parts = [fmean(losses[n * size : (n + 1) * size]) for n in range(4)]
+    falls = [before - after for before, after in pairwise(parts)]
+    scale = max(map(abs, losses[: len(losses) // 8]))
+    accelerates = all(later > ACCELERATES * before > 0 for before, later in pairwise(falls))
+    if not (accelerates and losses[-1] < -TIMES * scale):
+        yield Compared(f"means of four parts of the run: {', '.join(f'{each:.4g}' for each in parts)}")
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"the loss falls faster and faster: from {losses[0]:.4g} to {losses[-1]:.4g}",
+        since_step=1,
+        evidence=[("mean loss of four parts of the run", parts, f"above {-TIMES * scale:.4g}")],
+    )

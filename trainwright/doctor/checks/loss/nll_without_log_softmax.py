@@ -1,0 +1,72 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
+from trainwright.doctor.finding import RemedyTrial
+from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+
+MIN_ABOVE_0 = 0.1
+"""Fraction of the input above 0. The logarithm of a density may be above 0, but a loss over classes takes none."""
+MAX_OFF_SUM = 0.05
+"""bfloat16 (8 bits) leaves the sum of some hundred probabilities within this distance of 1."""
+
+
+@check(
+    stage="loss", severity="critical", confidence=0.95, needs=LossFacts, explains=("gradient.*", *NOTHING_IS_LEARNED)
+)
+def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
+    """`nll_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
+
+    Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly a gradient
+    where the model is wrong; with logits it falls without bound.
+
+    How it is detected: more than 10 % of the input of `nll_loss` is above 0, all rows are probabilities, or exp(input)
+    of a row does not sum to 1 (median over the rows, within 0.05).
+
+    Exceptions: log-probabilities that are weighted, as in a focal loss: they are below 0, and a warning is not given
+    where a softmax of the input would not be the usual fix.
+
+    Usual cause: `log_softmax` is missing before the loss, or it is taken over another dimension than the classes.
+
+    Looks like: loss.softmax_before_cross_entropy, where `cross_entropy` gets probabilities.
+
+    Fix: `cross_entropy(logits, target)`, or `log_softmax(logits, dim=1)` directly before `nll_loss`.
+
+    Sources: pytorch/pytorch#41108; discuss.pytorch.org/t/9302.
+    """
+    for step, _, call in calls(run):
+        found = _mistake(call)
+        if found is None:
+            continue
+        what, severity = found
+        yield run.finding(
+            step,
+            symptom=f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and exp(input) of a row "
+            f"sums to 1 within {call.off_sum:.2g}"
+            if call.op == "nll_loss"
+            else f"the input of {call.op} is {what}, not log-probabilities",
+            severity="critical" if severity == "critical" else "warning",
+            where=where_of(call, call.made_in),
+            evidence=[
+                ("fraction of the input above 0", round(call.above_0, 3), 0.0),
+                ("distance of the sum of exp(input) of a row from 1", round(call.off_sum, 3), 0.0),
+            ],
+            trial=RemedyTrial("scores_for_probabilities"),
+        )
+        return
+
+
+def _mistake(call: MeasuredLoss) -> tuple[str, str] | None:
+    """What the input is instead of log-probabilities, and how severe that is."""
+    if call.op not in ("nll_loss", "kl_div"):
+        return None
+    if call.simplex:
+        return "probabilities", "critical"
+    if call.above_0 >= MIN_ABOVE_0:
+        return "logits", "critical"
+    return ("no log-probabilities", "warning") if call.off_sum > MAX_OFF_SUM and call.above_0 > 0 else None

@@ -1,0 +1,106 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import fmean, stdev
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
+from trainwright.doctor.shared_loss import where_of
+from trainwright.doctor.trend import still_falls
+
+MIN_STEPS, MIN_ROWS = 60, 4
+"""Steps after which something must have been learned, and examined steps among the last."""
+LEAST, MAX_ERROR = 0.02, 0.04
+"""Fraction of the loss of a constant prediction that is gained where anything was learned; standard error with which
+that can be decided."""
+MIN_SAMPLES_OF_A_CLASS = 30
+"""Samples of a class that a model must have seen."""
+TIMES = 8
+"""Learning what inputs tell takes some models six times as many steps as learning the mean of the targets."""
+
+
+@check(stage="label", confidence=0.7, needs=LossFacts)
+def no_better_than_constant(run: RunContext) -> Iterator[Result]:
+    """At the end the model is no better than a prediction that ignores the inputs.
+
+    How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of
+    all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
+
+    Exceptions: the loss still falls; fewer than 30 samples of a class were seen; several models (a discriminator at
+    equilibrium knows nothing), samples drawn by the model, a custom autograd Function that may reverse the gradient.
+
+    Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
+    the inputs.
+
+    Looks like: optim.lr_too_low, where the loss falls, and too slowly.
+
+    Fix: look at inputs and targets of one batch side by side as they go into model and loss; then train on that batch
+    alone, until the loss is near 0.
+    """
+    facts = run.latest(LossFacts)
+    if facts is None or not run.finished or run.last_step < MIN_STEPS:
+        return
+    if facts.rivals or facts.drawn:
+        yield NotApplicable("several models, or samples that the model draws")
+        return
+    known = [each for each in facts.given if len(each.rows) >= MIN_ROWS and not each.reverses]
+    if not known:
+        yield NotApplicable("no loss function whose targets vary")
+        return
+    bad = [each for each in known if _knows_nothing(each)]
+    if not bad:
+        value, constant, _ = _means(known[0])
+        yield Compared(f"{known[0].op} {value:.3g}, a constant prediction {constant:.3g}")
+    elif (why := _still_learns(run, bad)) is not None:
+        yield NotApplicable(f"still learning: {why}")
+    else:
+        last = bad[0]
+        value, constant, shuffled = _means(last)
+        yield run.finding(
+            run.last_step,
+            symptom=f"after {run.last_step} steps {last.op} is {value:.4g}; the best constant prediction has "
+            f"{constant:.4g}, and with shuffled targets it is {shuffled:.4g}",
+            where=where_of(last),
+            evidence=[
+                ("gain over a constant prediction, as a fraction", round(1 - value / constant, 4), f">= {LEAST}"),
+                ("rise with shuffled targets, as a fraction", round((shuffled - value) / constant, 4), f">= {LEAST}"),
+            ],
+        )
+
+
+def _means(call: MeasuredLoss) -> tuple[float, float, float]:
+    value, constant, shuffled = (fmean(column) for column in zip(*call.rows))
+    return value, constant, shuffled
+
+
+def _knows_nothing(call: MeasuredLoss) -> bool:
+    value, constant, shuffled = _means(call)
+    if not math.isfinite(value + constant + shuffled) or constant <= 1e-12:
+        return False
+    gained = [(row[1] - row[0]) / constant for row in call.rows]
+    told = [(row[2] - row[0]) / constant for row in call.rows]
+    error = max(stdev(gained), stdev(told)) / math.sqrt(len(call.rows))
+    return error < MAX_ERROR and max(fmean(gained), fmean(told)) < LEAST + error
+
+
+def _still_learns(run: RunContext, bad: list[MeasuredLoss]) -> str | None:
+    """Why a model that knows nothing yet may be on its way; None where it has come to its end."""
+    if still_falls(run):
+        return f"the loss falls over the second half of {run.last_step} steps"
+    rare = [
+        each for each in bad if each.classes and run.last_step * each.shape[0] < MIN_SAMPLES_OF_A_CLASS * each.classes
+    ]
+    if rare:
+        return f"{run.last_step} steps of {rare[0].shape[0]} targets, of {rare[0].classes} classes"
+    losses = [(each.step, each.loss) for each in run.steps if math.isfinite(each.loss)]
+    later = [loss for step, loss in losses if 2 * step > run.last_step]
+    if len(later) < 2:
+        return None
+    arrived = next((step for step, loss in losses if loss <= fmean(later) + 2 * stdev(later)), 0)
+    if run.last_step < TIMES * arrived:
+        return f"it took {arrived} of {run.last_step} steps to learn what needs no inputs"
+    return None

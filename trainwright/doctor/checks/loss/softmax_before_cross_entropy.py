@@ -1,0 +1,57 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+
+_TAKES_SCORES = ("cross_entropy", "log_softmax")
+
+
+@check(
+    stage="loss",
+    severity="critical",
+    confidence=0.97,
+    needs=LossFacts,
+    explains=("loss.softmax_applied_twice", "loss.bounded_output", "gradient.vanishing", *NOTHING_IS_LEARNED),
+)
+def softmax_before_cross_entropy(run: RunContext) -> Iterator[Result]:
+    """`cross_entropy` gets probabilities, although it takes logits and applies a softmax itself.
+
+    Why it matters: probabilities differ by at most 1, so the second softmax is nearly uniform. The loss cannot fall
+    far, and gradients are small.
+
+    How it is detected: every row of the input is non-negative and sums to 1, up to rounding. The same for a
+    `log_softmax` whose result is used as a likelihood. For `binary_cross_entropy_with_logits`: the autograd graph of
+    its input ends in a sigmoid or a softmax.
+
+    Usual cause: the model ends in a softmax or a sigmoid, and the loss function applies another one.
+
+    Looks like: loss.nll_without_log_softmax, where `nll_loss` gets probabilities.
+
+    Fix: leave the softmax out of the model in training and pass its input (the logits) to the loss function.
+
+    Sources: pytorch.org/docs, torch.nn.CrossEntropyLoss ("the input is expected to contain the unnormalized logits");
+    UMLAUT (CHI 2021), rule "missing or double softmax".
+    """
+    for step, _, call in calls(run):
+        is_twice = call.op in _TAKES_SCORES and call.simplex and (call.op == "cross_entropy" or call.wants == 1)
+        if not is_twice and not call.squashed:
+            continue
+        first = "sigmoid" if call.squashed else "softmax"
+        seen = "probabilities between 0 and 1" if call.squashed else "rows that sum to 1, none negative"
+        place = f" in {in_words(call.made_in)}" if call.made_in is not None else ""
+        yield run.finding(
+            step,
+            symptom=f"the input of {call.op} is probabilities: {seen}",
+            cause=f"the {first}{place} comes before {call.op}, which takes logits and applies its own",
+            where=where_of(call, call.made_in),
+            evidence=[("input", seen, "logits"), ("shape", list(call.shape))],
+            trial=RemedyTrial("scores_for_probabilities"),
+        )
+        return

@@ -1,0 +1,69 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.runlog.records import Where
+
+MAX_RATIO = 1000.0
+"""Between the gradients of two terms. Above it the smaller one has practically no effect."""
+EARLY = 8
+"""The last step that counts: a term that has been learned has no gradient, rightly."""
+TIMES = 2
+"""Steps that must show it."""
+AGAINST_TARGETS = (
+    "_loss", "cross_entropy", "_with_logits", "of pow", "of square", "of abs", "of gather", "of getitem",
+)  # fmt: skip
+"""How the names of terms end that compare with targets: loss functions, and losses that are written by hand."""
+
+
+@check(stage="loss", confidence=0.9, explains=("gradient.clip*", "gradient.exploding", "grad.*", "optim.lr_too_*"))
+def term_dominates(run: RunContext) -> Iterator[Result]:
+    """One term of the loss has a gradient a thousand times as large as another, which is not learned.
+
+    How it is detected: the gradient of each term, in the parameters that all terms reach, in a replay of two of the
+    first 8 steps.
+
+    Exceptions: a term with a weight below 0.5, which is small on purpose; a term that compares with no targets, as a
+    penalty or a divergence may be 0 at the start.
+
+    Usual cause: a weight, or a sum instead of a mean, makes one term far larger. A clipped or adaptive update leaves no
+    room for the other.
+
+    Fix: choose weights with which the gradients of both terms are of one size.
+    """
+    several = [(step, facts) for step, facts in run.every(LossFacts) if facts.terms > 1 and step <= EARLY]
+    seen = [(step, facts) for step, facts in run.every(TermsFacts) if step <= EARLY]
+    if several and len(seen) < TIMES and several[-1][0] == run.last_step:
+        yield ExperimentRequest(TermsFacts.experiment, several[-1][0])
+    pairs = [pair for _, facts in seen if (pair := _unbalanced(facts.terms)) is not None]
+    if len(pairs) < TIMES or len(pairs) < len(seen):
+        return
+    large, small = pairs[-1]
+    ratio = large.shared / small.shared
+    yield run.finding(
+        seen[-1][0],
+        symptom=f"the gradient of {large.name} is {ratio:.0f} times that of {small.name} in weights of both",
+        cause=f"{large.name} weighs {abs(large.weight / small.weight):.4g} times as much as {small.name}; a clipped or "
+        "adaptive update leaves the other no effect",
+        remedy=f"multiply the weight of {large.name} by {1 / ratio:.2g}, so that both gradients are of one size",
+        where=Where(op=large.name),
+        evidence=[
+            (f"gradient norm of {large.name}", large.shared, small.shared),
+            ("ratio", round(ratio, 1), f"< {MAX_RATIO:.0f}"),
+        ],
+        trial=RemedyTrial("balanced_terms"),
+    )
+
+
+def _unbalanced(terms: tuple[TermFacts, ...]) -> tuple[TermFacts, TermFacts] | None:
+    """The largest term and the smallest of those that no weight makes small; None where they are balanced."""
+    large = max(terms, key=lambda term: term.shared)
+    others = [t for t in terms if t is not large and 0.5 <= abs(t.own) <= abs(large.own) and t.shared > 0]
+    small = min((t for t in others if t.name.endswith(AGAINST_TARGETS)), key=lambda term: term.shared, default=None)
+    return (large, small) if small and large.shared > MAX_RATIO * small.shared else None

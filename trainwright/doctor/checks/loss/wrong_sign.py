@@ -1,0 +1,98 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
+from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.finding import RemedyTrial
+from trainwright.doctor.shared_loss import where_of
+
+MIN_STEPS, COMPARED = 6, 3
+"""Examined steps, and the first and the last of them whose losses are compared."""
+NEAR = 0.1
+"""Relative difference between a loss and its value for some of the samples."""
+BY_HAND = ("log_softmax", "squared error", "absolute error")
+"""Whose value is not measured, or is no loss: the total loss is compared instead."""
+
+
+@check(
+    stage="loss",
+    severity="critical",
+    confidence=0.95,
+    needs=LossFacts,
+    explains=("data.*", "gradient.exploding", "init.*", "law.*", "loss.falls_without_bound",
+              "loss.no_better_than_constant", "optim.lr_too_*", "optim.lr_too_*", "gradient.exploding"),
+)  # fmt: skip
+def wrong_sign(run: RunContext) -> Iterator[Result]:
+    """The loss is maximized: its sign is wrong.
+
+    How it is detected: in every examined step the argument of `backward()` falls where a loss that is bounded below
+    (cross entropy, mean squared error, ...) rises. Either it is the negative of that loss and nothing else, or the last
+    values of that loss are all above the first ones.
+
+    Exceptions: several models or optimizers, of which one may work against the other; samples drawn by the model, as in
+    policy gradients; gradients that the loop itself negates, as the loss falls then.
+
+    Usual cause: a minus before the loss, or `maximize=True` with a loss that should fall.
+
+    Looks like: optim.lr_too_high, where the loss rises although its sign is right.
+
+    Fix: drop the minus, or `maximize=True`.
+    """
+    facts = run.latest(LossFacts)
+    known = [each for _, one in run.every(LossFacts) for each in one.given if each.wants]
+    if facts is None or not known:
+        yield NotApplicable("no loss function that is bounded below")
+        return
+    if facts.rivals or facts.drawn:
+        yield NotApplicable("several models, or samples that the model draws")
+        return
+    uphill = 1 if facts.maximizes else -1
+    if any(each.wants != uphill for each in known if each.op != "entropy") or _negates_gradients(run):
+        yield Compared(f"{len(known)} calls of loss functions")
+        return
+    call = next((each for each in reversed(known) if _is_negated(run, each, uphill) or _rises(run, each, uphill)), None)
+    if call is None:
+        return
+    name = "negative log-likelihood" if call.op == "log_softmax" else call.op
+    early, late = _course(run, call, uphill)
+    yield run.finding(
+        run.last_step,
+        symptom=f"every update makes {name} larger: {early[0]:.4g} in the first step, {late[-1]:.4g} now",
+        cause=f"{name} is maximized: "
+        + ("maximize=True" if facts.maximizes else "its sign is turned before backward()"),
+        since_step=1,
+        where=where_of(call),
+        evidence=[(f"{name} in the first and last steps", [early[0], late[-1]], "falls")],
+        trial=RemedyTrial("turned_sign"),
+    )
+
+
+def _is_negated(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
+    """Whether the total loss is the negative of this loss, and the gradients are left as they are."""
+    if uphill > 0 or not call.values[0] or call.op in BY_HAND or any("edited" in each.values for each in run.steps):
+        return False
+    first = run.steps[0].loss if run.steps else 0.0
+    return first < 0 and abs(first + call.values[0][0]) < NEAR * abs(first)
+
+
+def _rises(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
+    early, late = _course(run, call, uphill)
+    return len(early) >= MIN_STEPS and min(late[-COMPARED:]) > max(early[:COMPARED])
+
+
+def _course(run: RunContext, call: MeasuredLoss, uphill: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The first and the last values of the loss that should fall."""
+    if call.values[0] and call.op not in BY_HAND:
+        return call.values
+    losses = tuple(uphill * each.loss for each in run.steps)
+    return losses[:8], losses[-8:]
+
+
+def _negates_gradients(run: RunContext) -> bool:
+    """Whether the loop itself negates all gradients before the update."""
+    return any(facts.is_turned for _, facts in run.every(UpdateFacts))

@@ -1,0 +1,1 @@
+"""Checks of the model: its wiring, its initialisation, its layers."""

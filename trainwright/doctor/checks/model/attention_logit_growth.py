@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.85, needs=LayersFacts)
+def attention_logit_growth(run: RunContext) -> Iterator[Result]:
+    """Attention scores grow step by step until each row attends to one key.
+
+    Why it matters: a softmax at 0 and 1 has no gradient; the loss spikes hundreds of steps later.
+
+    How it is detected: the largest score of every attention in the steps that are looked at: above 50, four times the
+    first, and higher in each of the last three.
+
+    Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
+
+    Looks like: optim.lr_too_high, which does not announce itself.
+
+    Fix: `scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim)`; normalise queries and keys; a smaller learning rate.
+
+    Sources: PixelDiT#14; imagen#69.
+    """
+    looks = run.every(LayersFacts)
+    step, last = looks[-1]
+    for path, now in last.attention.items():
+        history = [facts.attention[path] for _, facts in looks if path in facts.attention]
+        high = [each.highest for each in history]
+        if len(high) < 3 or high[-1] < max(50, 4 * high[0]) or not high[-3] < high[-2] < high[-1]:
+            continue
+        unscaled = looks[0][0] <= 2 and history[0].spread > 1.5
+        yield run.finding(
+            step,
+            symptom=f"the largest attention score in {in_words(path)} has grown from {high[0]:.3g} to {high[-1]:.3g}",
+            where=Where(module=path, op="softmax"),
+            evidence=[("largest score", high[-1], high[0]), ("evenness of the weights, 0 to 1", now.evenness)],
+            trial=RemedyTrial("scaled_scores"),
+            explains=("optim.lr_too_high",) if unscaled else (),
+        )
+        return

@@ -1,0 +1,38 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.runlog.records import Where
+
+
+@check(stage="buffers", confidence=0.95, needs=LayersFacts)
+def bn_double_update(run: RunContext) -> Iterator[Result]:
+    """BatchNorm updates its running statistics more often than the forward pass ran.
+
+    How it is detected: `num_batches_tracked` before and after a step that is looked at, beside the calls in the forward
+    pass.
+
+    Exceptions: a momentum of 1 - sqrt(0.9), which compensates for it.
+
+    Usual cause: activation checkpointing runs the forward pass again in backward, which updates them once more.
+
+    Fix: leave BatchNorm out of the checkpointed part, or `bn.momentum = 1 - math.sqrt(1 - 0.1)`.
+
+    Sources: pytorch/pytorch#96136.
+    """
+    step, now = run.every(LayersFacts)[-1]
+    for path, seen in now.norms.items():
+        if seen.updates > seen.calls > 0 and abs(seen.momentum - (1 - math.sqrt(0.9))) > 5e-3:
+            yield run.finding(
+                step,
+                symptom=f"{seen.calls} forward passes update the statistics of {path} {seen.updates} times",
+                where=Where(module=path, op="batch_norm"),
+                evidence=[("updates of its statistics in a step", seen.updates, seen.calls)],
+            )
+            return

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts, NormFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.85, needs=LayersFacts)
+def bn_tiny_batch(run: RunContext) -> Iterator[Result]:
+    """BatchNorm computes its statistics from too few values.
+
+    How it is detected: the inputs of every BatchNorm in train mode, in two steps that are looked at: at most two
+    samples or four values for each channel.
+
+    Exceptions: an image or two, with 32 or more values for each channel, are reported only with -v.
+
+    Usual cause: a batch of one or two samples; the variance of so few values is noise, and evaluation uses the running
+    average instead.
+
+    Fix: `nn.GroupNorm` or LayerNorm; SyncBatchNorm over several devices; a larger micro-batch.
+
+    Sources: pytorch/pytorch#19916, #4741.
+    """
+    looks = run.every(LayersFacts)[-2:]
+    tiny = [{path for path, seen in facts.norms.items() if _is_tiny(seen)} for _, facts in looks]
+    if len(looks) == 2 and (both := tiny[0] & tiny[1]):
+        path, (step, now) = max(both), looks[-1]
+        seen = now.norms[path]
+        yield run.finding(
+            step,
+            symptom=f"{in_words(path)} normalises by the statistics of {seen.samples} samples, {seen.values} values "
+            "for each channel",
+            severity="info" if seen.values >= 32 else "warning",
+            where=Where(module=path, op="batch_norm"),
+            evidence=[("values for each channel", seen.values, "32 or more")],
+            trial=RemedyTrial("group_norm"),
+        )
+
+
+def _is_tiny(seen: NormFacts) -> bool:
+    return seen.samples <= 2 or seen.values <= 4

@@ -1,0 +1,60 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.trend import FALLS, slope_in_errors
+from trainwright.runlog.records import Where
+
+MANY = 0.4
+"""Fraction of dead units."""
+NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
+
+
+@check(
+    stage="forward",
+    confidence=0.9,
+    needs=LayersFacts,
+    explains=("gradient.vanishing", "gradient.graph_cut", "model.output_same_for_all_samples"),
+)
+def dead_relu(run: RunContext) -> Iterator[Result]:
+    """Many units of a ReLU are 0 for every sample.
+
+    Why it matters: a unit that is never active has no gradient, so it cannot come back.
+
+    How it is detected: the inputs of every ReLU in a few steps: 40 % of its units are below 0 by more than four
+    standard deviations, their own and the one that their weights give.
+
+    Exceptions: units that died while the loss has fallen since, less than 90 % of them, are reported only with -v.
+
+    Usual cause: biases far below 0, or updates that have driven the inputs there: a learning rate that is too high.
+
+    Looks like: gradient.vanishing, sparse activity.
+
+    Fix: bias 0 at the start, a smaller learning rate, `nn.LeakyReLU(0.01)`, or a normalisation before it.
+
+    Sources: AutoTrainer (Zhang et al., ICSE 2021).
+    """
+    looks = run.every(LayersFacts)
+    step, now = looks[-1]
+    path, seen = max(now.relus.items(), key=lambda item: item[1].dead, default=("", NO_RELU))
+    if seen.dead < MANY or seen.varies < 0.9 or seen.rows < 16:
+        return
+    alive = [at for at, each in looks if each.relus.get(path, NO_RELU).dead < MANY]
+    from_start = looks[0][0] not in alive
+    losses = [(each.step, each.loss) for each in run.steps if each.step > max(alive, default=0)]
+    harmless = seen.dead < 0.9 and not from_start and slope_in_errors(losses) < FALLS
+    yield run.finding(
+        step,
+        symptom=f"{seen.dead:.0%} of the units of {in_words(path)} are 0 for every sample",
+        severity="critical" if seen.dead >= 0.9 and from_start else "info" if harmless else "warning",
+        sure=0.9 if from_start else 0.6,
+        where=Where(module=path, op="relu"),
+        evidence=[("fraction of dead units", seen.dead, 0.0), ("lowest mean input", seen.furthest, 0.0)],
+        trial=RemedyTrial("revived"),
+    )

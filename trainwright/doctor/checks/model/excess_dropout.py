@@ -1,0 +1,46 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.85, needs=LayersFacts)
+def excess_dropout(run: RunContext) -> Iterator[Result]:
+    """Dropout removes so much that the model underfits.
+
+    How it is detected: a rate of 0.7 or more, and a replay in which the loss of a batch, over eight masks, is clearly
+    higher with dropout than without; from step 8 on.
+
+    Exceptions: a rate below 0.8 is reported only with -v.
+
+    Usual cause: the argument is what is dropped, not what is kept.
+
+    Fix: `nn.Dropout(0.1)`, or none while the model does not overfit.
+    """
+    step, now = run.every(LayersFacts)[-1]
+    if not now.dropout or step < 8:
+        return
+    path, p = max(now.dropout.items(), key=lambda item: item[1])
+    measured = run.every(DropoutFacts)
+    if (not measured and not run.was_tried(DropoutFacts)) or (measured and step >= 2 * measured[-1][0]):
+        yield ExperimentRequest(DropoutFacts.experiment, step)
+    if not measured:
+        return
+    facts = measured[-1][1]
+    if facts.with_dropout * (1 - (0.04 if p >= 0.8 else 0.15)) > facts.without >= 0:
+        yield run.finding(
+            step,
+            symptom=f"the loss of a batch is {facts.with_dropout:.3g} with dropout, {facts.without:.3g} without; "
+            f"{in_words(path)} drops {p:.0%} of its values",
+            severity="warning" if p >= 0.8 else "info",
+            where=Where(module=path, op="dropout"),
+            evidence=[("loss with dropout", facts.with_dropout, facts.without), ("p", p, "0.5 at most")],
+            trial=RemedyTrial("less_dropout"),
+        )

@@ -1,0 +1,52 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.finding import listed
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward", severity="critical", confidence=0.95, needs=WeightsFacts, explains=("optim.weights_never_move",)
+)
+def init_both_factors_zero(run: RunContext) -> Iterator[Result]:
+    """Both factors of a product, such as those of a LoRA adapter, start at zero, so neither gets a gradient.
+
+    How it is detected: two matrices of one module, or of one parent, that are all zeros from the start, have a gradient
+    of exactly 0 at every examination, and never move in 4 updates.
+
+    Usual cause: an initialisation that sets all adapter weights to zero. One factor of zeros is right, two are a
+    saddle: the gradient of each is a product with the other.
+
+    Looks like: optim.weights_never_move.
+
+    Fix: `nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))`, and zeros for `lora_B` only.
+
+    Sources: nvidia-cosmos/cosmos-predict2.5 PR #15, NovaSky-AI/SkyRL PR #852.
+    """
+    facts = run.latest(WeightsFacts)
+    if facts is None or facts.updates < 4:
+        return
+    stuck = [name for name in facts.zero_weights if name in facts.zero_gradients]
+    parents = Counter(part for name in stuck for part in _parents(name))
+    pairs = [parent for parent, count in parents.items() if count == 2]
+    if pairs:
+        names = [name for name in stuck if pairs[0] in _parents(name)]
+        yield run.finding(
+            facts.steps,
+            symptom=f"{listed(names)} are all zeros and get a gradient of exactly 0",
+            since_step=1,
+            where=Where(module=pairs[0]),
+            evidence=[("weights of zeros without a gradient", len(stuck), 0)],
+        )
+
+
+def _parents(name: str) -> set[str]:
+    module = name.rpartition(".")[0]
+    return {module, module.rpartition(".")[0]}

@@ -1,0 +1,45 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import SymmetryFacts
+from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.95,
+    needs=SymmetryFacts,
+    explains=("gradient.vanishing", "data.label_feature_misaligned", "model.output_same_for_all_samples"),
+)
+def init_symmetric(run: RunContext) -> Iterator[Result]:
+    """Units of a layer start equal and get equal gradients, so they stay copies of each other.
+
+    How it is detected: a replay of the first step: equal rows in a weight and in its gradient by a random sum of the
+    outputs.
+
+    Exceptions: zeros on purpose (a last layer, LoRA), whose gradients differ from row to row.
+
+    Usual cause: weights are initialised with a constant.
+
+    Fix: `nn.init.kaiming_uniform_` or `xavier_uniform_`; only biases and scales may be constant.
+
+    Sources: TheDeepChecker (Ben Braiek and Khomh).
+    """
+    facts = run.latest(SymmetryFacts)
+    alike = {name: share for name, share in facts.alike.items() if share >= 0.5} if facts is not None else {}
+    if alike:
+        names = list(alike)
+        yield run.finding(
+            run.every(SymmetryFacts)[-1][0],
+            symptom=f"the units of {listed(names)} have equal weights and get equal gradients",
+            where=Where(module=names[0].rpartition(".")[0]),
+            evidence=[("fraction of units that equal the first", alike[names[0]], 0.0)],
+            trial=RemedyTrial("random_weights", {"weights": names}),
+        )

@@ -1,0 +1,52 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import FirstLossFacts
+from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward",
+    confidence=0.9,
+    needs=FirstLossFacts,
+    explains=("model.attention_logit_growth", "optim.lr_too_high", "gradient.exploding"),
+)
+def init_too_large(run: RunContext) -> Iterator[Result]:
+    """Initial weights are far too large: the first loss is many times that of chance.
+
+    How it is detected: the loss of the first steps beside ln(classes), and a replay in which large weights are divided
+    by their gain, the standard deviation times the root of the fan-in.
+
+    Exceptions: inputs that are large themselves.
+
+    Usual cause: `normal_` without `std=`, which is 1.0.
+
+    Looks like: data.unnormalised_input, where the weights are normal.
+
+    Fix: a standard deviation of `(2 / fan_in) ** 0.5` for ReLU, 0.02 in transformers.
+
+    Sources: BigScience notes on the 104B model; Glorot and Bengio 2010.
+    """
+    facts, step = run.latest(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
+    if facts is None or step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
+        return
+    chance, loss = math.log(facts.classes), facts.loss
+    if not loss >= 1.5 * chance + 0.5 or not facts.rescaled <= chance + 0.3 * (loss - chance) or math.isinf(loss):
+        return
+    names = sorted(facts.large, key=facts.large.__getitem__, reverse=True)
+    yield run.finding(
+        step,
+        symptom=f"the first loss is {loss:.3g}, chance is {chance:.3g}; weights are up to {facts.large[names[0]]:.1f} "
+        f"times the usual size: {listed(names)}",
+        severity="critical" if loss > 3 * chance else "warning",
+        where=Where(module=names[0].rpartition(".")[0]),
+        evidence=[("first loss", loss, chance), ("with weights of the usual size", facts.rescaled, chance)],
+        trial=RemedyTrial("smaller_weights", {"gains": facts.large}),
+    )

@@ -1,0 +1,43 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.9, needs=ModulesFacts)
+def layers_share_weights(run: RunContext) -> Iterator[Result]:
+    """One module stands several times in a list of layers, so the layers share their weights.
+
+    Why it matters: the model has a fraction of the parameters that it seems to have.
+
+    How it is detected: the identity of the entries of `nn.ModuleList` and `nn.Sequential`, and one of them that gets
+    its own output as its input.
+
+    Exceptions: sharing without a list of layers (ALBERT, tied autoencoders); heads that share, which are not chained.
+
+    Usual cause: `[block] * n` repeats one object: the same module is registered n times.
+
+    Looks like: model.layers_start_equal, where they are copies.
+
+    Fix: `nn.ModuleList([Block() for _ in range(n)])`.
+
+    Sources: zalandoresearch/pytorch-vq-vae#2, linkedin/Liger-Kernel PR #269.
+    """
+    facts = run.latest(ModulesFacts)
+    for each in facts.repeated if facts is not None else ():
+        if each.is_chained:
+            yield run.finding(
+                run.last_step,
+                symptom=f"{each.times} entries of {in_words(each.path)} are one and the same module",
+                where=Where(module=each.path),
+                since_step=1,
+                evidence=[("entries that are one module", each.times, 1)],
+            )
+            return

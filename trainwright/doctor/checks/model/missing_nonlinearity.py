@@ -1,0 +1,60 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.runlog.records import Where
+
+GAINED, LEARNED = 0.7, 0.02
+"""Of the loss that is left on one batch: with activations at most so much of it; below that nothing is left to gain."""
+
+
+@check(stage="forward", confidence=0.9, needs=WiringFacts)
+def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
+    """Two linear layers follow each other with nothing between them, so together they are one.
+
+    How it is detected: a replay follows the output of each linear layer to its uses. It is a warning where updates on
+    one batch leave 0.7 times the loss, or less, with an activation in between.
+
+    Exceptions: a narrow middle (LoRA, bottleneck), depthwise layers, factors of a kernel.
+
+    Usual cause: an activation is built in `__init__` and never called.
+
+    Fix: `nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))`.
+
+    Sources: NeuraLint (Nikanjam et al.).
+    """
+    facts = run.latest(WiringFacts)
+    chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)] if facts else []
+    if not chains:
+        return
+    step, tried = run.every(WiringFacts)[-1][0], run.latest(ActivatedFacts)
+    if tried is None and not run.was_tried(ActivatedFacts):
+        yield ExperimentRequest(ActivatedFacts.experiment, step)
+        return
+    after, before = (tried.activated, tried.unchanged) if tried is not None else (None, None)
+    gains = after is not None and before is not None and after < GAINED * before and before > LEARNED
+    yield run.finding(
+        step,
+        symptom=f"the input of {chains[0].second} is the output of {chains[0].first}, unchanged",
+        severity="warning" if gains else "info",
+        where=Where(module=chains[0].first.rpartition(".")[0]),
+        evidence=[
+            ("pairs of linear layers in a row", len(chains), 0),
+            ("loss after updates on one batch, with activations", after, before),
+        ],
+        trial=RemedyTrial("activation_between", {"weights": [each.first for each in chains]}),
+    )
+
+
+def _adds_nothing(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two linear layers are equivalent to one; both are given as ``[outputs, inputs, *kernel]``."""
+    wide = first[0] >= min(first[1], second[0])
+    pointwise = all(size == 1 for size in first[2:]) and all(size == 1 for size in second[2:])
+    square = all(len(set(each[2:])) <= 1 for each in (first, second))
+    return wide and (pointwise or (len(first) > 2 and len(second) > 2 and square and first[2:] == second[2:]))

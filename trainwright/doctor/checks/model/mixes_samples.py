@@ -1,0 +1,61 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.function import FunctionFacts
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.facts.wiring import WiringFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+FELT = 0.02
+"""Standard deviations of the outputs: a statistic of the batch that is one feature of many changes less."""
+
+
+@check(stage="forward", confidence=0.8, needs=FunctionFacts)
+def mixes_samples(run: RunContext) -> Iterator[Result]:
+    """The output for one sample depends on other samples of the batch.
+
+    Why it matters: shapes are right and the loss falls, but a prediction depends on what else is in the batch.
+
+    How it is detected: in eval mode, one sample is replaced by its neighbour, and the outputs of the others change by
+    more than rounding, which is measured.
+
+    Exceptions: batches that may be one thing (nodes of a graph, one set, the same rows in every step); a statistic of
+    the batch among many features, which changes little, is reported only with -v.
+
+    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax, mean, norm or attention over the
+    dimension of the batch; `batch_first` left out.
+
+    Looks like: model.bn_tiny_batch.
+
+    Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample.
+    """
+    facts, modules, wiring = run.latest(FunctionFacts), run.latest(ModulesFacts), run.latest(WiringFacts)
+    if facts is None or facts.neighbours is None or not facts.neighbours.is_real or facts.written:
+        yield (
+            NotApplicable(facts.related) if facts is not None and facts.related else Compared("the outputs of a batch")
+        )
+        return
+    if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):
+        yield NotApplicable("the rows may be one thing, such as the nodes of a graph")
+        return
+    found = facts.neighbours
+    shuffles = wiring.shuffles if wiring is not None else ()
+    views = [each for each in shuffles if facts.size in (each.before[0], each.after[0])]
+    how = f"a view of {list(views[0].before)} as {list(views[0].after)} in {in_words(views[0].module)}" if views else ""
+    yield run.finding(
+        run.last_step,
+        symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
+        cause=f"{how} puts values of one sample into others" if how else "",
+        severity="critical" if views else "info" if found.amount < FELT else "warning",
+        sure=0.95 if views else 0.8,
+        where=Where(module=views[0].module if views else found.module, op="view" if views else None),
+        since_step=1,
+        evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
+        trial=RemedyTrial("transpose_for_view") if views else None,
+    )

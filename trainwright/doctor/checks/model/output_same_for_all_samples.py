@@ -1,0 +1,55 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.95,
+    needs=ModulesFacts,
+    explains=("optim.weights_never_move", "loss.stands_still", "model.input_unused", "optim.lr_far_too_low"),
+)
+def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
+    """The output of the model is the same for every sample, though the inputs differ.
+
+    Why it matters: nothing that the model learns can depend on the input.
+
+    How it is detected: the first rows of inputs and outputs of every module, in the training passes of a few steps
+    until step 8 or later. The first module whose output does not vary though its input does is named.
+
+    Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
+    LayerNorm over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.
+
+    Looks like: model.input_unused, model.representations_collapse.
+
+    Fix: normalise over more values (fewer groups, or before the pooling); use a sigmoid for one unit.
+
+    Sources: pytorch/pytorch#19250, #45687.
+    """
+    facts = run.latest(ModulesFacts)
+    if facts is None or facts.constant is None or facts.last < 8:
+        return
+    kind, what = facts.constant_kind, "wipes the signal out"
+    if "Norm" in kind:
+        what = "normalises over a single value, so its output is constant"
+    elif kind == "Softmax":
+        what = "is a softmax over one unit, which is always 1"
+    yield run.finding(
+        facts.last,
+        symptom=f"{'the output is the same for every sample' if facts.is_whole else 'a part of it is constant'}: "
+        f"{in_words(facts.constant)} ({kind}) is the first whose output does not vary",
+        cause=f"{kind} {what}",
+        severity="critical" if facts.is_whole else "warning",
+        where=Where(module=facts.constant),
+        since_step=1,
+        evidence=[("steps in which the outputs do not vary", facts.looks, 0)],
+    )

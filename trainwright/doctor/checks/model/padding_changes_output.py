@@ -1,0 +1,44 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.function import FunctionFacts
+
+
+@check(stage="forward", confidence=0.8, needs=FunctionFacts)
+def padding_changes_output(run: RunContext) -> Iterator[Result]:
+    """The output for a sequence depends on how much padding follows it.
+
+    Why it matters: the same sequence gets other predictions in another batch.
+
+    How it is detected: the padding at the end of a row is cut off in eval mode, and the outputs of the row change by
+    more than rounding.
+
+    Exceptions: reported only with -v where nothing declares the padding: no mask, no lengths, no comparison.
+
+    Usual cause: the last state of a recurrent layer is read behind the padding and not at the length of the sequence;
+    or attention or a mean includes the padding.
+
+    Fix: `pack_padded_sequence(x, lengths, enforce_sorted=False)`, or `states[torch.arange(B), lengths - 1]`; pass the
+    mask to every layer that reads along the row.
+
+    Sources: keitakurita/practical-torchtext#5, ray-project/ray#21392.
+    """
+    facts = run.latest(FunctionFacts)
+    if facts is None or facts.padding is None:
+        yield NotApplicable("no input has padding at its ends")
+    elif facts.padding.is_real:
+        found = facts.padding
+        yield run.finding(
+            run.last_step,
+            severity="warning" if facts.pad else "info",
+            since_step=1,
+            evidence=[
+                ("change of the outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}"),
+                ("what declares the padding", facts.pad or "nothing"),
+            ],
+        )

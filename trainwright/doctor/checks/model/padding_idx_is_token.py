@@ -1,0 +1,38 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.85, needs=ModulesFacts)
+def padding_idx_is_token(run: RunContext) -> Iterator[Result]:
+    """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
+
+    How it is detected: in a few steps, the ids that equal `padding_idx`: padding stands at the ends of rows, a token
+    between others. More than half of them, and 2 % of all ids, stand between others.
+
+    Usual cause: `padding_idx=0` where 0 is a real, frequent token: its row stays 0 and gets no gradient.
+
+    Fix: leave `padding_idx` out, or give padding a number of its own.
+
+    Sources: FGA-DIKU/BONSAI#168, NVIDIA-NeMo/Speech#5726.
+    """
+    facts = run.latest(ModulesFacts)
+    for each in facts.tables if facts is not None else ():
+        if each.padding >= 0.02 and each.inside > 0.5:
+            yield run.finding(
+                run.last_step,
+                symptom=f"{each.padding:.0%} of the ids that {in_words(each.path)} reads are its padding_idx, and "
+                f"{each.inside:.0%} of these stand between other tokens",
+                where=Where(module=each.path),
+                since_step=1,
+                evidence=[("fraction of padding between other tokens", round(each.inside, 3), 0.0)],
+            )
+            return

@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+
+SMALL, FALLEN = 0.2, 2.5
+"""Spread of outputs over samples, relative to their size; how many times smaller than at first. Noise in the inputs
+keeps about a tenth."""
+
+
+@check(stage="forward", confidence=0.8, needs=ModulesFacts)
+def representations_collapse(run: RunContext) -> Iterator[Result]:
+    """The representations collapse: all samples get nearly the same code.
+
+    Why it matters: the loss reaches its minimum without anything being learned.
+
+    How it is detected: where the loss compares outputs of the model with each other and with no data, the spread of the
+    output vectors over the samples, relative to their size, falls by a factor of 2.5 and below 0.2.
+
+    Usual cause: a similarity loss without a stop-gradient on one side (SimSiam, BYOL), or without negatives: a constant
+    code is its trivial solution.
+
+    Looks like: model.output_same_for_all_samples, which is there from the start.
+
+    Fix: detach one side: `F.cosine_similarity(p1, z2.detach())`; or add negatives or a variance term.
+
+    Sources: PatrickHua/SimSiam#39, lightly-ai/lightly#559.
+    """
+    facts = run.latest(ModulesFacts)
+    spreads = facts.spreads if facts is not None else ()
+    if len(spreads) < 3:
+        yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
+        return
+    first, last = max(each.spread for each in spreads[:3]), spreads[-2:]
+    if all(each.spread < min(SMALL, first / FALLEN) for each in last):
+        yield run.finding(
+            last[-1].step,
+            symptom=f"the codes of a batch differ by {last[-1].spread:.2g} of their size, at first by {first:.2g}",
+            since_step=next(each.step for each in spreads if each.spread < first / FALLEN),
+            evidence=[("spread of the codes", last[-1].spread, first)],
+        )
+    else:
+        yield Compared(f"spread {first:.2g} at first, {last[-1].spread:.2g} now")

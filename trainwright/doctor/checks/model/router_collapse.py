@@ -1,0 +1,44 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.85, needs=LayersFacts)
+def router_collapse(run: RunContext) -> Iterator[Result]:
+    """The router of a mixture of experts sends nearly everything to one or two experts.
+
+    How it is detected: the choices of every router in the steps that are looked at: the number of experts that carry
+    the load falls to a quarter of all.
+
+    Exceptions: a load that is uneven from the start and stays so.
+
+    Usual cause: nothing balances the load: an expert that is chosen learns, and is chosen more.
+
+    Fix: `aux = num_experts * (share_of_tokens * mean_probability).sum()` times 0.01; or a bias on each expert's score.
+
+    Sources: Megatron-LM#1545; KempnerForge#119.
+    """
+    looks = run.every(LayersFacts)
+    step, last = looks[-1]
+    for path, now in last.routers.items():
+        history = [facts.routers[path].effective for _, facts in looks if path in facts.routers]
+        if len(history) < 4 or now.experts < 3:
+            continue
+        lately = sorted(history[-3:])[1]
+        if lately <= max(1.5, 0.25 * now.experts) and lately <= 0.75 * max(history[:3]):
+            yield run.finding(
+                step,
+                symptom=f"{in_words(path)} sends {now.most:.0%} of its load to one of {now.experts} experts",
+                where=Where(module=path),
+                evidence=[("experts that share the load", lately, max(history[:3]))],
+                trial=RemedyTrial("balanced_router", {"experts": now.experts}),
+            )
+            return

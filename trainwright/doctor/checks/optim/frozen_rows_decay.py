@@ -1,0 +1,40 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="update", confidence=0.85, needs=ModulesFacts)
+def frozen_rows_decay(run: RunContext) -> Iterator[Result]:
+    """Rows of an embedding whose gradient is set to zero still change.
+
+    How it is detected: in a few steps, the rows that the batch uses, their gradient right before the update, and their
+    values after it. 8 rows or more, and a quarter of those used, always had a gradient of 0 and changed.
+
+    Usual cause: the gradients of frozen rows are zeroed, but weight decay (and momentum) of the optimizer still shrinks
+    these rows.
+
+    Looks like: optim.frozen_weights_change.
+
+    Fix: `weight_decay=0` for this embedding, or copy the frozen rows back after each step.
+
+    Sources: huggingface/diffusers#1009, #1176.
+    """
+    facts = run.latest(ModulesFacts)
+    for each in facts.tables if facts is not None else ():
+        if each.decayed >= max(8, 0.25 * each.used):
+            yield run.finding(
+                run.last_step,
+                symptom=f"{each.decayed} rows of {in_words(each.path)} change though their gradient is always 0",
+                where=Where(module=each.path),
+                since_step=1,
+                evidence=[("rows without a gradient that changed", each.decayed, 0), ("rows used", each.used)],
+            )
+            return

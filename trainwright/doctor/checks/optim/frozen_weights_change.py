@@ -1,0 +1,36 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.finding import listed
+from trainwright.runlog.records import Where
+
+
+@check(stage="update", confidence=0.8, needs=WeightsFacts)
+def frozen_weights_change(run: RunContext) -> Iterator[Result]:
+    """A weight with `requires_grad=False` changes.
+
+    How it is detected: checksums of the weights that an optimizer holds and that cannot be trained.
+
+    Usual cause: its last gradient is still there, so the optimizer goes on with its momentum or weight decay.
+
+    Looks like: optim.frozen_rows_decay, where only rows are frozen.
+
+    Fix: set `p.grad = None` when it is frozen, or make the optimizer of the weights that are trained.
+    """
+    facts = run.latest(WeightsFacts)
+    if facts is None or not facts.frozen:
+        yield NotApplicable("no optimizer holds a frozen tensor")
+    elif facts.frozen_moved:
+        names = facts.frozen_moved
+        yield run.finding(
+            facts.steps,
+            symptom=f"{listed(names)} cannot be trained (requires_grad is False) and changes",
+            where=Where(module=names[0].rpartition(".")[0]),
+            evidence=[("frozen tensors that changed", len(names), 0)],
+        )

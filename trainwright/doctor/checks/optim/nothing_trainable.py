@@ -1,0 +1,34 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import WiringFacts
+from trainwright.doctor.finding import RemedyTrial
+
+
+@check(stage="update", confidence=0.9, needs=WiringFacts, explains=("optim.weights_never_move",))
+def nothing_trainable(run: RunContext) -> Iterator[Result]:
+    """Nearly everything is frozen: nothing is trained, or only normalisation layers.
+
+    How it is detected: the trainable parameters that an optimizer holds, without those of normalisation layers.
+
+    Usual cause: `requires_grad_(False)` after the new head was added, or on all of the model.
+
+    Looks like: a frozen backbone with a head or adapters that train, which is fine.
+
+    Fix: `model.head.requires_grad_(True)`, then make the optimizer.
+    """
+    facts = run.latest(WiringFacts)
+    if facts is None or facts.trained_beside_norms or not facts.frozen_beside_norms:
+        return
+    yield run.finding(
+        run.every(WiringFacts)[-1][0],
+        symptom=f"{'only normalisation layers' if facts.trained else 'nothing'} can be trained; "
+        f"{facts.frozen_beside_norms} other weights are frozen",
+        evidence=[("trained weights that belong to no normalisation", 0, "the head at least")],
+        trial=RemedyTrial("unfreeze"),
+    )

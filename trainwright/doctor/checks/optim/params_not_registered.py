@@ -1,0 +1,37 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import WiringFacts
+from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.runlog.records import Where
+
+
+@check(stage="update", severity="critical", confidence=0.95, needs=WiringFacts)
+def params_not_registered(run: RunContext) -> Iterator[Result]:
+    """A layer is used, but `parameters()` does not contain it.
+
+    Why it matters: it is not trained, not moved by `.to(device)`, and not in the checkpoint.
+
+    How it is detected: leaves of the autograd graph that an attribute of a module holds and that are no parameters.
+
+    Usual cause: layers in a Python list, dict or plain attribute are not registered.
+
+    Fix: `nn.ModuleList`, `nn.ModuleDict` or `nn.ParameterList` instead of the list; `nn.Parameter` for a tensor; then
+    make the optimizer.
+
+    Sources: pytorch/pytorch#666, #38639.
+    """
+    facts = run.latest(WiringFacts)
+    if facts is not None and facts.unregistered:
+        yield run.finding(
+            run.every(WiringFacts)[-1][0],
+            symptom=f"tensors in {listed(facts.unregistered)} get gradients but are no parameters of the model",
+            where=Where(module=facts.unregistered[0]),
+            evidence=[("values that autograd reaches and parameters() does not", facts.unregistered_values, 0)],
+            trial=RemedyTrial("register"),
+        )

@@ -1,0 +1,68 @@
+"""Measurements of the function that the models compute. Deviations are in standard deviations of the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far outputs changed that must not change; more than ``limit`` is more than rounding.
+
+    ``module`` is the first one whose output changed though its input had not; None where that is not known.
+    """
+
+    amount: float
+    limit: float
+    module: str | None = None
+
+    @property
+    def is_real(self) -> bool:
+        return self.amount > self.limit
+
+
+@dataclass(frozen=True)
+class FunctionFacts:
+    """The forward pass of one step in eval mode, replayed with one thing changed. None: could not be measured.
+
+    ``noise``: other random numbers. ``carried``: a second call after the first. ``written``: buffers that a pass
+    writes to. ``neighbours``: another sample in the batch; ``related`` says why samples may depend on each other, and
+    ``is_batch``: a loader says what a sample is. ``padding``: a row without its padding, ``pad`` says what declares it.
+    ``future``: later positions, where the target is the next one.
+    """
+
+    experiment: ClassVar[str] = "function"
+    size: int = 0
+    noise: Deviation | None = None
+    carried: Deviation | None = None
+    written: tuple[str, ...] = ()
+    neighbours: Deviation | None = None
+    related: str = ""
+    is_batch: bool = False
+    padding: Deviation | None = None
+    pad: str = ""
+    future: Deviation | None = None
+
+
+@dataclass(frozen=True)
+class InputsFacts:
+    """Of the first ``tensors`` inputs that vary from sample to sample those without any effect, by place."""
+
+    experiment: ClassVar[str] = "unused_inputs"
+    tensors: int
+    unused: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GapFacts:
+    """The loss of one batch with the same weights in train mode and in eval mode.
+
+    ``module`` is the one that, put into train mode alone, removes most of the difference; ``without`` is the loss then.
+    """
+
+    experiment: ClassVar[str] = "evaluated"
+    train: float
+    eval: float
+    module: str | None = None
+    without: float | None = None

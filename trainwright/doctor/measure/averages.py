@@ -1,0 +1,320 @@
+"""Finds tensors that follow the weights (modules, dicts and lists of the same shapes), and how they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
+from trainwright.recorder.calls import Hook
+from trainwright.recorder.comparisons import Site
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.listener import has_listeners
+from trainwright.recorder.plain_tensors import is_dense
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.world.memory import every_object
+
+SEARCHED_AT, SEARCHED_AT_IF_RESUMED, FOLLOWED = 24, 8, 16
+"""After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
+MOST_COPIES, TENSORS, ELEMENTS = 32, 4, 64
+"""Copies that are followed, tensors of each, and elements of each tensor."""
+STILL = 8
+"""Steps after which a copy that has not moved is let go: a process may hold many, of other runs."""
+MOST_CALLS = 1024
+"""Calls without gradients that are remembered."""
+DEPTH = 2
+"""Modules within modules that may have a copy of their own."""
+
+
+@dataclass(frozen=True)
+class _Original:
+    """A module that is trained, in whole or in part."""
+
+    path: str
+    module: nn.Module
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters())
+
+
+@dataclass
+class _Pair:
+    """A tensor of a copy and its original. Both are looked up at every step: they may be replaced."""
+
+    name: str
+    copy: Callable[[], Tensor | None]
+    original: Callable[[], Tensor]
+    first: Tensor | None = None
+    first_original: Tensor | None = None
+    has_moved: bool = False
+    original_moved: bool = False
+
+    def sample(self) -> tuple[Tensor, Tensor] | None:
+        copy, original = self.copy(), self.original()
+        if copy is None or copy.shape != original.shape or copy.is_meta or original.is_meta:
+            return None
+        one, other = _sampled(copy), _sampled(original)
+        if one.shape != other.shape or (self.first is not None and one.shape != self.first.shape):
+            return None  # of one of them this process holds a part
+        if self.first is None or self.first_original is None:
+            self.first, self.first_original = one, other
+        self.has_moved |= not torch.equal(one, self.first)
+        self.original_moved |= not torch.equal(other, self.first_original)
+        return one, other
+
+
+@dataclass
+class _Copy:
+    """A copy that is followed; ``before`` are the samples of the step before."""
+
+    kind: str
+    of: str
+    weights: list[_Pair]
+    buffers: list[_Pair]
+    before: list[tuple[Tensor, Tensor]] | None = None
+    moves: list[Move] = field(default_factory=list)
+    module: nn.Module | None = None
+    calls: set[tuple[int, Site]] = field(default_factory=set)
+    gap: float = 0.0
+
+    def called(self, step: int, site: Site) -> None:
+        """It is called without gradients: it is evaluated, or is a teacher."""
+        if (step, site) not in self.calls and len(self.calls) < MOST_CALLS:
+            self.calls.add((step, site))
+            for pair in self.weights:
+                pair.sample()
+
+    def follow(self, step: int) -> None:
+        now = [pair.sample() for pair in self.weights]
+        for pair in self.buffers:
+            pair.sample()
+        known = [each for each in now if each is not None]
+        if len(known) == len(now) and self.before is not None:
+            made = _move(step, self.before, known)
+            self.moves += [] if made is None else [made]
+        elif known:
+            copy, weights = (torch.cat([pair[n] for pair in known]) for n in (0, 1))
+            self.gap = float((copy - weights).norm() / weights.norm().clamp(min=1e-30))
+        self.before = known if len(known) == len(now) else None
+
+    def facts(self, sites: Container[Site]) -> CopyFacts:
+        return CopyFacts(
+            kind=self.kind,
+            of=self.of,
+            names=tuple(pair.name for pair in self.weights),
+            moves=tuple(self.moves),
+            still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
+            still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
+            evaluations=_num_evaluations(self.calls, sites),
+            gap=self.gap,
+            has_moved=any(pair.has_moved for pair in self.weights),
+        )
+
+
+class Averages(Probe):
+    """Searches for copies of the weights once, and follows them for some steps."""
+
+    name = AveragesFacts.experiment
+    closes_late = hears_last = True
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._subject = watched.subject
+        self._copies: list[_Copy] = []
+        self._begun: int | None = None
+        self._last = self._step = 0
+        self._said: AveragesFacts | None = None
+        self._sites = watched.sites
+        self._calls: set[tuple[int, Site]] = set()
+        self._handles: list[RemovableHandle] = []
+        self._is_resumed = any(each.state for each in watched.subject.optimizers)
+
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if len(self._calls) < MOST_CALLS:
+            self._calls.add((self._step, self._sites.current))
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._step = step.step
+        if self._begun is None and step.step >= (SEARCHED_AT_IF_RESUMED if self._is_resumed else SEARCHED_AT):
+            self._begun = step.step
+            self._copies = list(_copies_of(self._subject))
+            self._listen()
+        if self._begun is None or step.step > self._begun + FOLLOWED:
+            return
+        for copy in self._copies:
+            copy.follow(step.step)
+        if step.step == self._begun + STILL:
+            self._copies = [copy for copy in self._copies if copy.moves or copy.module is not None]
+        self._last = step.step
+        self.urgent = step.step == self._begun + FOLLOWED and any(copy.moves for copy in self._copies)
+
+    def _listen(self) -> None:
+        self._sites.follow([copy.module for copy in self._copies if copy.module is not None])
+        for copy in self._copies:
+            if copy.module is not None:
+                hook = Hook(copy.module, lambda *called, copy=copy: self._on_copy(copy))
+                self._handles.append(copy.module.register_forward_pre_hook(hook))
+
+    def _on_copy(self, copy: _Copy) -> None:
+        if has_listeners() and not torch.is_grad_enabled():
+            copy.called(self._step, self._sites.here())
+
+    def end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def values(self) -> Facts | None:
+        self.urgent = False
+        if self._begun is None or self._last == self._begun:
+            return None
+        facts = AveragesFacts(
+            self._last - self._begun,
+            self._step - self._begun,
+            _num_evaluations(self._calls, self._sites),
+            self._is_resumed,
+            tuple(copy.facts(self._sites) for copy in self._copies),
+        )
+        if facts == self._said:
+            return None
+        self._said = facts
+        return dict(strict(vars(facts)))
+
+
+def _num_evaluations(calls: Iterable[tuple[int, Site]], sites: Container[Site]) -> int:
+    """Before how many steps it was evaluated."""
+    return len({step for step, site in calls if site in sites})
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    flat = own_part(tensor.detach()).reshape(-1)  # of a DTensor: to slice the whole would exchange something
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to("cpu", torch.float64, copy=True)
+
+
+def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tuple[Tensor, Tensor]]) -> Move | None:
+    """How a copy moved between two steps; None where it did not."""
+    copy, weights = (torch.cat([pair[n] for pair in before]) for n in (0, 1))
+    moved = torch.cat([pair[0] for pair in now]) - copy
+    size, way = float(moved.norm()), weights - copy
+    if not size > 0.0 or not bool(torch.isfinite(moved).all()):
+        return None
+    alone = _share(moved, way)
+    both = torch.linalg.lstsq(torch.stack([way, copy], dim=1), moved[:, None]).solution[:, 0]
+    rest = moved - both[0] * way - both[1] * copy
+    single = [(after[0] - one[0], one[1] - one[0]) for one, after in zip(before, now)]
+    shares = [_share(*each) for each in single]
+    return Move(
+        step=step,
+        share=alone,
+        growth=float(both[1]),
+        rest=float(rest.norm()) / size,
+        rest_alone=_rest(moved, alone * way),
+        shares=tuple(shares),
+        rests=tuple(_rest(own, share * to) for (own, to), share in zip(single, shares)),
+    )
+
+
+def _share(moved: Tensor, way: Tensor) -> float:
+    return float(moved @ way) / max(float(way @ way), 1e-300)
+
+
+def _rest(moved: Tensor, explained: Tensor) -> float:
+    """The part of a move that is not explained; 0 where nothing moved."""
+    return float((moved - explained).norm()) / max(float(moved.norm()), 1e-300)
+
+
+def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
+    """The copies of trained modules, the largest first, none twice."""
+    owned = {id(p) for optimizer in subject.optimizers for p in owned_by(optimizer)}
+    originals = [each for each in _originals(subject) if any(id(p) in owned for p in each.weights.values())]
+    by_shapes: dict[tuple[torch.Size, ...], _Original] = {}
+    for each in originals:
+        shapes = tuple(p.shape for p in each.weights.values())
+        if sum(map(len, shapes)) and len(shapes) > 1:
+            by_shapes.setdefault(shapes, each)
+    covered = set(owned)
+    found = 0
+    for holder, kind, tensors in sorted(_holders(by_shapes), key=_rank):
+        ids = {id(t) for t in tensors}
+        if ids & covered or found == MOST_COPIES:
+            continue
+        covered |= ids
+        found += 1
+        yield _paired(holder, kind, by_shapes[tuple(t.shape for t in tensors)])
+
+
+def _rank(holder: tuple[object, str, list[Tensor]]) -> tuple[int, bool]:
+    """The largest first, and a module before a list of its tensors."""
+    return -len(holder[2]), not isinstance(holder[0], nn.Module)
+
+
+def _originals(subject: LiveObjects) -> list[_Original]:
+    named = [(path, m) for root in subject.roots for path, m in root.named_modules() if path.count(".") < DEPTH]
+    return [_Original(path, module) for path, module in named]
+
+
+def _holders(
+    by_shapes: dict[tuple[torch.Size, ...], _Original],
+) -> Iterator[tuple[object, str, list[Tensor]]]:
+    """Modules, dicts and lists with tensors of the shapes of an original, in its order."""
+    lengths = {len(shapes) for shapes in by_shapes}
+    every = every_object()
+    ours = {id(each.parameters) for each in every if type(each) is Snapshot}
+    for each in every:
+        kind = type(each)
+        if kind is dict:
+            tensors = [*each.values()] if len(each) in lengths else []
+        elif kind is list:
+            tensors = each if len(each) in lengths and id(each) not in ours else []
+        elif issubclass(kind, nn.Module) and "_parameters" in vars(each):
+            tensors = list(each.parameters())
+        else:
+            continue
+        is_whole = bool(tensors) and all(isinstance(t, Tensor) and t.grad_fn is None and is_dense(t) for t in tensors)
+        if is_whole and tuple(t.shape for t in tensors) in by_shapes and not _is_parts(each, kind):
+            yield each, kind.__name__, list(tensors)
+
+
+def _is_parts(holder: object, kind: type) -> bool:
+    """Whether a dict holds the parameters of one module: the module stands for it."""
+    return kind is dict and isinstance(holder, dict) and all(isinstance(t, nn.Parameter) for t in holder.values())
+
+
+def _paired(holder: object, kind: str, original: _Original) -> _Copy:
+    weights = original.weights
+    names = list(weights)
+    chosen = sorted({round(n * (len(names) - 1) / (TENSORS - 1)) for n in range(TENSORS)})
+    pairs = [_Pair(names[n], _looked_up(holder, n), _live(original.module, names[n])) for n in chosen]
+    buffers: list[_Pair] = []
+    if isinstance(holder, nn.Module):
+        theirs = {name: each for name, each in holder.named_buffers() if is_dense(each)}
+        for name, buffer in original.module.named_buffers():
+            if buffer.is_floating_point() and is_dense(buffer) and name in theirs and len(buffers) < TENSORS:
+                buffers.append(_Pair(name, _live(holder, name), _live(original.module, name)))
+    module = holder if isinstance(holder, nn.Module) else None
+    return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers, module=module)
+
+
+def _looked_up(holder: object, place: int) -> Callable[[], Tensor | None]:
+    def tensor() -> Tensor | None:
+        if isinstance(holder, nn.Module):
+            tensors: list[object] = list(holder.parameters())
+        else:
+            tensors = list(holder.values()) if isinstance(holder, dict) else list(holder)  # type: ignore[call-overload]
+        found = tensors[place] if place < len(tensors) else None
+        return found if isinstance(found, Tensor) else None
+
+    return tensor
+
+
+def _live(module: nn.Module, name: str) -> Callable[[], Tensor]:
+    path, _, own = name.rpartition(".")
+    return lambda: getattr(module.get_submodule(path), own)

@@ -1,0 +1,106 @@
+"""Replays of the forward pass in eval mode with one thing changed, and of the loss in both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.doctor.facts.function import Deviation, FunctionFacts, GapFacts, InputsFacts
+from trainwright.doctor.measure import inputs, samples, sequences
+from trainwright.doctor.measure.eval_passes import EvalPasses, numbers_of
+from trainwright.replay.experiments import replay
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
+
+MAX_TRIED = 8
+"""Modules that are tried one by one."""
+
+
+@replay(FunctionFacts, when="first", value=2.0)
+def function(session: ReplaySession) -> FunctionFacts:
+    """The forward pass in eval mode with other random numbers, other neighbours, less padding, another future."""
+    passes = EvalPasses(session)
+    noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_numbers)))
+    carried, written = _again(passes)
+    repeats = not noise.is_real and not carried.is_real
+    related = samples.why_related(passes) if session.inputs else "no input"
+    padding, pad = sequences.padding(passes) if repeats else (None, "")
+    return FunctionFacts(
+        size=session.size or 0,
+        noise=noise,
+        carried=carried,
+        written=written,
+        neighbours=passes.confirmed(samples.neighbours) if repeats and not related else None,
+        related=related,
+        is_batch=samples.is_batch(session),
+        padding=padding,
+        pad=pad,
+        future=passes.confirmed(sequences.future) if repeats else None,
+    )
+
+
+@contextmanager
+def _other_numbers() -> Iterator[None]:
+    """Within ``stage``, which restores the generators: what is drawn next was not drawn before."""
+    torch.manual_seed(0x5EED)
+    yield
+
+
+def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
+    """How far a second call is from the first, and the buffers that the calls have written to."""
+    session, change = passes.session, Intervention(mode="eval")
+    with session.live():
+        before = {name: buffer.clone() for name, buffer in _buffers(session).items()}
+        session.replayer.run(session.recorded_step, change, upto="forward")
+        result = session.replayer.run(session.recorded_step, change, upto="forward")
+        written = [name for name, now in _buffers(session).items() if not _are_equal(before.get(name), now)]
+    return passes.deviation(numbers_of(result.outputs)), tuple(written[:8])
+
+
+def _buffers(session: ReplaySession) -> dict[str, Tensor]:
+    named = ((f"{path}.{name}".lstrip("."), b) for path, m in session.modules.items() for name, b in m._buffers.items())
+    return {name: buffer for name, buffer in named if buffer is not None}
+
+
+def _are_equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+
+
+@replay(InputsFacts, when="requested")
+def unused_inputs(session: ReplaySession) -> InputsFacts:
+    """Inputs without an effect."""
+    return inputs.unused_inputs(EvalPasses(session))
+
+
+@replay(GapFacts, when="requested")
+def evaluated(session: ReplaySession) -> GapFacts:
+    """The loss of the step in both modes; where they are far apart, with one module after the other in train mode."""
+    train, in_eval = (session.run(Intervention(mode=mode), upto="forward").loss for mode in ("train", "eval"))
+    module, without = None, None
+    if in_eval > 1.1 * train:
+        tried = {path: _with_one_in_train(session, m) for path, m in _candidates(session)}
+        module = min(tried, key=lambda path: tried[path], default=None)
+        without = None if module is None else tried[module]
+    return GapFacts(train, in_eval, module, without)
+
+
+def _candidates(session: ReplaySession) -> Sequence[tuple[str, nn.Module]]:
+    return [(path, m) for path, m in session.modules.items() if isinstance(m, _NormBase | nn.Dropout)][:MAX_TRIED]
+
+
+def _with_one_in_train(session: ReplaySession, module: nn.Module) -> float:
+    """The loss in eval mode with one module in train mode."""
+
+    @contextmanager
+    def in_train() -> Iterator[None]:
+        handle = module.register_forward_pre_hook(lambda module, args: module.train() and None)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return session.run(Intervention(mode="eval", model=in_train), upto="forward").loss

@@ -1,0 +1,373 @@
+"""Looks at layers while the loop runs them: dead activations, gradients over depth, attention, routers, BatchNorm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from trainwright.doctor.facts.layers import (
+    AttentionFacts,
+    DepthFacts,
+    DropoutFacts,
+    LayerGradient,
+    LayersFacts,
+    NormFacts,
+    ReluFacts,
+    RouterFacts,
+)
+from trainwright.doctor.measure.looks import LookingProbe
+from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.probes import WatchedObjects
+from trainwright.recorder.program import RecordedStep, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.experiments import replay
+from trainwright.replay.functions import argument, function_name
+from trainwright.replay.inspector import StepInspector
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts, strict
+
+RELUS = {"relu", "relu_", "threshold", "threshold_", "relu6"}
+MAPS = {"linear", "conv1d", "conv2d", "conv3d"}
+DROPOUTS = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
+DROPOUTS |= {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
+_PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "baddbmm"}
+_KEEPS = {"dropout", "to", "type_as", "nan_to_num", "clone", "contiguous", "view", "reshape", "expand"} | DROPOUTS
+_CHOICES = {"topk", "max", "argmax", "argsort", "sort", "multinomial"}
+STRONG_DROPOUT = 0.7
+"""The rate from which on dropout is suspicious."""
+
+
+class _Functions(PausableMode):
+    """Calls ``listener`` with every torch function of a training pass that is looked at."""
+
+    def __init__(self, listener: Callable[[str, Args, Kwargs, object], None]) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def __torch_function__(
+        self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        result = function(*args, **(kwargs or {}))
+        if self.running and not torch.compiler.is_compiling():
+            self.running = False  # what the listener computes is not the model's
+            try:
+                self._listener(function_name(function), args, kwargs or {}, result)
+            finally:
+                self.running = True
+        return result
+
+
+class LayerLooks(LookingProbe):
+    """Collects what each layer does in one training pass."""
+
+    name = LayersFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        super().__init__(watched)
+        self._functions = _Functions(self._on_function)
+        self._optimizers = watched.subject.optimizers
+        self._norms = {path: m for path, m in self.modules.items() if isinstance(m, _BatchNorm)}
+        self._facts: LayersFacts | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._relus: dict[str, ReluFacts] = {}
+        self._attention: dict[str, AttentionFacts] = {}
+        self._routers: dict[str, RouterFacts] = {}
+        self._seen: dict[str, NormFacts] = {}
+        self._dropout: dict[str, float] = {}
+        self._depth: tuple[LayerGradient, ...] = ()
+        self._order: dict[str, None] = {}
+        self._updates: dict[str, int] = {}
+        self._narrow = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what is only needed within a pass."""
+        self._scores: dict[int, tuple[str, Tensor, Tensor]] = {}
+        self._gates: dict[int, str] = {}
+        self._kept: list[object] = []  # so that no id is used again
+        self._expected: tuple[int, Tensor | None] = 0, None  # output id of the last linear map, its units' spread
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        super().on_forward(root, args, kwargs)
+        if self.is_looking and torch.is_grad_enabled():
+            device = next((p.device.type for p in root.parameters()), "cpu")
+            self._narrow |= torch.is_autocast_enabled(device)
+            self._updates = self._updates or _updates(self._norms)
+            if "" not in self.stack:
+                self.stack.append("")
+            self._order.setdefault("")
+            self._functions.start()
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        self._functions.stop()
+        self._forget()
+        super().on_output(root, output)
+
+    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._order.setdefault(path)
+        if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
+            return
+        x, known = inputs[0], self._seen.get(path, NormFacts())
+        self._seen[path] = NormFacts(
+            values=x.numel() // max(1, x.shape[1]),
+            samples=int(x.shape[0]),
+            calls=known.calls + 1,
+            momentum=module.momentum or 0.0,
+        )
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if not self.is_looking or self._depth:
+            return
+        sizes = []
+        for path in self._order:
+            for p in self.modules[path].parameters(recurse=False) if not _is_table(self.modules[path]) else ():
+                if p.dim() >= 2 and p.grad is not None and not p.grad.is_sparse:
+                    sizes.append((path, p.grad.detach().double().pow(2).mean().sqrt()))
+                    break
+        self._depth = tuple(LayerGradient(module=path, size=float(size)) for path, size in sizes)
+
+    def ended(self, step: RecordedStep) -> None:
+        self._functions.stop()
+        after = _updates(self._norms)
+        norms = {
+            path: replace(each, updates=after.get(path, 0) - self._updates.get(path, 0))
+            for path, each in self._seen.items()
+        }
+        halves = (torch.float16, torch.bfloat16)
+        self._facts = LayersFacts(
+            relus=self._relus,
+            attention=self._attention,
+            routers=self._routers,
+            norms=norms,
+            depth=self._depth,
+            narrow=self._narrow or any(p.dtype in halves for p in self.watched.subject.parameters),
+            dropout=self._dropout,
+        )
+        self._clear()
+
+    def values(self) -> Facts | None:
+        facts, self._facts = self._facts, None
+        return None if facts is None else {**strict(asdict(facts)), "step": self.step}
+
+    def end(self, error: BaseException | None) -> None:
+        self._functions.stop()
+        super().end(error)
+
+    def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if self.failed is None and self.stack:
+            try:
+                with torch.no_grad():
+                    self._note(name, args, kwargs, result)
+            except Exception as error:
+                self.fail(error)
+
+    def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
+            x, weight = tensors[0].detach(), tensors[1].detach()
+            self._expected = id(result), weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()
+            self._kept.append(result)
+        if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
+            self._note_relu(args[0])
+        elif name in DROPOUTS:
+            self._note_dropout(args, kwargs)
+        elif name == "softmax" and args[0].dim() >= 2 and isinstance(result, Tensor):
+            self._gates[id(result)] = self.stack[-1]
+            self._scores[id(result)] = self.stack[-1], args[0].detach(), result.detach()
+            self._kept.append(result)
+        elif name == "scaled_dot_product_attention":
+            self._note_fused(args, kwargs)
+        elif name == "multi_head_attention_forward":
+            self._note_module(args, kwargs)
+        if name in _PRODUCTS:
+            self._note_product(name, args)
+        elif name in _KEEPS and args and id(args[0]) in self._scores:
+            self._scores[id(result)] = self._scores[id(args[0])]
+            self._kept.append(result)
+        if name in _CHOICES and args and isinstance(args[0], Tensor):
+            self._note_choice(name, args[0], result)
+
+    def _note_relu(self, x: Tensor) -> None:
+        """Dead units: their input is so far below 0 that no sample will reach it, by its own standard deviation and by
+        the one that their weights give to such an input. Deep in a plain network signals hardly differ between samples,
+        and that alone makes no unit dead.
+        """
+        units = x.detach().float()
+        units = units.movedim(1, -1) if units.dim() in (4, 5) else units
+        units = units.flatten(0, -2) if units.dim() > 1 else units[:, None]
+        if len(units) < 8:
+            return
+        mean, spread = units.mean(0), units.std(0)
+        varies = spread > 1e-5 * mean.abs()
+        made_by, expected = self._expected
+        if expected is not None and made_by == id(x) and len(expected) == len(spread):
+            spread = torch.maximum(spread, expected.float())
+        dead = (units.amax(0) < 0) & (mean < -4 * spread) & varies
+        facts = ReluFacts(
+            dead=float(dead.float().mean()),
+            varies=float(varies.float().mean()),
+            rows=len(units),
+            furthest=float(mean.min()),
+        )
+        known = self._relus.get(self.stack[-1])
+        if known is None or facts.dead > known.dead:
+            self._relus[self.stack[-1]] = facts
+
+    def _note_dropout(self, args: Args, kwargs: Kwargs) -> None:
+        p = argument(args, kwargs, 1, "p", 0.5)
+        if argument(args, kwargs, 2, "training", True) and isinstance(p, float) and p >= STRONG_DROPOUT:
+            self._dropout[self.stack[-1]] = max(p, self._dropout.get(self.stack[-1], 0.0))
+
+    # attention: a softmax whose result is multiplied by values
+
+    def _note_product(self, name: str, args: Args) -> None:
+        for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if id(t) in self._scores]:
+            path, scores, spread = self._scores[id(weights)]
+            if scores.dim() >= 3 and scores.shape[-1] > 1:
+                is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weigh what it is given
+                of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
+                of_a_product = of_a_product and (is_square or not place)
+                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones_like(spread)
+                self._note_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
+
+    def _note_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
+        """``off``: by how much the weights of what they are multiplied with differ from 1 in their sum."""
+        allowed_scores = scores.isfinite() & (scores.abs() < 1e4)
+        unmasked = scores[allowed_scores]
+        if not unmasked.numel():
+            return
+        entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
+        allowed = (weights > 0).sum(-1).clamp(min=1).float()
+        some = allowed > 1
+        even = entropy[some] / allowed[some].log() if bool(some.any()) else torch.ones_like(entropy)
+        facts = AttentionFacts(
+            highest=float(unmasked.abs().max()),
+            spread=float(unmasked.std()),
+            evenness=float(even.mean()),
+            off=off,
+        )
+        known = self._attention.get(path)
+        if known is None or facts.highest > known.highest:
+            self._attention[path] = facts
+
+    def _note_fused(self, args: Args, kwargs: Kwargs) -> None:
+        q, k = (t.detach().float() for t in args[:2])
+        scale = kwargs.get("scale") or q.shape[-1] ** -0.5
+        num_heads = max(1, (1 << 22) // max(1, q.shape[-2] * k.shape[-2]))  # that many scores are enough to tell
+        q, k = q.flatten(0, -3)[:num_heads], k.flatten(0, -3)[:num_heads]
+        if q.shape[0] != k.shape[0]:
+            return  # grouped heads
+        scores = q @ k.transpose(-1, -2) * scale
+        if kwargs.get("is_causal", False):
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        self._note_attention(self.stack[-1], scores, scores.softmax(-1))
+
+    def _note_module(self, args: Args, kwargs: Kwargs) -> None:
+        """``nn.MultiheadAttention``, which is one torch function."""
+        names = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
+        arguments: Kwargs = dict(zip(names, args)) | kwargs
+        q, k, weight, bias = (arguments.get(names[n]) for n in (0, 1, 5, 6))
+        if not isinstance(weight, Tensor) or q is None or k is None or q.dim() != 3:
+            return
+        d = q.shape[-1]
+        parts = [None, None] if bias is None else [bias[:d].detach(), bias[d : 2 * d].detach()]
+        q = nn.functional.linear(q.detach(), weight[:d].detach(), parts[0])
+        k = nn.functional.linear(k.detach(), weight[d : 2 * d].detach(), parts[1])
+        q, k = (x.reshape(*x.shape[:2], arguments[names[4]], -1).permute(1, 2, 0, 3) for x in (q, k))  # from (T, B, D)
+        self._note_fused((q, k), {"is_causal": False})
+
+    # routers: a softmax whose largest values choose experts and weight their outputs
+
+    def _note_choice(self, name: str, gates: Tensor, result: object) -> None:
+        indices = [t for t in tensors_of(result, 2) if not t.is_floating_point()]
+        if not indices or gates.dim() < 2 or not 2 <= gates.shape[-1] <= 512 or gates.numel() < 8 * gates.shape[-1]:
+            return
+        num = int(gates.shape[-1])
+        if id(gates) not in self._gates and not self._has_experts(num):
+            return
+        chosen = indices[0]
+        chosen = chosen if name != "argsort" and name != "sort" else chosen[..., :1]
+        if int(chosen.max()) >= num:
+            return
+        load = torch.bincount(chosen.flatten(), minlength=num).float() / chosen.numel()
+        entropy = float(-(load * load.clamp(min=1e-30).log()).sum())
+        path = self.stack[-1]
+        self._routers.pop(path, None)  # the last choice counts
+        if self._has_experts(num) or _floats_with_graph(result):
+            self._routers[path] = RouterFacts(experts=num, effective=math.exp(entropy), most=float(load.max()))
+
+    def _has_experts(self, num: int) -> bool:
+        """Whether a module that runs now holds a list of ``num`` modules of one class."""
+        inside = [self.modules[path] for path in self.stack]
+        return any(
+            isinstance(child, nn.ModuleList) and len(child) == num and len({type(m) for m in child}) == 1
+            for module in inside
+            for child in module.children()
+        )
+
+
+def _floats_with_graph(result: object) -> list[Tensor]:
+    return [t for t in tensors_of(result, 2) if t.is_floating_point() and t.requires_grad]
+
+
+def _updates(norms: dict[str, _BatchNorm]) -> dict[str, int]:
+    """How often the running statistics of each BatchNorm were updated."""
+    return {path: int(m.num_batches_tracked) for path, m in norms.items() if m.num_batches_tracked is not None}
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def _without_dropout(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+    """Strong dropout returns its input."""
+    p = argument(args, kwargs, 1, "p", 0.5) if function_name(function) in DROPOUTS else 0.0
+    return args[0] if isinstance(p, float) and p >= STRONG_DROPOUT else function(*args, **kwargs)
+
+
+@replay(DropoutFacts, when="requested", steps=4.0)
+def dropout_gap(session: ReplaySession) -> DropoutFacts:
+    """The loss of the step's batch without strong dropout, and its mean over eight dropout masks."""
+    losses = []
+    with session.live():
+        for seed in range(8):
+            torch.manual_seed(seed)
+            change = Intervention(fresh_rng=True)
+            losses.append(session.replayer.run(session.recorded_step, change, upto="forward").loss)
+    without = session.run(Intervention(ops=_without_dropout), upto="forward").loss
+    return DropoutFacts(with_dropout=sum(losses) / len(losses), without=without)
+
+
+class _Order(StepInspector):
+    """The modules in the order in which they are called."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.order: dict[str, None] = {}
+
+    def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
+        self.order.setdefault(path)
+
+
+@replay(DepthFacts, when="requested", memory=2.5, steps=4.0)
+def depth_in_fp32(session: ReplaySession) -> DepthFacts:
+    """The gradients over depth once more, with everything in float32."""
+    inspector, sizes = _Order(session), []
+    with session.live():
+        result = inspector.run(dtype="fp32")
+    for path in inspector.order:
+        module = session.modules[path]
+        for p in module.parameters(recurse=False) if not _is_table(module) else ():
+            grad = result.grads.get(inspector.names.get(id(p), ""))
+            if p.dim() >= 2 and grad is not None and not grad.is_sparse:
+                sizes.append(LayerGradient(module=path, size=float(grad.double().pow(2).mean().sqrt())))
+                break
+    return DepthFacts(depth=tuple(sizes))

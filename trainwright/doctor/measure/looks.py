@@ -1,0 +1,96 @@
+"""Base of the listeners that look inside of the models in a few steps, while the loop itself runs them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from trainwright.recorder.calls import is_compiled
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.modules import ModuleStack
+from trainwright.state.names import named_modules, named_parameters
+
+EARLY = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
+"""Steps that are looked at. Later it is one in EVERY: about 10 us for each module then."""
+EVERY = 32
+
+
+class LookingProbe(Probe):
+    """Keeps hooks on all modules during the training passes of the steps that are looked at.
+
+    A compiled model is not hooked: it would be compiled again; and of a sharded one a rank has only a part.
+    """
+
+    rests = frozenset({"on_forward", "on_output", "on_backward", "on_step", "on_stepped"})
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self.watched, roots = watched, watched.subject.roots
+        self.modules = dict(named_modules(roots))
+        self.names = {id(p): name for name, p in named_parameters(roots)}
+        self.owned = {id(p) for optimizer in watched.subject.optimizers for p in owned_by(optimizer)}
+        kinds = {type(each).__name__ for each in self.modules.values()}
+        is_divided = any(map(is_traceable_wrapper_subclass, watched.subject.parameters))
+        self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, self.modules.values()))
+        self.looks, self.is_looking, self.step = 0, not self._is_off, 0
+        self._closed, self._open = 0, ExitStack()
+        self._stack = ModuleStack(self.modules)
+        self.stack = self._stack.paths
+
+    def begin(self, site: WatchSite) -> None:
+        """Nothing to do before the first step."""
+
+    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A module is called in a step that is looked at."""
+
+    def left(self, path: str, module: nn.Module, output: object) -> None:
+        """The same call is over; ``output`` is None where it raised."""
+
+    def ended(self, step: RecordedStep) -> None:
+        """A step that was looked at is over."""
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._open.close()
+        if self.is_looking and torch.is_grad_enabled():
+            self._open.enter_context(self._stack.following(self._enter, self._leave))
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        self._open.close()
+
+    def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self.failed is None:
+            try:
+                self.entered(path, module, args, kwargs)
+            except Exception as error:
+                self.fail(error)
+
+    def _leave(self, path: str, module: nn.Module, output: object) -> None:
+        if self.failed is None:
+            try:
+                self.left(path, module, output)
+            except Exception as error:
+                self.fail(error)
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._closed += 1
+        if self.is_looking:
+            self._open.close()
+            self.looks += 1
+            self.step = step.step
+            self.ended(step)
+        following = self._closed + 1
+        self.is_looking = not self._is_off and (following in EARLY or (following > 64 and self._closed % EVERY == 0))
+
+    def end(self, error: BaseException | None) -> None:
+        self._open.close()
+
+
+def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
+    """The first rows, one dimension each."""
+    rows = tensor.detach()[:most]
+    return rows.reshape(len(rows), -1)

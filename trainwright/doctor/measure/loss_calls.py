@@ -1,0 +1,601 @@
+"""Measures what loss functions are called with: live, in some of the steps, and in replays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
+from trainwright.doctor.measure.compared import (
+    BINARY,
+    BOUNDS,
+    CLASSES,
+    DISTANCES,
+    SQUARED,
+    ComparedLoss,
+    class_dim,
+    compared,
+    is_simplex,
+    made_by,
+    room_within,
+)
+from trainwright.recorder.callers import caller
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import RecordedStep, constants_of
+from trainwright.recorder.tape import Tape
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.classified import CHUNKED, classified
+from trainwright.replay.experiments import replay
+from trainwright.replay.inspector import StepInspector, custom_functions_of
+from trainwright.replay.session import ReplaySession
+from trainwright.replay.terms import terms_of
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.snapshot import LiveObjects
+
+ALWAYS, OFTEN, OFTEN_EVERY, LATER, LATER_EVERY, EVERY = 8, 64, 4, 256, 16, 64
+"""Every step is examined until step 8, every 4th until step 64, every 16th until step 256, then every 64th."""
+KEPT = 8
+"""Values of the first and of the last examined steps that are kept."""
+TIMES = 3
+"""Examined steps that show what a single step may show by chance."""
+MAX_CALLS = 32
+"""Calls of a step that are measured."""
+ABOVE = 1e-3
+"""The logarithm of a probability, plus a small number that keeps it finite, is at most this."""
+MIN_ROWS = 8
+"""Rows of representations whose spread is measured."""
+BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
+    "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
+    "multilabel_soft_margin_loss", SQUARED, "absolute error",
+}  # fmt: skip
+"""Losses with a lower bound that are better when they are smaller."""
+SOFTMAXES = frozenset({"softmax", "log_softmax"})
+PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
+DIFFERENCES = frozenset({"sub", "rsub"})
+SIZES = {"square": SQUARED, "pow": SQUARED, "abs": "absolute error"}
+RAISES = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
+DRAWS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "rand_like", "randn_like", "sample"})
+SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
+WEIGHS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
+"""Functions of one value that keep the name of a term."""
+Row: TypeAlias = dict[str, Tensor]
+
+
+@dataclass
+class _Site:
+    """One place that calls a loss function, with what was measured there in each examined step."""
+
+    fixed: dict[str, Any]
+    rows: list[dict[str, float]] = field(default_factory=list)
+    pending: list[Row] = field(default_factory=list)
+    steps: int = 0
+    early: list[dict[str, float]] = field(default_factory=list)
+    sums: tuple[Tensor, float | Tensor] | None = None
+    wants: list[Tensor] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+
+
+class LossCalls:
+    """Collects the arguments of loss functions, and the gradient of the total loss at what they return.
+
+    Args:
+        stack: Paths of the modules that run, outermost first. Empty in the loop.
+        slot_of: The place of a tensor in the recorded program; None if no model made it.
+        is_live: The calls are those of the loop, so the user's line can be read from the stack.
+    """
+
+    def __init__(
+        self, stack: Sequence[str] = (), slot_of: Callable[[Tensor], int | None] | None = None, *, is_live: bool = False
+    ) -> None:
+        self.stack, self._slot_of, self._is_live = stack, slot_of, is_live
+        self._sites: dict[Hashable, _Site] = {}
+        self._signs: dict[tuple[str, str, str | None], int] = {}
+        self._outer: dict[tuple[str, str | None], Broadcast] = {}
+        self._told: set[Hashable] = set()
+        self.drawn = self.normalizes = False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forgets the tensors of the step before."""
+        self._kept: dict[int, Tensor] = {}  # so that no id is used again
+        self._raised: set[int] = set()
+        self._residuals: dict[int, tuple[Tensor, Tensor]] = {}
+        self._probabilities: dict[int, str | None] = {}
+        self._source: dict[int, int] = {}  # of softmax, exp, ...: what it was computed of
+        self._means: dict[int, str] = {}  # batch means of losses, and what focal losses compute of them
+        self._without_graph: dict[int, str | None] = {}  # scalars: the function that made them; None: detached
+        self._origins: dict[int, frozenset[int]] = {}  # of what has no graph: the first such tensors it is made of
+        self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
+        self._idle: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []  # terms without a graph
+        self._numbers: dict[Hashable, int] = {}
+        self._signs_now: set[tuple[str, str, str | None]] = set()
+
+    def end_step(self) -> None:
+        """Counts the mistakes that the step has shown, and forgets its tensors."""
+        self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
+        for each in self._signs_now:
+            self._signs[each] = self._signs.get(each, 0) + 1
+        self.begin_step()
+
+    # what is called
+
+    def returned(self, path: str, module: nn.Module, output: object) -> None:
+        """A module has returned ``output``."""
+        if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
+            self._probabilities[self._keep(output)] = path
+
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
+        """A torch function was called."""
+        self.drawn |= name in DRAWS
+        if not isinstance(result, Tensor) or not args:
+            return
+        plain = name.strip("_")
+        if plain in PAIRED:
+            self._note_outer(plain, args, kwargs, result)
+        if name in ("softmax", "sigmoid"):
+            self._probabilities[self._keep(result)] = self.stack[-1] if self.stack else None
+        if not self.stack:
+            self._note_operation(name, plain, args, kwargs, result)
+        if name in BOUNDED_BELOW or name in SOFTMAXES:
+            self._note_loss(name, args, kwargs, result, function)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept[id(tensor)] = tensor
+        return id(tensor)
+
+    def _line(self) -> str | None:
+        return caller() if self._is_live else None
+
+    def _sign(self, kind: str, op: str) -> None:
+        self._signs_now.add((kind, op, self._line()))
+
+    def _site(self, op: str, **fixed: Any) -> _Site | None:
+        """The place of a call: the same in each step."""
+        line = self._line()
+        key = (op, line, fixed.get("module"))
+        number = self._numbers[key] = self._numbers.get(key, 0) + 1
+        if (key, number) not in self._sites and len(self._sites) >= MAX_CALLS:
+            return None
+        site = self._sites.setdefault((key, number), _Site({"op": op, "line": line}))
+        site.fixed |= fixed
+        site.steps += 1
+        return site
+
+    # operations of the loop
+
+    def _note_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+        first = args[0]
+        if name in RAISES:
+            self._raised.add(self._keep(result))
+        if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
+            self._source[self._keep(result)] = self._source.get(id(first), self._keep(first))
+        if name in ("cosine_similarity", "normalize"):
+            self._note_directions(name, [each for each in args if isinstance(each, Tensor)])
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        if plain in DIFFERENCES and sum(each.requires_grad for each in tensors) == 1 and len(tensors) == 2:
+            x, target = sorted(tensors, key=lambda each: not each.requires_grad)
+            if x.shape == target.shape and target.numel() > 1 and target.is_floating_point():
+                self._residuals[self._keep(result)] = (x, target)
+        is_even = name != "pow" or (len(args) > 1 and args[1] == 2)
+        if name in SIZES and is_even and id(first) in self._residuals and result.requires_grad:
+            self._note_residual(SIZES[name], self._residuals[id(first)], result)
+        if plain in ("mul", "rmul") and len(tensors) == 2:
+            self._note_product(tensors[0], tensors[1], result)
+        if self._slot_of is not None and torch.is_grad_enabled():
+            self._follow(tensors, result)
+        if not result.dim():
+            self._note_scalar(plain, tensors, result)
+
+    def _follow(self, tensors: list[Tensor], result: Tensor) -> None:
+        """Notes what a tensor without a graph is made of, or what it is combined with: a detached weight is one on
+        purpose, and so is a term of its value."""
+        origins = frozenset[int]().union(*(self._origins.get(id(each), ()) for each in tensors))
+        if result.requires_grad and result.dim():
+            self._weighing |= origins
+        elif not result.requires_grad:
+            self._origins[self._keep(result)] = origins or frozenset({id(result)})
+
+    def _note_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
+        site = self._site(op, shape=tuple(pair[0].shape))
+        if site is not None:
+            if op == SQUARED and (loss := compared(SQUARED, torch.sub, pair, {})) is not None:
+                self._measure(site, loss, pair[0], pair[1])
+            self._hear_gradient(site, result)
+
+    def _note_product(self, a: Tensor, b: Tensor, result: Tensor) -> None:
+        """Looks for p log p, for log-probabilities that are weighted by what has a graph, and for focal losses."""
+        if {self._means.get(id(a)), self._means.get(id(b))} == {"loss", "probability"}:
+            self._sign("focal_of_mean", "cross_entropy")
+        if not (a.requires_grad and b.requires_grad) or a.shape != b.shape or not a.dim():
+            return
+        sources = [self._source.get(id(each), id(each)) for each in (a, b)]
+        if sources[0] == sources[1] and a is not b:
+            site = self._site("entropy", shape=tuple(a.shape))
+            if site is not None:
+                self._hear_gradient(site, result)
+        for one, other in ((a, b), (b, a)):
+            node = other.grad_fn
+            if made_by(one, ("GatherBackward0",)) is None or type(node).__name__ not in (
+                "SubBackward0",
+                "RsubBackward1",
+            ):
+                continue
+            if node is not None and sum(each is None for each, _ in node.next_functions) == 1:
+                self._sign("advantage", "mul")
+
+    def _note_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
+        """Follows scalars: batch means of losses, and terms without a graph."""
+        known = [self._means[id(each)] for each in tensors if id(each) in self._means]
+        if plain in ("neg", "rsub", "sub", "pow", "exp") and known and result.requires_grad:
+            kind = {"loss": "negated" if plain == "neg" else None, "negated": "probability" if plain == "exp" else None}
+            if (now := kind.get(known[0], known[0])) is not None:
+                self._means[self._keep(result)] = now
+        if self._slot_of is None:
+            return
+        if plain in SUMS and result.requires_grad and len(tensors) == 2:
+            for each in tensors:
+                op = self._without_graph.get(id(each))
+                if op is not None and not each.requires_grad and self._slot_of(each) is not None:
+                    origins = self._origins.get(id(each), frozenset())
+                    self._idle.append((("no_gradient", op, self._line()), origins))
+        if not result.requires_grad and torch.is_grad_enabled():
+            before = [self._without_graph[id(each)] for each in tensors if id(each) in self._without_graph]
+            made = before[0] if before and plain in WEIGHS else None if plain == "detach" else plain
+            self._without_graph[self._keep(result)] = made
+
+    def _note_directions(self, name: str, tensors: list[Tensor]) -> None:
+        self.normalizes = True
+        for each in tensors:
+            if each.dim() == 2 and len(each) >= MIN_ROWS and each.requires_grad:
+                site = self._site("cosine similarity", shape=tuple(each.shape))
+                if site is not None:
+                    with torch.no_grad():
+                        rows = nn.functional.normalize(each.detach().float(), dim=1)
+                        site.pending.append({"spread": 1.0 - rows.mean(0).square().sum()})
+
+    def _note_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+        """A column and a row of as many samples broadcast to a square."""
+        pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
+        is_named = name.endswith("_loss")
+        if len(pair) < 2 or pair[0].dim() == pair[1].dim() or (self.stack and not is_named):
+            return
+        low, high = sorted(pair, key=lambda each: each.dim())
+        if low.dim() > 1 and high._base is not None and high._base.dim() < high.dim():
+            return  # rows of several columns, to which a view of the data has added a dimension: pairs on purpose
+        if not low.dim() or low.shape[0] != high.shape[0] or low.shape[0] < 2:
+            return
+        count = math.prod(torch.broadcast_shapes(low.shape, high.shape))  # type: ignore[no-untyped-call]
+        if count <= max(low.numel(), high.numel()) or low.requires_grad == high.requires_grad:
+            return
+        if is_named or not self._raised.intersection((id(low), id(high))):
+            line = self._line()
+            shapes = tuple(tuple(each.shape) for each in pair)
+            self._outer.setdefault((name, line), Broadcast(name, shapes, count, int(low.shape[0]), line))
+
+    # loss functions
+
+    def _note_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
+        arguments = dict(zip(("input", "target"), args)) | kwargs
+        x, target = arguments.get("input"), arguments.get("target")
+        if name in CLASSES and not result.dim():
+            self._means[self._keep(result)] = "loss"
+        if isinstance(target, Tensor) and isinstance(x, Tensor) and target.requires_grad and not x.requires_grad:
+            if name in CLASSES | BINARY | {"kl_div"}:
+                self._site(name, shape=tuple(x.shape), swapped=True)
+            return
+        if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
+            return
+        fixed: dict[str, Any] = {"shape": tuple(x.shape), "module": self.stack[-1] if self.stack else None}
+        with torch.no_grad():
+            if name in ("cross_entropy", "nll_loss", "kl_div") or name in SOFTMAXES:
+                fixed["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
+            if name == "binary_cross_entropy_with_logits":
+                fixed["squashed"] = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")) is not None
+            if fixed.get("simplex") or fixed.get("squashed"):
+                fixed["made_in"] = self._maker(x)
+            if name == "softmax" and not fixed["simplex"]:
+                return
+            site = self._site(name, **fixed)
+            if site is None:
+                return
+            if name not in SOFTMAXES:
+                self._measure_loss(site, name, arguments, args, kwargs, function)
+        if name != "softmax":
+            self._hear_gradient(site, result)
+
+    def _maker(self, x: Tensor) -> str | None:
+        """The module that computed the probabilities that ``x`` is, or is a view of."""
+        if id(x) in self._probabilities:
+            return self._probabilities[id(x)]
+        wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
+        matching = (each for each in self._kept.values() if each.grad_fn is not None and each.grad_fn is wanted)
+        return next((self._probabilities.get(id(each)) for each in matching), None)
+
+    def _measure_loss(
+        self, site: _Site, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any
+    ) -> None:
+        x, target = arguments["input"], arguments.get("target")
+        if name in ("cross_entropy", "nll_loss"):
+            site.fixed["classes"] = int(x.shape[1]) if x.dim() > 1 else int(x.shape[0])
+        if name == CHUNKED:
+            site.fixed["classes"] = len(args[1])
+        if name == "nll_loss" and x.dim() > 1:
+            masses = x.detach().double().logsumexp(1).exp()
+            site.fixed["above_0"] = float((x.detach() > ABOVE).double().mean())
+            site.fixed["off_sum"] = float((masses - 1).abs().flatten().median())
+        if not isinstance(target, Tensor) or not target.numel():
+            return
+        if name in BINARY and target.is_floating_point():
+            site.fixed |= {"target_min": float(target.min()), "target_max": float(target.max())}
+        if name in CLASSES and not target.is_floating_point():
+            self._note_ignored(site, name, args, kwargs, target)
+        loss = compared(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
+        if loss is not None:
+            self._measure(site, loss, x, target)
+
+    def _note_ignored(self, site: _Site, name: str, args: Args, kwargs: Kwargs, target: Tensor) -> None:
+        """Which targets carry loss, and whether those that do not stand before others of the same sequence."""
+        call = classified(name, args, kwargs)
+        if call is None:
+            return
+        site.fixed["ignored"] = float((call.target < 0).double().mean())
+        if not 0 <= call.ignore_index < call.classes:
+            return
+        site.fixed["ignored_class"] = call.ignore_index
+        length = _length_of_sequences(args[0] if args else kwargs["input"], target)
+        if length > 2:
+            rows = target.reshape(-1, length)
+            left_out = rows == call.ignore_index
+            carry = (~left_out).long()
+            carries_later = (carry.flip(1).cumsum(1).flip(1) - carry) > 0
+            carries_before = (carry.cumsum(1) - carry) > 0
+            inside = (left_out & carries_later & carries_before).any(1)
+            site.fixed["ignored_inside"] = float(inside.double().mean())
+
+    def _measure(self, site: _Site, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
+        """Measures what cannot be decided in one step. Nothing waits for the device here but in the first step."""
+        with torch.no_grad():
+            sums, number = loss.sums()
+            known = site.sums
+            if known is not None and known[0].shape == sums.shape:
+                sums, number = sums + known[0], number + known[1]
+            site.sums = sums, number
+            row: Row = {
+                "value": loss.value(loss.x, loss.target),
+                "constant": loss.of_constant(sums / number),
+                "shuffled": loss.of_shuffled(),
+                "varies": loss.varies(),
+                "identical": loss.is_identical() & (len(loss.x) >= 4) & (x.stride()[0] > 0 if x.dim() else True),
+            }
+            if loss.name in CLASSES:
+                row["sure"], predicted = (loss.x.exp() if loss.name == "nll_loss" else loss.x.softmax(1)).max(1)
+                row["sure"], row["right"] = row["sure"].mean(), (predicted == loss.target).double().mean()
+            else:
+                row["itself"] = (loss.x.double() == loss.target.double()).all()
+            made = made_by(x, tuple(BOUNDS))
+            if made is not None:
+                bound, low, high = BOUNDS[type(made).__name__]
+                site.fixed["bound"] = bound
+                if loss.name in DISTANCES or loss.name == SQUARED:
+                    slack = 0.01 * (high - low) if math.isfinite(high) else 0.01 * loss.target.abs().max()
+                    row["outside"] = ((loss.target < low - slack) | (loss.target > high + slack)).double().mean()
+                elif loss.name in ("cross_entropy", "binary_cross_entropy_with_logits") and site.steps == 1:
+                    site.fixed["room"] = room_within(loss, low, high)
+            if site.steps == 1:
+                site.fixed["blank"] = float(loss.of_blank())
+                site.fixed["reverses"] = bool(custom_functions_of([x]))
+            site.pending.append(row)
+
+    def _hear_gradient(self, site: _Site, result: Tensor) -> None:
+        """Notes whether a smaller or a larger ``result`` makes the total loss smaller."""
+        op = site.fixed["op"]
+        rows = result.numel() // result.shape[-1] if result.dim() else 1
+
+        def hook(gradient: Tensor) -> None:
+            site.wants.append(_extremes(gradient, rows))
+
+        if result.requires_grad and (op in BOUNDED_BELOW or op in ("entropy", "log_softmax")):
+            result.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    # what was found
+
+    def has_news(self) -> bool:
+        """Whether a mistake that shows over several steps has become certain. Waits for the device."""
+        self._read()
+        news = [key for key, site in self._sites.items() if _is_turned(site)]
+        news += [key for key, count in self._signs.items() if count == (TIMES if key[0] == "no_gradient" else 1)]
+        fresh = set(news) - self._told
+        self._told |= fresh
+        return bool(fresh)
+
+    def _read(self) -> None:
+        """Waits for the device: everything that was measured becomes numbers."""
+        for site in self._sites.values():
+            for row in site.pending:
+                values = torch.stack([each.detach().double().reshape(()).cpu() for each in row.values()]).tolist()
+                read = dict(zip(row, values))
+                site.rows = [*site.rows, read][-KEPT:]
+                if len(site.early) < KEPT:
+                    site.early.append(read)
+            site.pending = []
+            for each in site.wants:
+                site.wanted = [*site.wanted, _wants(site.fixed["op"], each.tolist())][-2 * KEPT :]
+            site.wants = []
+
+    def calls(self) -> tuple[MeasuredLoss, ...]:
+        """The places that have called a loss function or a softmax."""
+        self._read()
+        return tuple(_call(site) for site in self._sites.values())
+
+    @property
+    def outer(self) -> tuple[Broadcast, ...]:
+        """Pairs that broadcast to a square."""
+        return tuple(self._outer.values())
+
+    @property
+    def signs(self) -> tuple[LossSign, ...]:
+        """Other mistakes."""
+        return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in self._signs.items())
+
+
+def _length_of_sequences(x: Tensor, target: Tensor) -> int:
+    """The number of targets in a row (B, T), which may have been made flat; 0 if it is not known."""
+    before = [each._base for each in (target, x) if each._base is not None]
+    shapes = [target.shape, *(each.shape[:2] for each in before if each.dim() in (2, 3))]
+    known = (int(each[1]) for each in shapes if len(each) == 2 and each[1] and target.numel() % each[1] == 0)
+    return next(known, 0) if target.dim() in (1, 2) else 0
+
+
+def _call(site: _Site) -> MeasuredLoss:
+    rows, early = site.rows, site.early
+
+    same = [bool(row.get("identical") and row.get("varies")) for row in rows]
+    identical = next((n for n, each in enumerate(reversed(same)) if not each), len(same))
+    wanted = set(site.wanted)
+    newest = rows[-1] if rows else {}
+    return MeasuredLoss(
+        **site.fixed,
+        steps=site.steps,
+        wants=wanted.pop() if len(wanted) == 1 else 0,
+        values=(_column(early, "value"), _column(rows, "value")),
+        rows=tuple((r["value"], r["constant"], r["shuffled"]) for r in rows if r.get("varies")),
+        identical=identical,
+        itself=bool(rows) and all(row.get("itself") for row in rows),
+        outside=min((row["outside"] for row in rows if "outside" in row), default=0.0),
+        spreads=(_column(early, "spread"), _column(rows, "spread")),
+        right=newest.get("right", 1.0),
+        sure=newest.get("sure", 0.0),
+    )
+
+
+def _is_turned(site: _Site) -> bool:
+    """Whether a loss that should fall is maximized, and rises."""
+    if set(site.wanted) != {-1}:
+        return False
+    early, late = _column(site.early, "value"), _column(site.rows, "value")
+    if site.fixed["op"] == "entropy" or not early:
+        return len(site.wanted) >= ALWAYS - 2
+    return len(early) >= 2 * TIMES and min(late[-TIMES:]) > max(early[:TIMES])
+
+
+def _column(rows: Sequence[dict[str, float]], key: str) -> tuple[float, ...]:
+    return tuple(row[key] for row in rows if key in row)
+
+
+def _extremes(gradient: Tensor, rows: int) -> Tensor:
+    """The least and the largest value other than 0, and whether there are at most ``rows`` of them."""
+    flat = gradient.detach().double().flatten()
+    used = flat != 0
+    low = torch.where(used, flat, math.inf).min()
+    high = torch.where(used, flat, -math.inf).max()
+    return torch.stack([low, high, (used.sum() <= rows).double()])
+
+
+def _wants(op: str, extremes: Sequence[float]) -> int:
+    """1 if a smaller result makes the loss smaller; -1 if a larger one does; 0 if elements differ.
+
+    For log_softmax only a likelihood counts, of which at most one element in each row has a gradient. Its sign is that
+    of the negative log-likelihood.
+    """
+    low, high, is_sparse = extremes
+    if not math.isfinite(low) or not math.isfinite(high) or low * high <= 0 or abs(high - low) > 1e-2 * abs(high):
+        return 0
+    if op == "log_softmax":
+        return 0 if not is_sparse else -1 if low > 0 else 1
+    return 1 if low > 0 else -1
+
+
+class LossListener(Probe):
+    """Measures the loss functions that the loop calls outside of its models, in some of the steps."""
+
+    name = LossFacts.experiment
+
+    def __init__(self, tape: Tape, subject: LiveObjects) -> None:
+        self._tape, self._subject = tape, subject
+        self._found = LossCalls(slot_of=tape.slot_of, is_live=True)
+        self._terms, self._tokens, self._reached, self._step, self._reported = 0, False, 0, 0, 0
+        tape.listener = self._found.on_function
+
+    def on_step(self, *_: object) -> None:
+        if self._tape.listener is not None and self._step < ALWAYS:
+            self._reached = max(self._reached, sum(p.grad is not None for p in self._subject.parameters))
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if self._tape.listener is not None:
+            self._found.end_step()
+            self._step = step.step
+            if step.step <= ALWAYS:
+                self._terms = len(terms_of(step))
+                self._tokens = has_tokens(step)
+            self.urgent = self.urgent or (step.step <= OFTEN and self._found.has_news())
+        self._tape.listener = self._found.on_function if is_examined(step.step + 1) else None
+
+    def values(self) -> Facts | None:
+        """The calls so far. None where the loop calls no loss function: a replay sees those inside of the models."""
+        self.urgent = False
+        found = self._found
+        calls = found.calls()
+        if self._step == self._reported or not (calls or found.outer or found.signs):
+            return None
+        self._reported = self._step
+        facts = facts_of(found, self._subject, self._terms, self._tokens, self._reached)
+        return dict(strict(vars(facts))) | {"step": self._step}
+
+
+def is_examined(step: int) -> bool:
+    """Whether the loss functions of a step are measured."""
+    every = 1 if step <= ALWAYS else OFTEN_EVERY if step <= OFTEN else LATER_EVERY if step <= LATER else EVERY
+    return step % every == 0
+
+
+def facts_of(found: LossCalls, subject: LiveObjects, terms: int, tokens: bool, reached: int) -> LossFacts:
+    """The facts about what was heard."""
+    return LossFacts(
+        given=found.calls(),
+        outer=found.outer,
+        signs=found.signs,
+        drawn=found.drawn,
+        normalizes=found.normalizes,
+        terms=terms,
+        rivals=len(subject.roots) > 1 or len(subject.optimizers) > 1,
+        maximizes=any(group.get("maximize") for each in subject.optimizers for group in each.param_groups),
+        tokens=tokens,
+        reached=reached,
+    )
+
+
+def has_tokens(step: RecordedStep) -> bool:
+    """Whether a model gets rows of integers."""
+    inputs = [each.tensor for call in step.calls for each in constants_of((call.args, call.kwargs))]
+    return any(not x.is_floating_point() and x.dtype != torch.bool and x.dim() == 2 and x.shape[1] > 2 for x in inputs)
+
+
+class _Inspector(StepInspector):
+    """Collects the loss functions of a replay, inside of the models too."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.found = LossCalls(self.stack)
+
+    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
+        self.found.returned(path, module, output)
+
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        with self._without_functions():
+            self.found.on_function(name, args, kwargs, result)
+
+
+@replay(LossFacts, when="checkup", steps=1.4, value=4.0)
+def loss_calls(session: ReplaySession) -> LossFacts:
+    """The loss functions of a replayed step."""
+    inspector = _Inspector(session)
+    with session.live():
+        result = inspector.run()
+    reached = sum(gradient is not None for gradient in result.grads.values())
+    step, subject = session.recorded_step, session.replayer.subject
+    return facts_of(inspector.found, subject, len(terms_of(step)), has_tokens(step), reached)

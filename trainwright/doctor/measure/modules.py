@@ -1,0 +1,332 @@
+"""Looks at modules while the loop calls them: modes, outputs that do not vary, tables of tokens, shared modules."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
+from trainwright.doctor.measure.looks import LookingProbe, rows_of
+from trainwright.recorder.calls import Hook
+from trainwright.recorder.listener import has_listeners
+from trainwright.recorder.probes import WatchedObjects
+from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.runlog.json_values import Facts, strict
+
+FLAT = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
+"""Nodes of the graph whose derivative is 0 everywhere."""
+MAX_NODES = 20_000
+MIN_ROWS, MIN_WIDTH = 4, 8
+"""Samples that are compared, and numbers in a vector whose spread means something."""
+ROOM = 1e-4
+"""Relative to the largest output: a norm over one value leaves 1e-5 of rounding."""
+MAX_IDS = 4096
+"""Token ids of a call that are read."""
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+@dataclass
+class _Table:
+    """What is known of an embedding. ``ids`` are those of the step that is looked at."""
+
+    module: nn.Embedding | nn.EmbeddingBag
+    counts: list[Tensor] = field(default_factory=list)  # of ids, of padding, of padding between other tokens
+    ids: Tensor | None = None
+    before: Tensor | None = None
+    zeroed: Counter[int] = field(default_factory=Counter)
+    alive: set[int] = field(default_factory=set)
+    decayed: set[int] = field(default_factory=set)
+
+
+class Modules(LookingProbe):
+    """On a GPU nothing waits for the device before the facts are read, but for rows of embeddings."""
+
+    name = ModulesFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        super().__init__(watched)
+        self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # in this pass: inputs and outputs
+        self._given: dict[str, Tensor] = {}
+        self._wipes: dict[str, list[Tensor]] = {}  # by module: whether its outputs are constant, and its inputs not
+        self._width, self._single = 0, ""
+        self._first: Tensor | None = None  # rows of the first input of the first pass
+        self._same: list[Tensor] = []
+        self._spread: Tensor | None = None
+        self._spreads: list[tuple[int, Tensor]] = []
+        self._noisy: Counter[str] = Counter()
+        self._learning: set[str] = set()
+        self._drifting: Counter[str] = Counter()
+        self._versions: dict[str, int] = {}
+        self._lists = {p: m for p, m in self.modules.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
+        self._repeats = {id(m) for each in self._lists.values() for m, n in _entries(each).items() if n > 1}
+        self._made: dict[str, set[Node]] = {}  # in this pass: the nodes of the outputs of repeated modules
+        self._chained: set[int] = set()
+        self._tables = {p: _Table(m) for p, m in self.modules.items() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        self._flat, self._behind = "", set[str]()
+        self._others: list[str] = []
+        self._told = 0
+        self._open_for_good: list[RemovableHandle] = []
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        super().on_forward(root, args, kwargs)
+        for each in (self._varies, self._given, self._made):
+            each.clear()
+        if self.is_looking and torch.is_grad_enabled() and (varies := _varies((args, kwargs))) is not None:
+            self._given[""] = varies
+            given = next((rows_of(t) for t in tensors_of((args, kwargs), 3) if t.dim() and len(t) >= MIN_ROWS), None)
+            if given is not None:
+                first = self._first = given.clone() if self._first is None else self._first
+                is_like = first.shape == given.shape
+                self._same.append(torch.eq(first, given).all() if is_like else varies.new_zeros(()))
+
+    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        varies = _varies((args, kwargs))
+        if varies is not None and path:
+            self._given[path] = varies
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            self._learning.add(path) if torch.is_grad_enabled() else self._noisy.update([path])
+        elif isinstance(module, _NormBase) and module.training and module.running_mean is not None:
+            self._drifting[path] += module.weight is not None
+        if path in self._tables and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            self._note_ids(self._tables[path], args[0].detach())
+        given = tensors_of((args, kwargs), 2)
+        if given and not self._single and _normalises_one_value(module, given[0]):
+            self._single = path
+        if path in self._made and any(_is_made_of(t.grad_fn, self._made[path]) for t in given):
+            self._chained.add(id(module))
+
+    def left(self, path: str, module: nn.Module, output: object) -> None:
+        if path in self._given and path not in self._varies and (varies := _varies(output)) is not None:
+            self._varies[path] = self._given[path], varies
+        if id(module) in self._repeats:
+            self._made.setdefault(path, set()).update(t.grad_fn for t in tensors_of(output, 2) if t.grad_fn is not None)
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        super().on_output(root, output)
+        if not self.is_looking or not self._given or output is None:
+            return
+        root_varies = _varies(output)
+        if root_varies is not None and "" in self._given:
+            self._varies[""] = self._given[""], root_varies
+        for path, (before, after) in self._varies.items():
+            self._wipes.setdefault(path, []).append(before & ~after)
+        vectors = [t for t in tensors_of(output, 3) if t.dim() == 2 and t.is_floating_point() and len(t) >= MIN_ROWS]
+        self._width = int(vectors[0].shape[1]) if vectors else 0
+        if vectors and self._width >= MIN_WIDTH and len(vectors[0]) >= 8:
+            rows = rows_of(vectors[0], 64).float()
+            self._spread = rows.std(0).mean() / rows.pow(2).mean().sqrt().clamp(min=1e-12)
+        self._made.clear()
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        if self.is_looking and self.looks < 2:
+            self._read_graph([t.grad_fn for t in losses if t.grad_fn is not None])
+
+    def _read_graph(self, nodes: list[Node]) -> None:
+        """Which parameters the loss reaches only through nodes with a derivative of 0."""
+        flat: list[Node] = []
+        direct = _leaves(nodes, flat)
+        if flat:
+            self._flat = type(flat[0]).__name__.partition("Backward")[0].lower()
+            self._behind = {self.names[id(p)] for p in _leaves(flat, None) - direct if id(p) in self.names}
+
+    def _note_ids(self, table: _Table, ids: Tensor) -> None:
+        table.ids = torch.unique(ids.flatten()[:MAX_IDS])
+        padding = getattr(table.module, "padding_idx", None)
+        if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
+            return
+        is_pad = ids == padding
+        later = (~is_pad).flip(1).cumsum(1).flip(1) > 0
+        earlier = (~is_pad).cumsum(1) > 0
+        table.counts.append(
+            torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
+        )
+
+    @torch.no_grad()
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        for table in self._tables.values() if self.is_looking else ():
+            weight = table.module.weight
+            if table.ids is None or weight.grad is None or weight.grad.is_sparse or id(weight) not in self.owned:
+                continue
+            is_zero = weight.grad[table.ids].abs().amax(1) == 0
+            if not bool(is_zero.any()) or bool(is_zero.all()):
+                table.ids = None
+                continue
+            table.alive |= set(table.ids[~is_zero].tolist())
+            table.ids = table.ids[is_zero]
+            table.before = weight.detach()[table.ids].clone()
+
+    def ended(self, step: RecordedStep) -> None:
+        if self._spread is not None and not _has_data(step):
+            self._spreads.append((step.step, self._spread))
+        self._spread = None
+        for table in self._tables.values():
+            if table.ids is not None and table.before is not None:
+                changed = (table.module.weight.detach()[table.ids] != table.before).any(1)
+                table.zeroed.update(table.ids.tolist())
+                table.decayed |= set(table.ids[changed].tolist())
+            table.ids = table.before = None
+        for path in {*self._noisy, *self._drifting}:
+            if (frozen := self._frozen_around(path)) is not None:
+                first = next(self.modules[frozen].parameters())
+                self._versions.setdefault(frozen, first._version)
+        if self.looks == 1:
+            self._hear_others()
+
+    def _hear_others(self) -> None:
+        """Modules in the variables of the loop that nothing trains, such as a teacher, with dropout on."""
+        known = {id(m) for m in self.modules.values()}
+        for module in self.watched.modules():
+            drops = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in module.modules())
+            if id(module) in known or not drops or not self._is_frozen(module):
+                continue
+            kind, version = type(module).__name__, next(module.parameters())._version
+
+            def called(module: nn.Module, args: Args, kind: str = kind, version: int = version) -> None:
+                is_used = has_listeners() and module.training and not torch.is_grad_enabled() and self.is_looking
+                if is_used and next(module.parameters())._version == version and kind not in self._others:
+                    self._others.append(kind)
+
+            self._open_for_good.append(module.register_forward_pre_hook(Hook(module, called)))
+
+    def _is_frozen(self, module: nn.Module) -> bool:
+        parameters = list(module.parameters())
+        return bool(parameters) and not any(id(p) in self.owned for p in parameters)
+
+    def _frozen_around(self, path: str) -> str | None:
+        """The outermost module around it whose weights nobody trains, where it has more than a norm's."""
+        found = None
+        while path:
+            path = path.rpartition(".")[0]
+            if not self._is_frozen(self.modules[path]):
+                return found
+            if any(not isinstance(m, NORMS) and [*m.parameters(recurse=False)] for m in self.modules[path].modules()):
+                found = path
+        return found
+
+    def _around_all(self, paths: set[str]) -> tuple[str, ...]:
+        """The frozen modules around these, whose weights have not moved since they were first seen."""
+        around = {frozen for path in paths if (frozen := self._frozen_around(path)) in self._versions}
+        return tuple(
+            sorted(
+                p for p in around if p is not None and next(self.modules[p].parameters())._version == self._versions[p]
+            )
+        )
+
+    def values(self) -> Facts | None:
+        if not self.looks or self._told == self.looks:
+            return None
+        self._told = self.looks
+        wiped = {path: bool(torch.stack(each).all()) for path, each in self._wipes.items()}
+        is_whole = wiped.get("", False)
+        constant = next((p for p in self._wipes if wiped[p] and p), "") if is_whole else None
+        constant = self._single or constant
+        facts = ModulesFacts(
+            looks=self.looks,
+            last=self.step,
+            same_inputs=len(self._same) > 1 and bool(torch.stack(self._same[1:]).all()),
+            constant=constant,
+            is_whole=is_whole,
+            constant_kind=type(self.modules[constant]).__name__ if constant is not None else "",
+            width=self._width,
+            spreads=tuple(OutputSpread(step=n, spread=float(each)) for n, each in self._spreads),
+            noisy=(*self._around_all({*self._noisy} - self._learning), *self._others) if self.looks > 1 else (),
+            drifting=self._around_all({*self._drifting}) if self.looks > 1 else (),
+            repeated=tuple(self._repeated()),
+            flat=self._flat,
+            behind_flat=tuple(sorted(self._behind))[:32],
+            tables=tuple(_table_facts(path, table) for path, table in self._tables.items()),
+        )
+        return dict(strict(vars(facts)))
+
+    def _repeated(self) -> list[RepeatedModule]:
+        return [
+            RepeatedModule(path=path, times=n, is_chained=id(m) in self._chained)
+            for path, container in self._lists.items()
+            for m, n in _entries(container).items()
+            if n > 1
+        ]
+
+    def end(self, error: BaseException | None) -> None:
+        super().end(error)
+        for handle in self._open_for_good:
+            handle.remove()
+
+
+def _entries(container: nn.Module) -> Counter[nn.Module]:
+    """The modules with parameters in a container, and how often each stands in it."""
+    return Counter(m for m in container._modules.values() if m is not None and any(True for _ in m.parameters()))
+
+
+def _is_made_of(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
+    """Whether one of these nodes is among the nearest in the graph behind ``node``."""
+    waiting = [node]
+    for each in waiting:  # grows while it is walked
+        if each in earlier:
+            return True
+        if each is not None and len(waiting) < most:
+            waiting += [following for following, _ in each.next_functions]
+    return False
+
+
+def _normalises_one_value(module: nn.Module, x: Tensor) -> bool:
+    """Whether each group that it normalises has one value, which leaves nothing of it."""
+    if isinstance(module, nn.GroupNorm):
+        return x.dim() > 1 and x.numel() == x.shape[0] * module.num_groups
+    return isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape) == 1
+
+
+def _varies(value: object) -> Tensor | None:
+    """Whether the first tensor with several rows differs from row to row beyond rounding; None where there is none."""
+    tensor = next((t for t in tensors_of(value, 3) if t.dim() and t.shape[0] >= MIN_ROWS and t.numel()), None)
+    if tensor is None or tensor.is_complex() or tensor.is_sparse:
+        return None
+    rows = rows_of(tensor)
+    if not tensor.is_floating_point():
+        return (rows != rows[:1]).any()
+    room = ROOM if tensor.dtype in (torch.float32, torch.float64) else 0.0
+    return ~((rows - rows[:1]).abs().amax() <= room * rows.abs().amax())
+
+
+def _leaves(nodes: list[Node], flat: list[Node] | None) -> set[Tensor]:
+    """The leaves of the graph behind these nodes; ``flat`` nodes are collected and not passed."""
+    waiting, seen, leaves = list(nodes), set(nodes), set[Tensor]()
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if flat is not None and type(node).__name__.startswith(FLAT):
+            flat.append(node)
+            continue
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(variable)
+        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return leaves
+
+
+def _has_data(step: RecordedStep) -> bool:
+    """Whether the loss of a step compares outputs with anything."""
+    operations = [each for each in step.program if isinstance(each, Operation)]
+    return any(c.tensor.numel() > 1 for each in operations for c in constants_of((each.args, each.kwargs)))
+
+
+def _table_facts(path: str, table: _Table) -> TokenTable:
+    ids, padding, inside = torch.stack(table.counts).sum(0).tolist() if table.counts else (0, 0, 0)
+    always = {row for row, times in table.zeroed.items() if times >= 3} - table.alive
+    return TokenTable(
+        path=path,
+        padding=padding / max(1, ids),
+        inside=inside / max(1, padding),
+        used=len({*table.zeroed} | table.alive),
+        zeroed=len(always),
+        decayed=len(always & table.decayed),
+    )

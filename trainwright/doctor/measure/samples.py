@@ -1,0 +1,119 @@
+"""Whether the outputs for a sample depend on the samples beside it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainwright.doctor.facts.function import Deviation
+from trainwright.doctor.measure.eval_passes import EvalPasses, apart, at_rows
+from trainwright.recorder.program import Operation, constants_of, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.functions import InputHandler
+from trainwright.replay.modules import ModuleStack
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
+
+SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoder, nn.Conv1d)
+"""Layers that relate the rows of an input on purpose, where it is one sequence."""
+
+
+def why_related(passes: EvalPasses) -> str:
+    """Why the rows of the input may depend on each other on purpose; "" where each is a sample."""
+    session, size = passes.session, passes.session.size or 0
+    inputs, modules = session.inputs, session.modules.values()
+    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules):
+        return "a normalisation uses the statistics of the batch in eval mode too"
+    held = [t for m in modules for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
+    if any(list(x.shape).count(size) > 1 or x.is_sparse for x in (*inputs, *held)):
+        return "a matrix relates each sample to each"
+    if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
+        return "a list of edges relates samples"
+    if is_batch(session):
+        return "the model takes all samples as one set" if are_one_set(session) else ""
+    if inputs[0].dim() == 2 and inputs[0].is_floating_point() and any(isinstance(m, SEQUENTIAL) for m in modules):
+        return "the input may be one sequence"
+    if are_one_set(session):
+        return "the model takes all samples as one set"
+    operations = [each for each in session.recorded_step.program if isinstance(each, Operation)]
+    targets = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
+    first = inputs[0]
+    places = first.shape[0] * first.shape[1] if first.dim() > 1 else 0  # a target for each position, flattened
+    lengths = {size, places, places - size}
+    if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
+        return "no target says what a sample is"
+    return ""
+
+
+def is_batch(session: ReplaySession) -> bool:
+    """Return whether the loader says what a sample is."""
+    return any(ids is not None and len(ids) == session.size for ids in session.ids)
+
+
+def are_one_set(session: ReplaySession) -> bool:
+    """Whether a module gets all samples as one set, (1, samples, ...): attention between samples, on purpose."""
+    modules, size, found = ModuleStack(session.modules), session.size, False
+
+    def enter(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        nonlocal found
+        found |= any(each.dim() > 2 and each.shape[:2] == (1, size) for each in tensors_of((args, kwargs), 2))
+
+    change = Intervention(mode="eval", model=lambda: modules.following(enter, lambda *_: None))
+    session.run(change, upto="forward")
+    return found
+
+
+def other_in_place(size: int, changed: int, dim: int = 0) -> InputHandler:
+    """For ``Intervention.inputs``: what stands at ``changed`` of a dimension becomes a copy of what is next to it.
+
+    Without its graph: a derivative by an input, which a sampler or a penalty takes, is no way from sample to sample.
+    """
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
+            return leaf
+        leaf = leaf.clone()
+        leaf.select(dim, changed).copy_(leaf.select(dim, (changed + 1) % size).detach())
+        return leaf
+
+    def handler(number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return tuple(change(x) for x in args), {name: change(x) for name, x in kwargs.items()}
+
+    return handler
+
+
+def neighbours(passes: EvalPasses) -> Deviation | None:
+    """How far the outputs of the other samples move when one of them is another; None where that cannot be told."""
+    size = passes.session.size
+    if size is None or size < 3:
+        return None
+    for changed in (size // 2, 0):
+        found = _along(passes, size, changed, 0)
+        if found is not None:
+            return found if not found.is_real or not _is_free_along_second(passes) else None
+    return None
+
+
+def _along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
+    """None where the change has no effect, or no output has this dimension."""
+    change = Intervention(inputs=other_in_place(size, changed, dim))
+    outputs = passes.run(change)
+    own = at_rows(lambda n: torch.arange(n, device="cpu") == changed, size, dim)
+    others = at_rows(lambda n: torch.arange(n, device="cpu") != changed, size, dim)
+    kept = [n for n, each in enumerate(passes.base) if each.dim() > dim and list(each.shape).count(size) == 1]
+    base, now = [passes.base[n] for n in kept], [outputs[n] for n in kept]
+    if not kept or apart(base, now, own) <= passes.limit:
+        return None
+    return passes.located(Deviation(apart(base, now, others), passes.limit), change, others)
+
+
+def _is_free_along_second(passes: EvalPasses) -> bool:
+    """Whether the samples lie along the second dimension: (T, B, ...), and no loader says otherwise."""
+    session = passes.session
+    first = session.inputs[0]
+    if first.dim() < 2 or is_batch(session):
+        return False
+    size = int(first.shape[1])
+    found = _along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
+    return found is not None and not found.is_real

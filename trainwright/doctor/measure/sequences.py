@@ -1,0 +1,150 @@
+"""Whether outputs depend on padding, or on positions that come later."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.facts.function import Deviation
+from trainwright.doctor.measure.eval_passes import EvalPasses, apart, distance, in_place_of
+from trainwright.recorder.program import Operation, constants_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
+from trainwright.replay.replayer import Intervention
+
+COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
+LEAST = 4
+"""Positions that a sequence must have."""
+
+
+def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
+    """How far the outputs of a row change when its padding is cut off, and what declares the padding."""
+    for ids in passes.session.inputs:
+        place = _padded_row(ids)
+        if place is None:
+            continue
+        row, length, filler = place
+        rows = [row, row]
+        try:
+            whole = passes.run(Intervention(rows=rows))
+            cut = passes.run(Intervention(rows=rows, inputs=_cut(int(ids.shape[1]), length)))
+        except Exception:
+            continue  # the model is made for this length
+        pairs = [pair for a, b in zip(whole, cut) if (pair := _common(a, b, int(ids.shape[1]), length)) is not None]
+        if pairs:
+            amount = apart([a for a, _ in pairs], [b for _, b in pairs])
+            return Deviation(amount, passes.limit), _declared(passes, ids, filler)
+    return None, ""
+
+
+def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
+    """Of a batch with padding at the ends of rows: the row with the most padding, its length without it, the filler.
+
+    Numbers are padded with zeros, token ids with the id that most rows end in.
+    """
+    if ids.dtype == torch.bool or ids.dim() < 2 or ids.shape[1] < LEAST or ids.is_floating_point() != (ids.dim() > 2):
+        return None
+    filler = 0 if ids.is_floating_point() else int(ids[:, -1].mode().values)
+    is_filler = (ids == filler).flatten(2).all(2) if ids.dim() > 2 else ids == filler
+    runs = is_filler.flip(1).cumprod(1).sum(1)
+    kept = int(ids.shape[1]) - runs
+    if int((runs >= 2).sum()) < 2 or int(runs.min()) == int(runs.max()):
+        return None
+    row = int(torch.where(kept >= 2, runs, 0).argmax())
+    return (row, int(kept[row]), filler) if int(runs[row]) >= 2 and int(kept[row]) >= 2 else None
+
+
+def _cut(length: int, kept: int) -> InputHandler:
+    """Cuts every (rows, length, ...) tensor off after ``kept``, where nothing but one value follows."""
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
+            return leaf
+        tail = leaf[:, kept:]
+        return leaf[:, :kept] if bool((tail == tail[:1, :1]).all()) else leaf
+
+    return change_leaves(change)
+
+
+def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor, Tensor] | None:
+    """What two outputs have in common: all, or the positions that are no padding."""
+    if whole.shape == cut.shape:
+        return whole, cut
+    dims = [n for n, (a, b) in enumerate(zip(whole.shape, cut.shape)) if (a, b) == (length, kept)]
+    short = whole.narrow(dims[0], 0, kept) if len(dims) == 1 else whole
+    return (short, cut) if short.shape == cut.shape else None
+
+
+def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
+    """What in model or input says that these positions are not to be seen; "" where nothing does. A vector of zeros for
+    padding (``padding_idx``), or targets without it, are usual where the model sees it: convolutions and their maximum,
+    a mean, a recurrent layer.
+    """
+    if ids.is_floating_point():
+        kept = int(ids.shape[1]) - (ids == 0).flatten(2).all(2).flip(1).cumprod(1).sum(1)
+        lengths = [x for x in passes.session.inputs if x.shape == kept.shape and not x.is_floating_point()]
+        return "lengths among the inputs" if any(bool((x.to(kept) >= kept).all()) for x in lengths) else ""
+    masks = [x for x in passes.session.inputs if x is not ids and x.shape == ids.shape]
+    if any(int(((x != 0) != (ids != filler)).sum()) in (0, ids.numel()) for x in masks):
+        return "a mask among the inputs"
+    return "a mask that the model makes" if _is_compared(passes, ids, filler) else ""
+
+
+def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
+    """Whether something compares the ids with that of the padding."""
+    found: list[bool] = []
+
+    def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function).strip("_") in COMPARISONS and len(args) > 1 and isinstance(args[0], Tensor):
+            is_it = isinstance(args[1], int | float) and args[1] == filler and args[0].shape == ids.shape
+            found.append(is_it and torch.equal(args[0].to(ids), ids))
+        return function(*args, **kwargs)
+
+    passes.run(Intervention(ops=call))
+    return any(found)
+
+
+def future(passes: EvalPasses) -> Deviation | None:
+    """How far outputs at early positions move when later inputs do; None where the target is not the next input."""
+    for x in passes.session.inputs:
+        if x.dim() < 2 or x.shape[1] < LEAST or x.dtype == torch.bool or not _is_next(passes, x):
+            continue
+        start = int(x.shape[1]) // 2
+        other = x.clone()
+        other[:, start:] = x[:, start:].roll(1, 0)
+        change = Intervention(inputs=in_place_of(x, other))
+        now = passes.run(change)
+        pairs = [
+            (a, b)
+            for a, b in zip(passes.base, now)
+            if a.shape == b.shape and a.dim() >= 2 and a.shape[:2] == x.shape[:2]
+        ]
+        if not pairs or apart([a for a, _ in pairs], [b for _, b in pairs]) <= passes.limit:
+            continue
+
+        def early(one: Tensor, two: Tensor, shape: torch.Size = x.shape[:2], start: int = start) -> float:
+            return distance(one[:, :start], two[:, :start]) if one.shape[:2] == two.shape[:2] == shape else 0.0
+
+        found = Deviation(min(early(a, b) for a, b in pairs), passes.limit)  # another output may be read backwards
+        return passes.located(found, change, early)
+    return None
+
+
+def _is_next(passes: EvalPasses, x: Tensor) -> bool:
+    """Whether a constant of the loss holds, for each position, the input at the position after it."""
+    operations = [each for each in passes.session.recorded_step.program if isinstance(each, Operation)]
+    following = x[:, 1:]
+    for each in [c.tensor for op in operations for c in constants_of((op.args, op.kwargs))]:
+        if each.dtype != x.dtype:
+            continue
+        if each.numel() == following.numel() and _is_same(each.reshape(following.shape), following):
+            return True
+        if each.numel() == x.numel() and _is_same(each.reshape(x.shape)[:, :-1], following):
+            return True
+    return False
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether nearly all values are equal, and not because all are one value."""
+    varies = bool((other != other.flatten()[0]).any())
+    return varies and float((one == other).double().mean()) > 0.9

@@ -1,0 +1,336 @@
+"""How the model is wired: examined once, on a replay of the first step that is examined."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.doctor.facts.wiring import ActivatedFacts, Aliases, Chain, GraphCut, SavedFacts, Shuffle, WiringFacts
+from trainwright.doctor.measure.consumers import Consumers
+from trainwright.doctor.measure.layers import MAPS
+from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.experiments import replay
+from trainwright.replay.inspector import (
+    StepInspector,
+    checksum,
+    custom_functions_of,
+    is_in_custom_function,
+    leaves_of,
+)
+from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.session import ReplaySession
+
+_MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "transpose", "squeeze", "unsqueeze"}
+_MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}
+"""Functions after which a linear map is still linear."""
+_INTEGERS = {"int", "long", "short", "byte", "char", "to", "type"}
+"""Functions that make whole numbers of others, which have no graph."""
+_QUERIES = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, getattr(nn, "RMSNorm", nn.LayerNorm))
+EXACT_POSITIONS = 256
+"""Positions up to this one are exact in every 16-bit type."""
+
+
+class _Wiring(StepInspector):
+    """Collects how layers and parameters are connected in one forward and backward pass."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self._from: dict[int, str] = {}  # the weight of the linear map that made a tensor, up to views
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._kept: list[Tensor] = []  # so that no id is used again
+        self._uses: Counter[str] = Counter()
+        self.chains: list[Chain] = []
+        self._cuts: list[tuple[str, str, list[Tensor]]] = []
+        self._consumers = Consumers(self.names)
+        self.called: list[str] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.custom: dict[str, str] = {}
+        self.shuffles: list[Shuffle] = []
+        self.aliases: list[Aliases] = []
+
+    def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
+        if path not in self.called:
+            self.called.append(path)
+
+    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
+        if in_backward or self.stack:
+            return
+        self._from.clear()  # the last layer of a generator and the first of its critic are no chain
+        outputs = tensors_of(output)
+        self.leaves.update({id(leaf): leaf for leaf in leaves_of(outputs)})
+        for function in custom_functions_of(outputs):
+            self.custom[f"{function.__module__}.{function.__qualname__}"] = function.__name__
+
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        inputs = tensors_of([args, kwargs], 3)
+        before = len(self._cuts)
+        self._note_cut(name, inputs, result)
+        self._consumers.note(inputs, result, before if len(self._cuts) > before else None)
+        if not isinstance(result, Tensor) or not self.stack:
+            return
+        if name in MAPS and len(inputs) > 1:
+            self._note_map(inputs, result)
+        elif name in _MOVES and inputs and id(inputs[0]) in self._from:
+            self._tag(result, self._from[id(inputs[0])])
+        elif name not in _QUERIES:
+            self._uses.update({self._from[id(t)] for t in inputs if id(t) in self._from})
+        if name in ("view", "reshape"):
+            self._note_shuffle(inputs[0], result)
+        elif name in ("sin", "cos"):
+            self._note_angles(inputs[0])
+
+    def _tag(self, tensor: Tensor, weight: str) -> None:
+        self._from[id(tensor)] = weight
+        self._kept.append(tensor)
+
+    def _note_map(self, inputs: list[Tensor], result: Tensor) -> None:
+        """A linear layer; it continues a chain if its input is the output of another one."""
+        x, weight = inputs[:2]
+        name = self.names.get(id(weight))
+        if name is None:
+            return
+        width = x.shape[-1] if weight.dim() == 2 else x.shape[1 - weight.dim()]
+        self._shapes[name] = (int(weight.shape[0]), int(width), *map(int, weight.shape[2:]))
+        plain = weight.requires_grad and weight.shape[1] == width
+        before = self._from.get(id(x))
+        if before is not None and before != name:
+            shapes = {"first_shape": self._shapes[before], "second_shape": self._shapes[name]}
+            chain = Chain(first=before, second=name, **shapes)
+            if plain and chain not in self.chains:
+                self.chains.append(chain)
+            self._uses[before] += 1
+        if plain:
+            self._tag(result, name)
+
+    def _note_cut(self, name: str, inputs: list[Tensor], result: object) -> None:
+        """A tensor without a graph, computed from tensors with one; a choice of an index is none."""
+        if not isinstance(result, Tensor) or result.requires_grad:
+            return
+        if not result.is_floating_point() and name not in _INTEGERS:
+            return
+        sources = [t for t in inputs if t.requires_grad]
+        if sources and len(self._cuts) < 256:
+            how = "no_grad" if not torch.is_grad_enabled() else "data" if name == "__get__" else name
+            self._cuts.append((how, self.stack[-1] if self.stack else "", sources))
+
+    def _note_shuffle(self, x: Tensor, result: Tensor) -> None:
+        """A view with the sizes in another order, where a transpose was meant: values move to other samples."""
+        was, now = tuple(x.shape), tuple(result.shape)
+        if was != now and sorted(was) == sorted(now) and was[0] != now[0] and min(was[0], now[0]) > 1:
+            self.shuffles.append(Shuffle(module=self.stack[-1], before=was, after=now))
+
+    def _note_angles(self, angles: Tensor) -> None:
+        far, same = aliased(angles)
+        if same and same * 10 >= far:
+            kind = str(angles.dtype).removeprefix("torch.")
+            self.aliases.append(Aliases(module=self.stack[-1], dtype=kind, far=far, same=same))
+
+    def unbroken_chains(self) -> list[Chain]:
+        """Pairs of linear layers of which the second is the only use of the first."""
+        return [chain for chain in self.chains if self._uses[chain.first] <= 1]
+
+    def cuts(self, unreached: set[str]) -> list[GraphCut]:
+        """Where the graph is cut above parameters that no gradient reaches, nearest to the loss first.
+
+        ``aside``: no weight that a gradient reaches takes in what lies above the cut, or makes what lies below it.
+        """
+        cuts: list[GraphCut] = []
+        for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
+            below = {self.names[id(p)] for p in leaves_of(sources) if id(p) in self.names}
+            behind = sorted(below & unreached)
+            if behind and not any(set(behind) <= set(cut.behind) for cut in cuts):
+                owners = {name.rpartition(".")[0] for name in behind}
+                last = next((path for path in reversed(self.called) if path in owners), None)
+                aside = self._consumers.of(number) | below <= unreached
+                cuts.append(GraphCut(how=how, inside=path, last=last, behind=tuple(behind), aside=aside))
+        return cuts
+
+
+def aliased(angles: Tensor) -> tuple[int, int]:
+    """The number of positions far from 0, and how many of them have the same angles as their neighbour."""
+    if not angles.is_floating_point() or angles.numel() > 2**24 or angles.requires_grad:
+        return 0, 0
+    rows = angles.detach().float()
+    rows = rows[:, None] if rows.dim() == 1 else rows.flatten(0, -2)
+    for table in (rows, rows.T):
+        far = table.abs().amax(1) >= EXACT_POSITIONS
+        if len(table) > EXACT_POSITIONS and bool(far.any()):
+            return int(far.sum()), int(((table[1:] == table[:-1]).all(1) & far[1:]).sum())
+    return 0, 0
+
+
+@replay(WiringFacts, when="first", steps=1.3, value=2.0)
+def structure(session: ReplaySession) -> WiringFacts:
+    """What is trained, what the graph reaches, and which linear layers follow each other with nothing in between."""
+    wiring, held = _Wiring(session), _held_by_modules(session)
+    with session.live():
+        result = wiring.run()
+        owned = {id(p) for o in session.optimizers for g in o.param_groups for p in g["params"]}
+        subject = session.replayer.subject
+        trained = {wiring.names[id(p)] for p in subject.parameters if p.requires_grad and id(p) in owned}
+        cuts = wiring.cuts({name for name in trained if result.grads.get(name) is None})
+    outside = {name: t for name, t in _unregistered(session, wiring.leaves).items() if id(t) in held}
+    norms = [m for m in session.modules.values() if isinstance(m, _NORMS)]
+    of_norms = {id(p) for module in norms for p in module.parameters(recurse=False)}
+    others = [p for p in session.parameters.values() if id(p) not in of_norms]
+    return WiringFacts(
+        trained=len(trained),
+        trained_beside_norms=sum(id(p) in owned and p.requires_grad for p in others),
+        frozen_beside_norms=sum(not p.requires_grad for p in others),
+        cuts=tuple(cuts),
+        unregistered=tuple(sorted({name.partition("#")[0] for name in outside})),
+        unregistered_values=sum(t.numel() for t in outside.values()),
+        chains=tuple(wiring.unbroken_chains()),
+        custom=tuple(sorted(wiring.custom.values())),
+        shuffles=tuple(wiring.shuffles[:4]),
+        aliases=tuple(wiring.aliases[:4]),
+    )
+
+
+def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Leaves of the graph that are not registered as parameters, but lie in a list, dict or attribute of a module."""
+    known = {id(p) for p in session.replayer.subject.parameters} | {id(x) for x in session.inputs}
+    strange = {key: leaf for key, leaf in leaves.items() if key not in known}
+    found: dict[str, Tensor] = {}
+    for path, module in session.modules.items() if strange else ():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules") or "hooks" in name:
+                continue
+            for leaf in _held(value):
+                if strange.pop(id(leaf), None) is not None:
+                    found[f"{'.'.join(p for p in (path, name) if p)}#{len(found)}"] = leaf
+    return found
+
+
+def _held_by_modules(session: ReplaySession) -> set[int]:
+    """The tensors that lie in attributes of modules before a pass: an input that is kept for a derivative by it is new
+    in each.
+    """
+    return {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
+
+
+def unregistered_parameters(session: ReplaySession) -> dict[str, Tensor]:
+    """Trainable tensors of modules that are not registered as parameters, found by a replay."""
+    wiring = _Wiring(session)
+    with session.live():
+        wiring.run(upto="forward")
+    return _unregistered(session, wiring.leaves)
+
+
+def _held(value: object, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in an attribute: itself, parameters of a module, items of containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif depth and isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _held(each, depth - 1)
+    elif depth and isinstance(value, dict):
+        yield from _held(list(value.values()), depth - 1)
+
+
+_Packed: TypeAlias = tuple[Tensor, Tensor | None, str]
+"""A saved tensor, its checksum (None: not checked), and the module that saved it."""
+
+
+class _Checksums(StepInspector):
+    """Checksums of the tensors that the graph saves, and of the output of every module."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.modified: list[tuple[str, Tensor]] = []
+        self._in_forward: dict[str, list[Tensor]] = {}
+        self._in_backward: list[tuple[str, Tensor]] = []
+        norms = (m for m in session.modules.values() if isinstance(m, _NormBase))
+        self._written = {b.data_ptr() for m in norms for b in m.buffers(recurse=False)}
+
+    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
+        sums = [checksum(t) for t in tensors_of(output) if t.is_floating_point()]
+        if not sums or (in_backward and is_in_custom_function()):  # which may run it at other inputs: an adjoint
+            return
+        if in_backward:
+            self._in_backward.append((path, sums[0]))
+        else:
+            self._in_forward.setdefault(path, []).append(sums[0])
+
+    def pack(self, tensor: Tensor) -> _Packed:
+        saved = tensor.detach()
+        skip = not tensor.is_floating_point() or tensor.is_sparse or tensor.data_ptr() in self._written
+        return saved, None if skip else checksum(saved), self.stack[-1] if self.stack else ""
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        saved, before, path = packed
+        if before is not None:
+            self.modified.append((path, _differ(before, checksum(saved))))
+        return saved
+
+    def first_difference(self) -> str | None:
+        """The first module whose output under activation checkpointing differs from that of the forward pass."""
+        for path, sums in self._in_backward:
+            before = self._in_forward.get(path, [])
+            if before and all(bool(_differ(each, sums)) for each in before):
+                return path
+        return None
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether two checksums differ by more than another order of summation explains; a 0-d bool on the device."""
+    return ((one - other).abs() > 1e-5 * (one.abs() + one[1].abs().sqrt())).any()
+
+
+@replay(SavedFacts, when="first", memory=2.0)
+def integrity(session: ReplaySession) -> SavedFacts:
+    """Whether backward reads what forward saved, and whether activation checkpointing repeats the forward pass."""
+    with session.live():
+        checksums = _Checksums(session)
+        with torch.autograd.graph.saved_tensors_hooks(checksums.pack, checksums.unpack):
+            checksums.run()
+        modified = [path for path, flag in checksums.modified if bool(flag)]
+        differs = checksums.first_difference()
+    kind = "" if differs is None else type(session.modules[differs]).__name__
+    return SavedFacts(modified=tuple(modified[:8]), differs=differs, kind=kind)
+
+
+STEPS, MOST = 8, 128
+"""Updates on one batch at least, and at most: the gain from depth shows late."""
+
+
+def activated(session: ReplaySession, weights: Collection[str]) -> Intervention:
+    """A ReLU after each of these linear layers."""
+    chosen = {id(session.parameters[name]) for name in weights}
+
+    def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        output = function(*args, **kwargs)
+        return output.relu() if any(id(x) in chosen for x in tensors_of(args, 2)[1:2]) else output
+
+    return Intervention(ops=change)
+
+
+def on_one_batch(session: ReplaySession, change: Intervention, most: int = STEPS) -> tuple[list[float], list[float]]:
+    """The losses of updates on this batch alone, unchanged and changed: as many as take half a second."""
+    begin_s = time.perf_counter()
+    session.run()
+    steps = max(STEPS, min(most, int(0.5 / (time.perf_counter() - begin_s))))
+    was, now = session.train(steps, repeat=True), session.train(steps, change, repeat=True)
+    if len(now) < steps or len(was) < steps:
+        raise NotReplayable("the step could not be replayed")
+    return was, now
+
+
+@replay(ActivatedFacts, when="requested", steps=240.0)
+def activation_between(session: ReplaySession) -> ActivatedFacts:
+    """Updates on one batch with an activation after each linear layer whose output only another one takes."""
+    wiring = _Wiring(session)
+    with session.live():
+        wiring.run(upto="forward")
+    was, now = on_one_batch(session, activated(session, {each.first for each in wiring.unbroken_chains()}), MOST)
+    return ActivatedFacts(unchanged=was[-1], activated=now[-1])

@@ -1,0 +1,195 @@
+"""Remedies for the arguments, the sign and the terms of a loss, tried in a replay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.measure.compared import class_dim, is_simplex
+from trainwright.doctor.measure.loss_calls import PAIRED
+from trainwright.doctor.measure.loss_terms import terms_facts
+from trainwright.recorder.program import Call, Instruction, Operation, Slot
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.functions import OpHandler, function_name
+from trainwright.replay.replayer import AS_IT_WAS, Intervention
+from trainwright.replay.session import ReplaySession
+from trainwright.replay.trials import NotTried, course
+
+STEPS = 8
+
+
+def compared_measure(what: str, name: str, was: list[float], now: list[float]) -> str:
+    """One measure over the same updates, as it was and changed, in words that begin with "no better" if it is not."""
+    if len(was) < 2 or len(now) < 2:
+        raise NotTried("the step could not be run again")
+    better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
+    return f"{better}{name} {course(now)} in {len(now)} updates on this batch {what}; as it was: {course(was)}"
+
+
+def scores_for_probabilities(session: ReplaySession) -> str:
+    """The logarithm of the probabilities instead of them, which gives nearly the same loss as the scores would.
+
+    Measured by minus the logarithm of the target's probability, which means the same in both.
+    """
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    truth: list[Tensor] = []  # the scores for the nll_loss after a log_softmax that got probabilities
+
+    def handler(change: bool) -> OpHandler:
+        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            name, x = function_name(function), args[0] if args else None
+            if not isinstance(x, Tensor) or not x.requires_grad or name not in _TAKES_SCORES:
+                return function(*args, **kwargs)
+            scores = _scores(name, x, args, kwargs)
+            if name == "log_softmax":
+                truth[:] = [] if scores is None else [scores.detach()]
+            elif scores is not None or (name == "nll_loss" and truth):
+                right = truth.pop() if scores is None else scores.detach()
+                with torch.no_grad():
+                    losses[change].append(float(function(right, *args[1:], **kwargs).mean()))
+            return function(scores if change and scores is not None else x, *args[1:], **kwargs)
+
+        return call
+
+    for change in losses:
+        session.train(STEPS, Intervention(ops=handler(change)), repeat=True)
+    what = "with the scores in place of the probabilities"
+    return compared_measure(what, "-log p of the targets", losses[False], losses[True])
+
+
+_TAKES_SCORES = frozenset({"cross_entropy", "nll_loss", "kl_div", "log_softmax", "binary_cross_entropy_with_logits"})
+
+
+def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """Scores or log-probabilities in place of wrong arguments; None where the argument is right."""
+    tiny = torch.finfo(x.dtype).tiny
+    if name == "binary_cross_entropy_with_logits":
+        inside = bool(((x >= 0) & (x <= 1)).all())
+        return torch.logit(x, torch.finfo(x.dtype).eps) if inside else None
+    if is_simplex(x, class_dim(name, x, args, kwargs)):
+        return x.clamp_min(tiny).log()
+    return x.log_softmax(class_dim(name, x, args, kwargs)) if name == "nll_loss" and bool((x > 0).any()) else None
+
+
+def second_softmax(session: ReplaySession) -> str:
+    """The norm of the gradient at the scores, through the second softmax, with and without the first softmax."""
+    norms: dict[bool, list[float]] = {False: [], True: []}
+
+    def handler(change: bool) -> OpHandler:
+        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            name, x = function_name(function), args[0] if args else None
+            if name not in ("softmax", "log_softmax") or not isinstance(x, Tensor) or not x.requires_grad:
+                return function(*args, **kwargs)
+            dim = class_dim(name, x, args, kwargs)
+            if not is_simplex(x, dim):
+                return function(*args, **kwargs)
+            own = x.view_as(x)
+
+            def note(gradient: Tensor) -> None:
+                below = x.detach() * (gradient - (x.detach() * gradient).sum(dim, keepdim=True))
+                norms[change].append(float(below.double().norm()))
+
+            own.register_hook(note)  # type: ignore[no-untyped-call]
+            scores = own.clamp_min(torch.finfo(x.dtype).tiny).log() if change else own
+            return function(scores, *args[1:], **kwargs)
+
+        return call
+
+    for change in norms:
+        session.run(Intervention(ops=handler(change)))
+    was, now = norms[False], norms[True]
+    if not was or not now:
+        raise NotTried("no second softmax was found")
+    better = "" if now[0] > was[0] else "no better: "
+    return (
+        f"{better}gradient at the scores through the second softmax {now[0]:.3g} without the first; it was {was[0]:.3g}"
+    )
+
+
+def same_shape(session: ReplaySession) -> str:
+    """The target in the shape of the prediction, or the reverse, measured by the loss of matching pairs."""
+    losses: dict[bool, list[float]] = {False: [], True: []}
+
+    def handler(change: bool) -> OpHandler:
+        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            name = function_name(function).strip("_")
+            pair = [a for a in args[:2] if isinstance(a, Tensor)]
+            if name not in PAIRED or len(pair) < 2 or not _would_broadcast(*pair):
+                return function(*args, **kwargs)
+            matching = [pair[0].reshape(pair[1].shape) if pair[0].dim() > pair[1].dim() else pair[0]]
+            matching += [pair[1].reshape(pair[0].shape) if pair[1].dim() > pair[0].dim() else pair[1]]
+            with torch.no_grad():
+                matched = function(*[each.detach() for each in matching], *args[2:], **kwargs)
+                losses[change].append(float(matched.float().square().mean() if name == "sub" else matched.mean()))
+            return function(*(matching if change else pair), *args[2:], **kwargs)
+
+        return call
+
+    for change in losses:
+        session.train(STEPS, Intervention(ops=handler(change)), repeat=True)
+    measure = "loss of each prediction against its own target"
+    return compared_measure("with shapes that match", measure, losses[False], losses[True])
+
+
+def _would_broadcast(one: Tensor, other: Tensor) -> bool:
+    low, high = sorted((one, other), key=lambda each: each.dim())
+    return low.dim() != high.dim() and low.numel() == high.numel() and low.dim() > 0 and len(low) == len(high) > 1
+
+
+def turned_sign(session: ReplaySession) -> str:
+    """The negated gradient, by the total loss, which is larger then."""
+    was, now = ([-x for x in session.train(STEPS, Intervention(sign=sign), repeat=True)] for sign in (1.0, -1.0))
+    return compared_measure("with the sign turned", "the negated loss", was, now)
+
+
+def targets_in_range(session: ReplaySession) -> str:
+    """Targets scaled to 0 to 1."""
+
+    def scaled(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function).startswith("binary_cross_entropy"):
+            arguments = dict(zip(("input", "target"), args)) | kwargs
+            low, high = arguments["target"].min(), arguments["target"].max()
+            kwargs = {**arguments, "target": (arguments["target"] - low) / (high - low).clamp(min=1e-12)}
+            args = ()
+        return function(*args, **kwargs)
+
+    was, now = session.train(STEPS, repeat=True), session.train(STEPS, Intervention(ops=scaled), repeat=True)
+    steady = "" if 0 <= now[-1] < now[0] else "no better: "
+    return f"{steady}loss {course(now)} with targets from 0 to 1; as it was {course(was)}"
+
+
+def balanced_terms(session: ReplaySession) -> str:
+    """The largest term at a weight that makes its gradient as large as the smallest term's, measured by the latter."""
+    parts = terms_facts(session).terms
+    large = max(parts, key=lambda term: term.shared)
+    candidates = [term for term in parts if term.shared > 0 and abs(term.own) >= 0.5]
+    small = min(candidates, key=lambda term: term.shared, default=large)
+    if large is small:
+        raise NotTried("there is one term only")
+    factor = small.shared / large.shared
+    was, now = (_with_weight(session, large.slot, small.slot, each) for each in (1.0, factor))
+    return compared_measure(f"with {factor:.2g} of the weight of {large.name}", small.name, was, now)
+
+
+def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
+    """The value in slot ``watched`` over updates in which the one in ``slot`` has ``factor`` times its weight."""
+    values: list[float] = []
+
+    def note(value: Tensor) -> Tensor:
+        values.append(float(value.detach()))
+        return value
+
+    off = (False, torch.float32, False)
+    weigh = Operation("mul", torch.mul, (Slot(slot), factor), {}, off, [slot])
+    look = Operation("note", note, (Slot(watched),), {}, off, [])
+    program: list[Instruction] = []
+    for each in session.recorded_step.program:
+        program.append(each)
+        outputs = each.outputs if isinstance(each, Operation | Call) else []
+        program += [look] * (watched in outputs) + [weigh] * (slot in outputs and factor != 1.0)
+    recorded = replace(session.recorded_step, program=program)
+    with session.live():
+        for _ in range(STEPS):
+            session.replayer.run(recorded, AS_IT_WAS)
+    return values
