@@ -217,7 +217,9 @@ def test_a_step_that_is_examined_is_recorded_while_it_trains() -> None:
         if is_watched:
             watched = EngineSession(state, make, write=written.append)
             train(watched, state, 3)
-            assert model.calls == [3] and [each.code for each in watched.log.findings()] == ["loss.softmax_before_cross_entropy"]
+            assert model.calls == [3] and [each.code for each in watched.log.findings()] == [
+                "loss.softmax_before_cross_entropy"
+            ]
             assert watched.runner.replayer.subject.hooks() == (0,) * 2 and not model._forward_hooks
             watched.end(None)
         else:

@@ -13,7 +13,7 @@ class EvalModule:
     Attributes:
         left: It was in train mode before.
         depends: Its forward pass differs between the modes.
-        norm: It is a normalisation with running statistics; ``fresh``: these are still 0 and 1.
+        norm: It is a normalization with running statistics.
         container: It has children.
         trained: It, or the smallest module around it that has weights, is trained.
         source: The line that put it into eval mode.
@@ -24,7 +24,6 @@ class EvalModule:
     left: bool
     depends: bool
     norm: bool
-    fresh: bool
     container: bool
     trained: bool
     source: str | None = None

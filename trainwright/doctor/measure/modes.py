@@ -27,6 +27,7 @@ from trainwright.state.names import named_modules
 
 EARLY = 4
 """Steps before which it is not known whether a pass without gradients belongs to every step."""
+FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
 
 
 class Modes(Probe):
@@ -129,16 +130,10 @@ class Modes(Probe):
             left=n in self._was_training,
             depends=n in self._depends,
             norm=isinstance(module, _NormBase),
-            fresh=isinstance(module, _NormBase) and _has_measured_nothing(module),
             container=any(True for _ in module.children()),
             trained=any(p.requires_grad for p in owner.parameters()),
             source=self._lines.get(id(module)),
         )
-
-
-def _has_measured_nothing(norm: _NormBase) -> bool:
-    mean, var = norm.running_mean, norm.running_var
-    return mean is not None and var is not None and not bool(mean.any()) and bool((var == 1).all())
 
 
 def depends_on_mode(module: nn.Module) -> bool:
@@ -157,7 +152,7 @@ def depends_on_mode(module: nn.Module) -> bool:
 
 def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
     """The rate at which a function drops values although every module is in eval mode; 0 for any other function."""
-    if name in DROPOUTS:
+    if name in FUNCTIONS:
         is_on = argument(args, kwargs, 2, "training", kwargs.get("train", True))
         return float(argument(args, kwargs, 1, "p", 0.5)) if is_on else 0.0
     if name == "scaled_dot_product_attention":
