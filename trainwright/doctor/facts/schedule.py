@@ -87,7 +87,7 @@ class SchedulerFacts:
 
 
 @dataclass(frozen=True)
-class ScheduleFacts:
+class LearningRateFacts:
     """The highest learning rate of all groups in each step.
 
     Attributes:

@@ -78,7 +78,7 @@ class WritesFacts:
 
 
 @dataclass(frozen=True)
-class MomentsFacts:
+class LoadedMomentsFacts:
     """Second moments that an optimizer had before its first watched update, beside the squared gradients of it.
 
     ``gaps``: by tensor, the absolute log10 of the ratio of both, largest first. ``matched``: the mean of these if

@@ -15,13 +15,13 @@ from trainwright.doctor.measure.custom_functions import check_functions
 from trainwright.doctor.measure.derivative import derivative
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
-from trainwright.doctor.measure.kept import Kept
+from trainwright.doctor.measure.kept import KeptStates
 from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaded import LoadedWeights
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.names import Names
-from trainwright.doctor.measure.schedule import Schedule
+from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.still_weights import other_rates, still_weights
 from trainwright.doctor.measure.ties import TiesProbe
@@ -38,13 +38,13 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Modes,
     Modules,
     MovingWeights,
-    Schedule,
+    Schedules,
     TiesProbe,
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Averages,
-    Kept,
+    KeptStates,
     LoadedWeights,
     Moments,
     Names,

@@ -37,7 +37,7 @@ class _Taken:
         return sum(each._version for each in self.tensors) != self.versions
 
 
-class Kept(Probe):
+class KeptStates(Probe):
     """Remembers the dictionaries that ``state_dict`` of a watched model returned, and what is done with them."""
 
     name = KeptFacts.experiment

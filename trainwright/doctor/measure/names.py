@@ -73,7 +73,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[UnreadName]:
     """Of torch's own classes also what their constructor takes; of others only what every module has."""
     own = {name for name in vars(module).keys() - TORCHS_OWN if not name.startswith("_")}
     is_torchs = type(module).__module__.startswith("torch.nn.")
-    arguments = inspect.signature(type(module).__init__).parameters  # type: ignore[misc]
+    arguments = inspect.signature(type(module).__init__).parameters
     taken = [name for name in arguments if name in vars(module)] if is_torchs else []
     for name in sorted(own - {*taken} - _read_by(type(module), "torch.nn.modules.module")):
         known = "requires_grad_()" if name == "requires_grad" else nearly(name, ["training", "requires_grad", *taken])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
-from trainwright.doctor.facts.schedule import PartFacts, PlateauMetric, ScheduleFacts, SchedulerFacts, Window
+from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, PlateauMetric, SchedulerFacts, Window
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.optimizers import same_optimizer, share_groups
@@ -69,10 +69,10 @@ class _Scheduler:
         self.in_window = self.in_a_row = self.longest = 0
 
 
-class Schedule(Probe):
+class Schedules(Probe):
     """Also observes schedulers that the watch was not given. ``urgent``: the rate fell, or a cosine began to climb."""
 
-    name = ScheduleFacts.experiment
+    name = LearningRateFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers, self._roots = watched.subject.optimizers, watched.subject.roots
@@ -162,7 +162,7 @@ class Schedule(Probe):
     def values(self) -> Facts:
         self.urgent = False
         bases = [float(g.get("initial_lr", 0.0)) for o in self._optimizers for g in o.param_groups]
-        facts = ScheduleFacts(
+        facts = LearningRateFacts(
             steps=self._steps,
             epochs=self._epochs,
             length=self._length,

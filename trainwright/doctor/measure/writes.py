@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.doctor.facts.updates import MomentsFacts, WritesFacts
+from trainwright.doctor.facts.updates import LoadedMomentsFacts, WritesFacts
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
@@ -73,12 +73,12 @@ class Writes(Probe):
 class Moments(Probe):
     """Compares second moments that exist before the first update with the squared gradients of that update."""
 
-    name = MomentsFacts.experiment
+    name = LoadedMomentsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._names = {id(p): name for name, p in named_parameters(watched.subject.roots)}
         self._unseen = {id(each): each for each in watched.subject.optimizers}
-        self._facts: MomentsFacts | None = None
+        self._facts: LoadedMomentsFacts | None = None
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if self._unseen and self._unseen.pop(id(optimizer), None) is not None:
@@ -91,7 +91,7 @@ class Moments(Probe):
 
 
 @torch.no_grad()
-def _moments_of(optimizer: Optimizer, names: dict[int, str]) -> MomentsFacts | None:
+def _moments_of(optimizer: Optimizer, names: dict[int, str]) -> LoadedMomentsFacts | None:
     by_shape: defaultdict[torch.Size, list[tuple[str, float, float]]] = defaultdict(list)
     for p in owned_by(optimizer):
         second = optimizer.state.get(p, {}).get("exp_avg_sq")
@@ -110,7 +110,7 @@ def _moments_of(optimizer: Optimizer, names: dict[int, str]) -> MomentsFacts | N
         for moment, squared in zip(sorted(row[1] for row in each), sorted(row[2] for row in each))
     ]
     rows.sort(key=lambda row: -abs(row[1] - row[2]))
-    return MomentsFacts(
+    return LoadedMomentsFacts(
         kind=type(optimizer).__name__,
         names=tuple(row[0] for row in rows[:64]),
         gaps=tuple(abs(row[1] - row[2]) for row in rows[:64]),

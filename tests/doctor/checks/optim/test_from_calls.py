@@ -11,7 +11,7 @@ from tests.doctor.checks.loops import made_of
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.facts.gradient import AccumulationFacts
-from trainwright.doctor.facts.updates import BatchStepsFacts, MomentsFacts, UpdateFacts, WritesFacts
+from trainwright.doctor.facts.updates import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts, WritesFacts
 from trainwright.runlog.records import Watched
 
 F = ("forward", [0, True, True])
@@ -221,9 +221,11 @@ def test_weights_that_an_evaluation_leaves_are_a_warning_where_the_loss_jumps() 
 
 def test_moments_of_other_params() -> None:
     code, names = "optim.moments_of_other_params", ("a", "b", "c", "d")
-    assert fires(code, (1, MomentsFacts("Adam", names, (3.0, 2.0, 1.0, 1.0), 0.2)), made=steps(*HEALTHY)) == ["warning"]
-    assert fires(code, (1, MomentsFacts("Adam", names, (3.0, 3.0, 3.0, 3.0), 3.0)), made=steps(*HEALTHY)) == []
-    assert fires(code, (1, MomentsFacts("Adam", names, (0.3, 0.2, 0.2, 0.1), 0.1)), made=steps(*HEALTHY)) == []
+    assert fires(code, (1, LoadedMomentsFacts("Adam", names, (3.0, 2.0, 1.0, 1.0), 0.2)), made=steps(*HEALTHY)) == [
+        "warning"
+    ]
+    assert fires(code, (1, LoadedMomentsFacts("Adam", names, (3.0, 3.0, 3.0, 3.0), 3.0)), made=steps(*HEALTHY)) == []
+    assert fires(code, (1, LoadedMomentsFacts("Adam", names, (0.3, 0.2, 0.2, 0.1), 0.1)), made=steps(*HEALTHY)) == []
 
 
 WINDOW = AccumulationFacts(4, is_plain=True, weights=(0.25,) * 4, counts=(16.0,) * 4, norm_then=1.0, norm_now=1.0)

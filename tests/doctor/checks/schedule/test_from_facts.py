@@ -12,12 +12,12 @@ from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import KeptFacts, KeptState, NamesFacts, UnreadName
 from trainwright.doctor.facts.gradient import DerivativeFacts, Slopes
 from trainwright.doctor.facts.modes import Drop, DropsFacts, EvalModule, ModesFacts
-from trainwright.doctor.facts.schedule import PartFacts, PlateauMetric, ScheduleFacts, SchedulerFacts, Window
+from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, PlateauMetric, SchedulerFacts, Window
 
 ONCE = SchedulerFacts(
     (PartFacts("StepLR", step_size=100.0, gamma=0.1),), 0, 9, (Window(1, 1, 1),) * 8, advanced=8, advanced_once=8
 )
-PLAIN = ScheduleFacts(
+PLAIN = LearningRateFacts(
     steps=9, epochs=1, length=100, lrs=((1, 0.1), (5, 0.05)), peak=0.1, peak_step=1, zero_steps=0, exhausted=None,
     base=0.1, schedulers=(ONCE,),
 )  # fmt: skip
@@ -27,7 +27,7 @@ def part(kind: str, **more: object) -> SchedulerFacts:
     return replace(ONCE, parts=(PartFacts(kind, **more),))  # type: ignore[arg-type]
 
 
-def metrics(mode: str, values: list[float]) -> ScheduleFacts:
+def metrics(mode: str, values: list[float]) -> LearningRateFacts:
     rows = tuple(PlateauMetric(n, value, 2.0 - 0.2 * n, 0.1) for n, value in enumerate(values))
     return replace(PLAIN, schedulers=(replace(part("ReduceLROnPlateau", mode=mode), metrics=rows),))
 
@@ -67,7 +67,7 @@ def metrics(mode: str, values: list[float]) -> ScheduleFacts:
         ("factor_is_rate", replace(PLAIN, base=2e-3, peak=2e-3, schedulers=(part("LambdaLR"),)), []),
     ],
 )  # fmt: skip
-def test_schedules(code: str, facts: ScheduleFacts, expected: list[str]) -> None:
+def test_schedules(code: str, facts: LearningRateFacts, expected: list[str]) -> None:
     assert fires(f"schedule.{code}", (9, facts), made=steps(*HEALTHY, count=9)) == expected
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.updates import MomentsFacts
+from trainwright.doctor.facts.updates import LoadedMomentsFacts
 from trainwright.doctor.finding import listed
 
 MIN_TENSORS = 4
@@ -14,7 +14,7 @@ APART, BETTER = 0.7, 0.5
 """Mean log10 of squared gradient over second moment (a factor of 5), and what is left of it once both are matched."""
 
 
-@check(stage="update", confidence=0.85, needs=MomentsFacts)
+@check(stage="update", confidence=0.85, needs=LoadedMomentsFacts)
 def moments_of_other_params(run: RunContext) -> Iterator[Result]:
     """The optimizer goes on with moments that belong to other parameters.
 
@@ -35,7 +35,7 @@ def moments_of_other_params(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch#1489, pytorch/pytorch#6031, fairscale#380.
     """
-    facts = run.latest(MomentsFacts)
+    facts = run.latest(LoadedMomentsFacts)
     if facts is None or len(facts.gaps) < MIN_TENSORS:
         return
     gap = sum(facts.gaps) / len(facts.gaps)

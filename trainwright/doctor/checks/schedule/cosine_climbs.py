@@ -7,14 +7,14 @@ from itertools import pairwise
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
 
 LAMBDA_FLOOR, LAMBDA_TOP, MIN_CHANGES = 0.05, 0.5, 12
 """Of a rate without a class that says so: fractions of the peak that it falls to and ends below, and changes of it."""
 
 
-@check(stage="loop", confidence=0.95, needs=ScheduleFacts)
+@check(stage="loop", confidence=0.95, needs=LearningRateFacts)
 def cosine_climbs(run: RunContext) -> Iterator[Result]:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
@@ -32,7 +32,7 @@ def cosine_climbs(run: RunContext) -> Iterator[Result]:
 
     Sources: CodefyUI#205, HALOs#33.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     rates = [lr for _, lr in facts.lrs] if facts is not None else []
     if facts is None or len(rates) < 3:
         yield NotApplicable("the learning rate is constant")

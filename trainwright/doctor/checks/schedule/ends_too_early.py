@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
 
 MIN_STEPS, WASTED, MOST = 48, 0.25, 0.9
 """Steps of a run that is no trial; fractions of it at next to no rate. A cosine to 0 makes a fiftieth of it there."""
 
 
-@check(stage="update", confidence=0.8, needs=ScheduleFacts, explains=("schedule.learning_rate_zero",))
+@check(stage="update", confidence=0.8, needs=LearningRateFacts, explains=("schedule.learning_rate_zero",))
 def ends_too_early(run: RunContext) -> Iterator[Result]:
     """The learning rate is next to nothing long before the end of the run.
 
@@ -26,7 +26,7 @@ def ends_too_early(run: RunContext) -> Iterator[Result]:
 
     Fix: make the schedule as long as the run, in calls of `scheduler.step()`; print the rate of every step before.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     if facts is None or not facts.peak:
         yield NotApplicable("no optimizer has a learning rate")
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
 
 MIN_CALLS, NEAR, LOW = 4, 2.0, 0.05
@@ -14,7 +14,7 @@ MIN_CALLS, NEAR, LOW = 4, 2.0, 0.05
 
 
 @check(
-    stage="update", severity="critical", confidence=0.9, needs=ScheduleFacts,
+    stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
     explains=("optim.lr_too_low", "optim.lr_far_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
 )  # fmt: skip
 def factor_is_rate(run: RunContext) -> Iterator[Result]:
@@ -31,7 +31,7 @@ def factor_is_rate(run: RunContext) -> Iterator[Result]:
 
     Sources: lhoyer/MIC#60, pytorch/pytorch#78917.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]] if facts is not None else []
     if facts is None or not of_lambda:
         yield NotApplicable("there is no LambdaLR")

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
-    stage="loop", confidence=0.95, needs=ScheduleFacts,
+    stage="loop", confidence=0.95, needs=LearningRateFacts,
     explains=("optim.weights_never_move", "optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
 )  # fmt: skip
 def never_stepped(run: RunContext) -> Iterator[Result]:
@@ -29,7 +29,7 @@ def never_stepped(run: RunContext) -> Iterator[Result]:
     Fix: `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
     `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     if facts is None or any(each.calls for each in facts.schedulers):
         return
     stands_still = facts.base > 0.0 and facts.zero_steps == facts.steps >= 2

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(stage="loop", confidence=0.95, needs=ScheduleFacts, explains=("schedule.never_stepped",))
+@check(stage="loop", confidence=0.95, needs=LearningRateFacts, explains=("schedule.never_stepped",))
 def of_other_optimizer(run: RunContext) -> Iterator[Result]:
     """A scheduler is stepped whose optimizer never steps.
 
@@ -24,7 +24,7 @@ def of_other_optimizer(run: RunContext) -> Iterator[Result]:
 
     Sources: accelerate#2665, HVPNeT#5 (objects of before a copy).
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     for each in facts.schedulers if facts is not None else ():
         if each.is_stray:
             yield run.finding(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(stage="loop", confidence=0.85, needs=ScheduleFacts)
+@check(stage="loop", confidence=0.85, needs=LearningRateFacts)
 def overruled(run: RunContext) -> Iterator[Result]:
     """Updates use another learning rate than the scheduler has set.
 
@@ -22,7 +22,7 @@ def overruled(run: RunContext) -> Iterator[Result]:
 
     Fix: let one of them set the rate; to combine schedules use `ChainedScheduler` or `SequentialLR`.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     if facts is None or not any(each.calls for each in facts.schedulers):
         yield NotApplicable("no scheduler is stepped")
         return

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts, SchedulerFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 from trainwright.doctor.finding import RemedyTrial
 
 
-@check(stage="loop", confidence=0.9, needs=ScheduleFacts, explains=("optim.lr_too_low", "schedule.ends_too_early"))
+@check(stage="loop", confidence=0.9, needs=LearningRateFacts, explains=("optim.lr_too_low", "schedule.ends_too_early"))
 def plateau_mode(run: RunContext) -> Iterator[Result]:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.
 
@@ -26,7 +26,7 @@ def plateau_mode(run: RunContext) -> Iterator[Result]:
 
     Fix: `ReduceLROnPlateau(optimizer, mode="min")` for a loss, `"max"` for an accuracy.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     for each in facts.schedulers if facts is not None else ():
         right = _right_mode(each)
         first = each.metrics[0].lr if each.metrics else 0.0

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import ScheduleFacts, SchedulerFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
 
 @check(
-    stage="loop", confidence=0.9, needs=ScheduleFacts,
+    stage="loop", confidence=0.9, needs=LearningRateFacts,
     explains=("schedule.unit_mismatch", "schedule.ends_too_early", "schedule.learning_rate_zero", "optim.lr_too_low"),
 )  # fmt: skip
 def stepped_several_times(run: RunContext) -> Iterator[Result]:
@@ -31,7 +31,7 @@ def stepped_several_times(run: RunContext) -> Iterator[Result]:
 
     Sources: accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     if facts is None or not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return

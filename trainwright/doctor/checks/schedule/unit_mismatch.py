@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import PartFacts, ScheduleFacts, SchedulerFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, SchedulerFacts
 from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
-    stage="loop", confidence=0.9, needs=ScheduleFacts,
+    stage="loop", confidence=0.9, needs=LearningRateFacts,
     explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.ends_too_early", "schedule.learning_rate_zero"),
 )  # fmt: skip
 def unit_mismatch(run: RunContext) -> Iterator[Result]:
@@ -33,7 +33,7 @@ def unit_mismatch(run: RunContext) -> Iterator[Result]:
 
     Sources: k-diffusion#50, ludwig#3555.
     """
-    facts = run.latest(ScheduleFacts)
+    facts = run.latest(LearningRateFacts)
     if facts is None or not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
@@ -66,7 +66,7 @@ def _micro_batches(each: SchedulerFacts) -> str:
     return f"scheduler.step() is called after each of the {windows[-1].calls} micro-batches of a step"
 
 
-def _spent_in_an_epoch(facts: ScheduleFacts, each: SchedulerFacts) -> str:
+def _spent_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
     windows = each.known_windows
     has_fallen = len(facts.lrs) > 1 and facts.lrs[-1][1] < facts.peak
     if not windows or facts.length is None or not has_fallen or any(w.calls != 1 for w in windows):
@@ -94,7 +94,7 @@ def _worth(part: PartFacts) -> float:
     return 4.0 * part.milestones[-1] if is_low else math.inf  # legal in the last three quarters of one epoch
 
 
-def _never_reached(facts: ScheduleFacts, each: SchedulerFacts) -> str:
+def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:
     """Made for the steps of this run to within a tenth, and stepped once for many of them."""
     part = each.parts[0]
     length = part.total_steps or part.T_max or part.total_iters or 0
