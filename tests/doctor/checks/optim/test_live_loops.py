@@ -114,7 +114,11 @@ def test_a_factor_that_is_a_rate(factor: float, expected: bool) -> None:
     model = mlp()
     optimizer = Adam(model.parameters(), 2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor * 0.99**step)
-    watch = watched(model, optimizer=optimizer, after_update=scheduler.step)
+
+    def advance() -> None:
+        scheduler.step()  # looked up while the watch is there
+
+    watch = watched(model, optimizer=optimizer, after_update=advance)
     assert ("schedule.factor_is_rate" in alarms(watch)) == expected
 
 
