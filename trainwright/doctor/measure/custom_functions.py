@@ -139,13 +139,29 @@ class _FiniteDifferences:
             facts = self._compare_argument(n, grad, weights, widths)
             constant |= facts.pop("constant")
             worst = max(worst, facts, key=lambda each: float(each["error"]))
+        worst["moving"] = max(
+            (self._error_where_it_moves(n, each, weights, widths[1]) for n, each in grads.items()), default=0.0
+        )
+        own_way = self._has_a_way_of_its_own(weights)
         straight = bool(grads) and all(any(torch.equal(grad, w) for w in weights) for grad in grads.values())
-        return {**worst, "identity": identity, "constant": constant, "straight": straight}
+        return {**worst, "identity": identity, "constant": constant, "own_way": own_way, "straight": straight}
 
     def _draws_on_the_way_back(self, weights: list[Tensor]) -> bool:
         """Whether the backward pass gives other gradients from another random state, behind the same forward pass."""
         (_, one), (_, other) = (self._passes(self.args, weights, drawing) for drawing in (1, 2))
         return any(not torch.equal(grad, other[n]) for n, grad in one.items())
+
+    def _has_a_way_of_its_own(self, weights: list[Tensor]) -> bool:
+        """Whether the backward pass reads an argument on which the outputs do not depend, such as feedback weights."""
+        outputs, grads = self._passes(self.args, weights)
+        for n in self.at:
+            moved = list(self.args)
+            moved[n] = self.args[n] + self.draw(self.args[n])
+            same, others = self._passes(moved, weights)
+            changes = any(not torch.equal(grad, others[at]) for at, grad in grads.items())
+            if changes and all(map(torch.equal, outputs, same)):
+                return True
+        return False
 
     def _passes(
         self, args: Sequence[object], weights: list[Tensor], drawing: int | None = None
@@ -181,6 +197,23 @@ class _FiniteDifferences:
             "unsteady": float((wide - narrow).norm()) / scale,
             "constant": bool(narrow.norm() <= 1e-6 * expected.norm()) and float(expected.norm()) > 0,
         }
+
+    def _error_where_it_moves(self, n: int, grad: Tensor, weights: list[Tensor], width: float) -> float:
+        """The error along those elements of an argument that move the output at their place; 1 if there is none.
+
+        What the backward pass gives the others is a surrogate: a pull on what was cut off, or a way through a clamp.
+        """
+        x, args = self.args[n], list(self.args)
+        size = float(x.detach().double().pow(2).mean().sqrt()) or 1.0
+        args[n] = x + width * size * self.draw(x)
+        with torch.no_grad():
+            pairs = list(zip(self.outputs(self.args), self.outputs(args)))
+        moved = [before != after for before, after in pairs if before.shape == x.shape]
+        if not moved or not bool(moved[0].any()):
+            return 1.0
+        direction = self.draw(x) * size * moved[0]
+        foretold, seen = float((grad.double() * direction.double()).sum()), self._slope(n, direction, width, weights)
+        return abs(foretold - seen) / max(abs(foretold), abs(seen), 1e-300)
 
     @torch.no_grad()
     def _slope(self, n: int, direction: Tensor, width: float, weights: list[Tensor]) -> float:

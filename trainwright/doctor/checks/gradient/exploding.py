@@ -16,14 +16,14 @@ PULL = 300.0
 """Relative change of the loss for one of the weights: a hundredth of them would make it 3 times as large."""
 
 
-@check(stage="backward", severity="critical", confidence=0.8, needs=UpdateFacts, explains=("optim.lr_too_high",))
+@check(stage="backward", confidence=0.8, needs=UpdateFacts, explains=("optim.lr_too_high",))
 def exploding(run: RunContext) -> Iterator[Result]:
     """Gradients are far too large before anything is trained.
 
     Why it matters: a single update moves the weights so far that the loss diverges.
 
-    How it is detected: in the first four steps, norm of gradients times norm of weights is more than 300 times the
-    loss.
+    How it is detected: in the first four steps, norm of gradients times norm of weights is more than 300 times
+    the loss, or more than 300 where the loss is below 1 (a loss of 0, as of a policy, says nothing).
 
     Exceptions: reported only with -v where gradients are clipped.
 
@@ -38,7 +38,7 @@ def exploding(run: RunContext) -> Iterator[Result]:
     Sources: Pascanu, Mikolov and Bengio 2013.
     """
     early = [(step, facts) for step, facts in run.every(UpdateFacts) if step <= FIRST]
-    pulls = [(facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1e-6), step, facts) for step, facts in early]
+    pulls = [(facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
     if not pulls:
         return
     pull, step, facts = pulls[-1]
@@ -49,7 +49,7 @@ def exploding(run: RunContext) -> Iterator[Result]:
         step,
         symptom=f"the norm of gradients is {facts.grad_norm:.3g} at a loss of {facts.loss:.3g} and weights of norm "
         f"{facts.weight_norm:.3g}",
-        severity="info" if any(kinds(each, "clip") for each in run.steps) else "critical",
+        severity="info" if any(kinds(each, "clip") for each in run.steps) else "warning",
         evidence=[("relative change of the loss for one of the weights", pull, f"below {PULL:g}")],
         trial=RemedyTrial("clip_at", {"at": 1.0}),
     )
