@@ -125,7 +125,7 @@ def test_what_is_shown_wrongly_is_harm() -> None:
 def test_the_place_of_a_finding_is_compared_with_the_change() -> None:
     mutant = next(each for each in sites("gan", "drop") if "optimizer_g.step()" in each.diff)
     assert mutant_bed.touched(mutant) == {"optimizer"}
-    assert mutant_bed.fits_family("opt.step_never_called", mutant)
+    assert mutant_bed.fits_family("optim.step_never_called", mutant)
     assert not mutant_bed.fits_family("data.label_noise", mutant)
 
 

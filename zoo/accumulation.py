@@ -14,7 +14,7 @@ from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequen
 WINDOW = 4
 
 
-@fault("A01", "accum.not_normalised", delay="S", fixable=False)
+@fault("A01", "gradient.accumulation_not_normalised", delay="S", fixable=False)
 def sum_of_micro_batches(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -29,7 +29,7 @@ def sum_of_micro_batches(watch: Watch, seed: int) -> None:
                     optimizer.zero_grad()
 
 
-@fault("A02", "accum.token_weighting", delay="S", fixable=False)
+@fault("A02", "gradient.accumulation_token_weighting", delay="S", fixable=False)
 def mean_of_token_means(watch: Watch, seed: int) -> None:
     """Each micro-batch has its own mean, whether it holds 4 tokens or 30."""
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def mean_of_token_means(watch: Watch, seed: int) -> None:
                 optimizer.zero_grad()
 
 
-@fault("A03", "accum.grads_discarded", delay="S", fixable=False)
+@fault("A03", "gradient.accumulation_discarded", delay="S", fixable=False)
 def zero_grad_in_every_micro_batch(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -63,7 +63,7 @@ def zero_grad_in_every_micro_batch(watch: Watch, seed: int) -> None:
                     optimizer.step()
 
 
-@fault("A05", "accum.leftover_window", delay="S", active=16, fixable=False)
+@fault("A05", "gradient.accumulation_leftover", delay="S", active=16, fixable=False)
 def window_across_epochs(watch: Watch, seed: int) -> None:
     """62 micro-batches an epoch, windows of 4: the last 2 wait in ``.grad`` for the next epoch."""
     torch.manual_seed(seed)

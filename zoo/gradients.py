@@ -27,7 +27,7 @@ class LastState(nn.Module):
         return self.head(self.rnn(x)[0][:, -1]).squeeze(1)
 
 
-@fault("G01", "grad.exploding", delay="D")
+@fault("G01", "gradient.exploding", delay="D")
 def recurrence_explodes(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = LastState()
@@ -42,7 +42,7 @@ def recurrence_explodes(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("G02", "grad.clip_before_unscale", delay="S", fixable=False)
+@fault("G02", "gradient.clip_before_unscale", delay="S", fixable=False)
 def clip_scaled_gradients(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -61,7 +61,7 @@ def clip_scaled_gradients(watch: Watch, seed: int) -> None:
                 optimizer.zero_grad()
 
 
-@fault("G03", "grad.clip_no_effect", delay="S", fixable=False)
+@fault("G03", "gradient.clip_no_effect", delay="S", fixable=False)
 def clip_after_step(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -76,7 +76,7 @@ def clip_after_step(watch: Watch, seed: int) -> None:
                 optimizer.zero_grad()
 
 
-@fault("G04", "grad.clip_empty_iterable", delay="S", fixable=False)
+@fault("G04", "gradient.clip_no_effect", delay="S", fixable=False)
 def clip_exhausted_iterator(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -92,7 +92,7 @@ def clip_exhausted_iterator(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("G05", "grad.clip_always_active", delay="B")
+@fault("G05", "gradient.clip_always_active", delay="B")
 def clip_to_nothing(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()

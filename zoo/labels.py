@@ -74,7 +74,7 @@ def log_of_softmax(watch: Watch, seed: int) -> Mapping[str, Any]:
 def micro_batch_without_a_label(watch: Watch, seed: int) -> Mapping[str, Any]:
     """Samples without a label carry -100; one micro-batch holds nothing else. Its gradient is 0, its loss NaN.
 
-    All others are labelled: uneven micro-batches would be a fault of their own, ``accum.token_weighting``.
+    All others are labelled: uneven micro-batches would be a fault: ``gradient.accumulation_token_weighting``.
     """
     torch.manual_seed(seed)
     x, y = table(seed)

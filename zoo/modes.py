@@ -22,7 +22,7 @@ def accuracy(logits: Tensor, y: Tensor) -> float:
     return (logits.argmax(1) == y).float().mean().item()
 
 
-@fault("T01", "mode.eval_during_training", delay="S", active=9, fixable=False)
+@fault("T01", "loop.trains_in_eval_mode", delay="S", active=9, fixable=False)
 def never_back_to_train(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = normed()
@@ -42,7 +42,7 @@ def never_back_to_train(watch: Watch, seed: int) -> None:
                 scores.append(accuracy(model(x_val), y_val))
 
 
-@fault("T02", "mode.train_during_eval", delay="S", active=8, fixable=False)
+@fault("T02", "evaluation.in_train_mode", delay="S", active=8, fixable=False)
 def validated_in_train_mode(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = normed()
@@ -75,7 +75,7 @@ class AlwaysDropping(nn.Module):
         return self.head(x)
 
 
-@fault("T03", "mode.functional_dropout", delay="S")
+@fault("T03", "evaluation.dropout_ignores_mode", delay="S")
 def dropout_without_mode(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = AlwaysDropping()
@@ -108,7 +108,7 @@ class Classifier(nn.Module):
         return self.head(self.encoder(x))
 
 
-@fault("T05", "mode.partial_eval", delay="S", active=9, fixable=False)
+@fault("T05", "loop.trains_in_eval_mode", delay="S", active=9, fixable=False)
 def encoder_left_in_eval(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = Classifier()

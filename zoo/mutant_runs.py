@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainwright as tw
 from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.check import State
+from trainwright.doctor.diagnose import diagnose
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import Watch as WatchOf
 from zoo.further import quality as further_quality

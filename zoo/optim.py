@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from zoo.host import Watch, fault, images, loader, mlp, table
 
 
-@fault("O01", "opt.lr_too_high", delay="D")
+@fault("O01", "optim.lr_too_high", delay="D")
 def lr_too_high(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -32,7 +32,7 @@ def lr_too_high(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O02", "opt.lr_too_low", delay="S")
+@fault("O02", "optim.lr_too_low", delay="S")
 def lr_too_low(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -47,7 +47,7 @@ def lr_too_low(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O03", "opt.params_missing", delay="S")
+@fault("O03", "optim.params_missing", delay="S")
 def params_missing(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -62,7 +62,7 @@ def params_missing(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O04", "opt.stale_params", delay="S")
+@fault("O04", "optim.stale_params", delay="S")
 def stale_params(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -78,7 +78,7 @@ def stale_params(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O05", "opt.missing_zero_grad", delay="S", active=2, fixable=False)
+@fault("O05", "optim.missing_zero_grad", delay="S", active=2, fixable=False)
 def missing_zero_grad(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -92,7 +92,7 @@ def missing_zero_grad(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O06", "opt.zero_grad_before_step", delay="S", fixable=False)
+@fault("O06", "optim.zero_grad_before_step", delay="S", fixable=False)
 def zero_grad_before_step(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -107,7 +107,7 @@ def zero_grad_before_step(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O07", "opt.step_never_called", delay="S", fixable=False)
+@fault("O07", "optim.step_never_called", delay="S", fixable=False)
 def step_never_called(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -121,7 +121,7 @@ def step_never_called(watch: Watch, seed: int) -> None:
                 loss.backward()
 
 
-@fault("O09", "opt.weight_decay_too_high", delay="B")
+@fault("O09", "optim.weight_decay_too_high", delay="B")
 def weight_decay_too_high(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -138,7 +138,7 @@ def weight_decay_too_high(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("O10", "opt.double_owned", delay="S")
+@fault("O10", "optim.params_in_two_optimizers", delay="S")
 def double_owned(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -156,7 +156,7 @@ def double_owned(watch: Watch, seed: int) -> None:
                 trainable.step()
 
 
-@fault("O11", "opt.zero_lr_group", delay="S")
+@fault("O11", "optim.group_lr_zero", delay="S")
 def zero_lr_group(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -185,7 +185,7 @@ def says(critic: nn.Module, x: Tensor, real: bool) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
 
-@fault("O15", "opt.missing_zero_grad", delay="S", active=2, fixable=False)
+@fault("O15", "optim.missing_zero_grad", delay="S", active=2, fixable=False)
 def critic_keeps_gradients(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     pictures, kinds = images(seed)

@@ -25,7 +25,7 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *,
     optimizer.step()
 
 
-@rank_fault("Y01", "dist.programs_differ", "mode.eval_during_training", guilty=0)
+@rank_fault("Y01", "dist.programs_differ", "loop.trains_in_eval_mode", guilty=0)
 def the_rank_that_evaluates_stays_in_eval_mode(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, 0.2)
     optimizer, data = adam(model), batches(seed, rank)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table
 
 
-@fault("S01", "sched.unit_mismatch", delay="S", active=11)
+@fault("S01", "schedule.unit_mismatch", delay="S", active=11)
 def epoch_scheduler_per_batch(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -29,7 +29,7 @@ def epoch_scheduler_per_batch(watch: Watch, seed: int) -> None:
                 scheduler.step()
 
 
-@fault("S02", "sched.world_size_scaled", "sched.unit_mismatch", delay="S", active=2)
+@fault("S02", "schedule.stepped_several_times", "schedule.unit_mismatch", delay="S", active=2)
 def stepped_once_per_process(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -49,7 +49,7 @@ def stepped_once_per_process(watch: Watch, seed: int) -> None:
                     scheduler.step()
 
 
-@fault("S04", "sched.cosine_climbs", delay="S", active=66)
+@fault("S04", "schedule.cosine_climbs", delay="S", active=66)
 def cosine_climbs(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -67,7 +67,7 @@ def cosine_climbs(watch: Watch, seed: int) -> None:
                 scheduler.step()
 
 
-@fault("S05", "sched.never_stepped", delay="S")
+@fault("S05", "schedule.never_stepped", delay="S")
 def warmup_never_stepped(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -83,7 +83,7 @@ def warmup_never_stepped(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("S06", "sched.plateau_mode", delay="B", active=33)
+@fault("S06", "schedule.plateau_mode", delay="B", active=33)
 def plateau_of_a_maximum(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -128,7 +128,7 @@ class PostGPT(nn.Module):
         return self.head(self.blocks(self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))))
 
 
-@fault("S07", "sched.no_warmup", delay="D")
+@fault("S07", "optim.lr_too_high", delay="D")
 def post_norm_without_warmup(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = PostGPT()
@@ -144,7 +144,7 @@ def post_norm_without_warmup(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("S08", "sched.unit_mismatch", delay="S", active=2)
+@fault("S08", "schedule.unit_mismatch", delay="S", active=2)
 def stepped_per_micro_batch(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()

@@ -156,7 +156,7 @@ WAYS = (by_hand, by_lightning, by_lightning_calling_itself, by_trainer)
     [
         ("nan", "data.nonfinite_input"),
         ("softmax", "loss.softmax_before_cross_entropy"),
-        ("missing parameters", "opt.params_missing"),
+        ("missing parameters", "optim.params_missing"),
     ],
 )
 def test_the_same_fault_gets_the_same_diagnosis(fault: str, code: str, tmp_path: Path) -> None:

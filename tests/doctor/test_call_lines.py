@@ -29,11 +29,11 @@ def step(number: int, *kinds: str, **values: Any) -> Watched:
 @each_row(
     ("code", "line"),
     [
-        ("opt.missing_zero_grad", "a.py:2"),
-        ("grad.clip_before_unscale", "a.py:3"),
-        ("opt.stepped_twice", "a.py:4"),
-        ("sched.unit_mismatch", "a.py:5"),
-        ("opt.zero_grad_before_step", None),  # the one zero_grad comes before backward
+        ("optim.missing_zero_grad", "a.py:2"),
+        ("gradient.clip_before_unscale", "a.py:3"),
+        ("optim.stepped_twice", "a.py:4"),
+        ("schedule.unit_mismatch", "a.py:5"),
+        ("optim.zero_grad_before_step", None),  # the one zero_grad comes before backward
         ("loss.wrong_sign", None),  # no single call is at fault
         ("no.such_code", None),
     ],
@@ -46,15 +46,18 @@ def test_of_several_zero_grads_the_one_that_drops_gradients() -> None:
     before = ["zero_grad", "a.py:1"]
     micro, dropping = ["backward", "a.py:2"], ["zero_grad", "a.py:3"]
     update = ["step", "a.py:4"]
-    assert line_for("opt.zero_grad_before_step", [before, micro, dropping, update]) == "a.py:3"
-    assert line_for("accum.grads_discarded", [before, micro, dropping, update]) is None
-    assert line_for("accum.grads_discarded", [before, micro, dropping, micro, dropping, micro, update]) == "a.py:3"
-    assert line_for("accum.grads_discarded", [micro, update, dropping, micro, update, dropping]) is None
+    assert line_for("optim.zero_grad_before_step", [before, micro, dropping, update]) == "a.py:3"
+    assert line_for("gradient.accumulation_discarded", [before, micro, dropping, update]) is None
+    assert (
+        line_for("gradient.accumulation_discarded", [before, micro, dropping, micro, dropping, micro, update])
+        == "a.py:3"
+    )
+    assert line_for("gradient.accumulation_discarded", [micro, update, dropping, micro, update, dropping]) is None
 
 
 def test_two_lines_that_make_the_same_call_are_no_answer() -> None:
-    assert line_for("opt.missing_zero_grad", [*USUAL, ["backward", "a.py:9"]]) is None
-    assert line_for("opt.missing_zero_grad", [*USUAL, *USUAL]) == "a.py:2"
+    assert line_for("optim.missing_zero_grad", [*USUAL, ["backward", "a.py:9"]]) is None
+    assert line_for("optim.missing_zero_grad", [*USUAL, *USUAL]) == "a.py:2"
 
 
 def test_lines_are_those_of_the_step_or_of_the_nearest_record_that_has_them() -> None:
@@ -76,7 +79,7 @@ def test_a_diagnosis_points_at_the_call() -> None:
     seen: list[Record] = [step(1, *kinds, grads=[0, 4], lines=lines), step(2, *kinds, grads=[0, 4])]
     for records in (seen, [from_json(to_json(each)) for each in seen]):
         [finding] = diagnose(Case(records)).findings
-        assert (finding.found.code, finding.found.where.source) == ("opt.zero_grad_before_step", "train.py:8")
+        assert (finding.found.code, finding.found.where.source) == ("optim.zero_grad_before_step", "train.py:8")
 
 
 def test_every_code_with_a_call_exists() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +9,10 @@ import torch
 
 from tests.rows import each_row
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding
+from trainwright.doctor.finding import ExperimentRequest, Finding
+from trainwright.doctor.finding import OldCheck as Check
+from trainwright.doctor.measure.modes import drop_rate
 from trainwright.doctor.precision.names import formats
-from trainwright.doctor.program.measure.modes import drop_rate
-from trainwright.doctor.program.names import modes, schedules
 from trainwright.doctor.resources.names import held
 from trainwright.runlog.records import Examined, Record, Watched
 
@@ -124,128 +122,6 @@ def scheduled(*schedulers: dict[str, Any], **more: Any) -> Examined:
         "schedulers": [{"given": True, "since": 0, "metrics": []} | each for each in schedulers],
     }
     return exam("schedule", step=more.get("steps", 12), **(values | more))
-
-
-def stepped(windows: Sequence[Sequence[int]], **part: Any) -> dict[str, Any]:
-    return {"calls": sum(w[0] for w in windows), "windows": windows, "parts": [part]}
-
-
-EACH_STEP = [[0, 1, 0], [1, 1, 1], [1, 1, 1]]
-STEP_LR: dict[str, Any] = {"class": "StepLR", "gamma": 0.1}
-CODE_OF_UNITS = ["sched.unit_mismatch"]
-
-
-class TestSchedule:
-    @pytest.mark.parametrize(("step_size", "expected"), [(10, CODE_OF_UNITS), (1000, [])])
-    def test_a_schedule_that_is_worth_less_than_an_epoch(self, step_size: int, expected: list[str]) -> None:
-        record = scheduled(stepped(EACH_STEP, **STEP_LR, step_size=step_size))
-        assert codes(schedules.counted_in_the_wrong_unit, record) == expected
-
-    def test_once_for_each_epoch_is_right(self) -> None:
-        once = [[0, 1, 0], [0, 1, 0], [1, 1, 1]]
-        assert not codes(schedules.counted_in_the_wrong_unit, scheduled(stepped(once, **STEP_LR, step_size=10)))
-
-    def test_micro_batches_and_processes(self) -> None:
-        by_micro_batch = scheduled(stepped([[3, 4, 1], [4, 4, 1]], **{"class": "LambdaLR"}))
-        assert codes(schedules.counted_in_the_wrong_unit, by_micro_batch) == CODE_OF_UNITS
-        assert not codes(schedules.stepped_for_each_process, by_micro_batch)
-        by_process = scheduled(stepped([[0, 1, 0], [4, 1, 4], [4, 1, 4]], **{"class": "LambdaLR"}))
-        assert codes(schedules.stepped_for_each_process, by_process) == ["sched.world_size_scaled"]
-        assert not codes(schedules.counted_in_the_wrong_unit, by_process)
-
-    @pytest.mark.parametrize(
-        ("name", "expected"), [("CosineAnnealingLR", ["sched.cosine_climbs"]), ("CosineAnnealingWarmRestarts", [])]
-    )
-    def test_a_climb_without_a_declared_restart(self, name: str, expected: list[str]) -> None:
-        part = {"class": name, "T_max": 64, "last_epoch": 65}
-        record = scheduled(stepped(EACH_STEP, **part), lrs=[[64, 1e-5], [65, 0.0], [66, 1e-5]])
-        assert codes(schedules.cosine_climbs, record) == expected
-
-    @pytest.mark.parametrize(("cycles", "expected"), [(1, ["sched.cosine_climbs"]), (3, [])])
-    def test_a_lambda_that_climbs_more_than_once_is_a_cycle(self, cycles: int, expected: list[str]) -> None:
-        steps = range(32 * cycles - 9)
-        rates = [[1 + step, 0.5 + 0.5 * math.cos(math.pi * step / 16)] for step in steps]
-        record = scheduled(stepped(EACH_STEP, **{"class": "LambdaLR"}), lrs=rates)
-        assert codes(schedules.cosine_climbs, record, finished=True) == expected
-
-    @pytest.mark.parametrize(
-        ("steps", "rate", "expected"),
-        [
-            (50, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * t / 40)), ["sched.cosine_climbs"]),
-            (80, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * t / 40)), []),
-            (50, lambda t: 0.1 + 0.9 * abs(t / 40 - 1), []),
-        ],
-        ids=["past its end", "a whole wave", "straight lines"],
-    )
-    def test_rates_that_the_loop_sets(self, steps: int, rate: Callable[[int], float], expected: list[str]) -> None:
-        lrs = [*([1 + t, 0.1 * (1 + t)] for t in range(9)), *([10 + t, rate(t)] for t in range(steps))]
-        assert codes(schedules.cosine_climbs, scheduled(lrs=lrs, peak=1.0), finished=True) == expected
-
-    def test_waves_that_began_long_ago(self) -> None:
-        rates = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 100)) for step in range(500, 930)]
-        steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=lr) for n, lr in enumerate(rates, 1)]
-        record = scheduled(steps=430, lrs=[[n + 1, rates[n]] for n in range(366, 430)], peak=1.0)
-        assert not list(schedules.cosine_climbs(Case([*steps, record], finished=True)))
-        assert list(schedules.cosine_climbs(Case([*steps[300:], record], finished=True)))
-
-    def test_a_warm_up_from_zero_is_stepped(self) -> None:
-        idle = stepped([[0, 1, 0]] * 2, **{"class": "LambdaLR", "base_lrs": [1e-3]})
-        at_zero = scheduled(idle, steps=2, zero_steps=2, lrs=[[1, 0.0]], peak=0.0)
-        assert codes(schedules.never_stepped, at_zero) == ["sched.never_stepped"]
-        rising = scheduled(stepped(EACH_STEP, **{"class": "LambdaLR"}), steps=2, zero_steps=1)
-        assert not codes(schedules.never_stepped, rising)
-
-    @pytest.mark.parametrize(
-        ("mode", "metrics", "expected"),
-        [
-            ("max", [2.0, 1.5, 1.2, 1.0], ["sched.plateau_mode"]),
-            ("min", [2.0, 1.5, 1.2, 1.0], []),
-            ("max", [0.3, 0.5, 0.5, 0.5], []),
-            ("min", [0.3, 0.5, 0.6, 0.7], ["sched.plateau_mode"]),
-        ],
-    )
-    def test_plateau(self, mode: str, metrics: list[float], expected: list[str]) -> None:
-        rows = [[8 * n, metric, 2.0 - 0.3 * n, 1e-3] for n, metric in enumerate(metrics)]
-        part = {"class": "ReduceLROnPlateau", "mode": mode}
-        record = scheduled(stepped(EACH_STEP, **part) | {"metrics": rows}, lrs=[[1, 1e-3], [33, 1e-4]])
-        assert codes(schedules.plateau_the_wrong_way, record) == expected
-
-
-def in_eval(module: str, **row: Any) -> dict[str, Any]:
-    usual = {"since": 9, "left": True, "depends": True, "norm": False, "container": False, "trained": True}
-    return {"module": module} | usual | row
-
-
-class TestModes:
-    def test_whole_part_and_choice(self) -> None:
-        dropout, norm = in_eval("encoder.1"), in_eval("encoder.2", norm=True)
-        encoder = in_eval("encoder", container=True, depends=False)
-        whole = exam("modes", roots_in_eval=[True], eval=[in_eval("", container=True), encoder, dropout, norm])
-        assert codes(modes.trained_in_eval_mode, whole) == ["mode.eval_during_training"]
-        part = exam("modes", roots_in_eval=[False], eval=[encoder, dropout, norm])
-        assert codes(modes.trained_in_eval_mode, part) == ["mode.partial_eval"]
-        frozen_norms = exam("modes", roots_in_eval=[False], eval=[norm])
-        assert not codes(modes.trained_in_eval_mode, frozen_norms)
-        frozen = [{**row, "trained": False} for row in (encoder, dropout, norm)]
-        assert not codes(modes.trained_in_eval_mode, exam("modes", roots_in_eval=[False], eval=frozen))
-
-    @pytest.mark.parametrize(("bursts", "in_eval", "expected"), [(1, [], 1), (9, [], 0), (1, [5], 0)])
-    def test_evaluation_in_train_mode(self, bursts: int, in_eval: list[int], expected: int) -> None:
-        told: dict[str, Any] = {
-            "steps": 10,
-            "depends": 2,
-            "norms": 1,
-            "evaluated_in_train": [9],
-            "evaluated_in_eval": in_eval,
-        }
-        assert (
-            len(codes(modes.evaluated_in_train_mode, exam("modes", num_evaluated_in_train=bursts, **told))) == expected
-        )
-
-    def test_functional_dropout(self) -> None:
-        drops = [{"module": "block", "op": "dropout", "p": 0.3}]
-        assert codes(modes.functional_dropout, exam("in_eval_mode", drops=drops)) == ["mode.functional_dropout"]
-        assert not codes(modes.functional_dropout, exam("in_eval_mode", drops=[]))
 
 
 class TestMemory:

@@ -132,7 +132,7 @@ def test_a_head_may_be_all_that_an_optimizer_holds() -> None:
     torch.manual_seed(0)
     assert alarms(Scored(trained(net())), lambda model: model.model[4].parameters()) == {}  # type: ignore[union-attr, index]
     fresh = alarms(Scored(net()), lambda model: model.model[4].parameters())  # type: ignore[union-attr, index]
-    assert "opt.params_missing" in fresh
+    assert "optim.params_missing" in fresh
 
 
 def test_a_body_that_was_not_trained_is_told_of() -> None:

@@ -25,7 +25,7 @@ def test_an_image_is_trained_and_the_model_stays() -> None:
             optimizer.zero_grad()
             (model(image) - 1.0).square().mean().backward()
             optimizer.step()
-    assert [each.severity for each in watch.findings() if each.code == "opt.params_missing"] == ["info"]
+    assert [each.severity for each in watch.findings() if each.code == "optim.params_missing"] == ["info"]
 
 
 @pytest.mark.slow
@@ -41,5 +41,5 @@ def test_an_evaluation_may_sample_what_dropout_makes_of_the_same_rows() -> None:
 
         loop.end = end
 
-    found = [each for each in watched(change, steps=26).findings() if each.code == "mode.train_during_eval"]
+    found = [each for each in watched(change, steps=26).findings() if each.code == "evaluation.in_train_mode"]
     assert [each.severity for each in found] == ["info"]

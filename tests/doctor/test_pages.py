@@ -143,8 +143,8 @@ def test_a_group_lists_its_codes(group: str) -> None:
     ("wrong", "right"),
     [
         ("loss.softmax_before", "'loss.softmax_before_cross_entropy'"),
-        ("missing_zero_grad", "'opt.missing_zero_grad'"),
-        ("optim.lr_too_high", "'opt.lr_too_high'"),
+        ("missing_zero_grad", "'optim.missing_zero_grad'"),
+        ("optim.lr_too_high", "'optim.lr_too_high'"),
         ("num.zzz", "known are: num.div_by_zero"),
         ("qqq", "known are: accum., ckpt., "),
         ("../data", "'data.'"),

@@ -83,7 +83,7 @@ def loop(folder: Path, steps: int, *, until: Callable[[int], bool] = lambda step
 def test_a_finding_whose_words_change(tmp_path: Path) -> None:
     findings = loop(tmp_path / "loop", 60)
     records = [each for each in read(tmp_path / "loop/log.jsonl").records if isinstance(each, Found)]
-    [wordings] = [[each for each in records if each.code == code] for code in ["opt.missing_zero_grad"]]
+    [wordings] = [[each for each in records if each.code == code] for code in ["optim.missing_zero_grad"]]
     assert len(wordings) > 1 and wordings[0].evidence != wordings[-1].evidence, "more was measured"
     view = RunView.read(tmp_path / "loop")
     assert [strict(each) for each in view.findings] == [strict(each) for each in findings]

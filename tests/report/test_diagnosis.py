@@ -102,4 +102,4 @@ def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
     log.close()
     report = diagnosis_of(folder)
     assert report.exit_code == 3
-    assert any(line.startswith("1. critical: opt.step_never_called") for line in report.lines())
+    assert any(line.startswith("1. critical: optim.step_never_called") for line in report.lines())

@@ -23,15 +23,15 @@ def trainwright(*arguments: str) -> forked.Forked:
 
 
 NAMED = {
-    "lr": "opt.lr_too_high",
+    "lr": "optim.lr_too_high",
     "nan": "data.nonfinite_input",
     "fp16": "prec.fp16_overflow",
     "labels": "data.label_out_of_range",
-    "zero-grad": "opt.missing_zero_grad",
+    "zero-grad": "optim.missing_zero_grad",
     "sign": "loss.wrong_sign",
     "softmax": "loss.softmax_before_cross_entropy",
-    "params": "opt.params_missing",
-    "step": "opt.step_never_called",
+    "params": "optim.params_missing",
+    "step": "optim.step_never_called",
 }
 
 
@@ -82,9 +82,9 @@ def test_an_unknown_fault_ends_in_a_sentence() -> None:
 
 
 def test_explain_prints_a_page_and_suggests() -> None:
-    assert "Remedies" in trainwright("explain", "opt.missing_zero_grad").stdout
+    assert "Remedies" in trainwright("explain", "optim.missing_zero_grad").stdout
     done = trainwright("explain", "opt.missing_zerograd")
-    assert done.returncode == 2 and "opt.missing_zero_grad" in done.stderr
+    assert done.returncode == 2 and "optim.missing_zero_grad" in done.stderr
 
 
 def test_diagnose_of_no_run_ends_in_a_sentence(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def watched(folder: Path) -> tw.watch:
 
 def test_a_finding_points_into_the_function_that_made_the_call(tmp_path: Path) -> None:
     (found,) = watched(tmp_path / "run").findings()
-    assert (found.code, found.where.source) == ("opt.missing_zero_grad", line_of(".backward()"))
+    assert (found.code, found.where.source) == ("optim.missing_zero_grad", line_of(".backward()"))
 
 
 def test_lines_are_recorded_once_while_they_are_the_same(tmp_path: Path) -> None:

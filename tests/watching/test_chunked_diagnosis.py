@@ -210,7 +210,7 @@ def accumulated(*, parts: bool, by_all: bool) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [False, True])
 def test_means_of_unequal_micro_batches(parts: bool) -> None:
-    assert said(accumulated(parts=parts, by_all=False))[0][0] == "accum.token_weighting"
+    assert said(accumulated(parts=parts, by_all=False))[0][0] == "gradient.accumulation_token_weighting"
     assert said(accumulated(parts=parts, by_all=True)) == []
 
 

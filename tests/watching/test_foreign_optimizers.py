@@ -58,7 +58,7 @@ def test_updates_and_calls_are_heard(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_fault_is_found_without_a_replay() -> None:
-    assert "opt.missing_zero_grad" in {each.code for each in trained(forgets=True).findings()}
+    assert "optim.missing_zero_grad" in {each.code for each in trained(forgets=True).findings()}
 
 
 def test_training_is_the_same_bits() -> None:

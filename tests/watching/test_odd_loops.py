@@ -726,7 +726,7 @@ def test_a_loop_in_another_thread() -> None:
         thread.start()
         thread.join()
     assert watch.step == 0
-    [found] = [each for each in watch.findings() if each.code == "law.program.steps_are_made"]
+    [found] = [each for each in watch.findings() if each.code == "loop.unseen"]
     assert "in its thread" in found.remedy
 
 

@@ -6,20 +6,14 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.precision import FAMILY as PRECISION
-from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resources import FAMILY as RESOURCES
 from trainwright.doctor.resume import FAMILY as RESUME
-from trainwright.doctor.update import FAMILY as UPDATE
 
 FAMILIES: tuple[Family, ...] = (
-    GRADIENT,
     PRECISION,
-    PROGRAM,
     RANKS,
     RESOURCES,
     RESUME,
-    UPDATE,
 )

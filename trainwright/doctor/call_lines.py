@@ -66,19 +66,18 @@ def _dropped_before(kind: str) -> Callable[[Sequence[CallLine]], Iterable[str]]:
 
 
 CALLS: Mapping[str, Callable[[Sequence[CallLine]], Iterable[str]]] = {
-    "opt.missing_zero_grad": _all("backward"),
-    "opt.zero_grad_before_step": _dropped_before("step"),
-    "opt.step_never_called": _all("backward"),
-    "opt.stepped_twice": _all("step"),
-    "grad.clip_before_unscale": _all("clip"),
-    "grad.clip_no_effect": _all("clip"),
-    "grad.clip_empty_iterable": _all("clip"),
-    "grad.clip_always_active": _all("clip"),
+    "optim.missing_zero_grad": _all("backward"),
+    "optim.zero_grad_before_step": _dropped_before("step"),
+    "optim.step_never_called": _all("backward"),
+    "optim.stepped_twice": _all("step"),
+    "gradient.clip_before_unscale": _all("clip"),
+    "gradient.clip_no_effect": _all("clip"),
+    "gradient.clip_always_active": _all("clip"),
     "grad.clip_spreads_nan": _all("clip"),
-    "accum.not_normalised": _all("backward"),
-    "accum.grads_discarded": _dropped_before("backward"),
-    "sched.unit_mismatch": _all("schedule"),
-    "sched.cosine_climbs": _all("schedule"),
-    "sched.plateau_mode": _all("schedule"),
+    "gradient.accumulation_not_normalised": _all("backward"),
+    "gradient.accumulation_discarded": _dropped_before("backward"),
+    "schedule.unit_mismatch": _all("schedule"),
+    "schedule.cosine_climbs": _all("schedule"),
+    "schedule.plateau_mode": _all("schedule"),
 }
 """By the code of a finding: selects the lines of the calls that it is about."""

@@ -14,7 +14,7 @@ OVER_CLASSES = frozenset(
     {"cross_entropy", "nll_loss", "chunked_cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
 )
 NOTHING_IS_LEARNED = (
-    "data.label_*", "data.target_*", "init.*", "law.*", "model.inputs_ignored", "opt.lr_too_*", "optim.lr_too_*",
+    "data.label_*", "data.target_*", "init.*", "law.*", "model.inputs_ignored", "optim.lr_too_*", "optim.lr_too_*",
     "loss.compared_with_itself", "loss.falls_without_bound", "loss.never_changes", "loss.no_better_than_constant",
     "loss.predictions_identical", "loss.starts_far_above_chance",
 )  # fmt: skip

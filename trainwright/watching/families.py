@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
-from trainwright.doctor.program import measure as program
-from trainwright.doctor.program import remedy as _try_program  # noqa: F401  registers its trials
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.remedies import TRIALS
 from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
-from trainwright.doctor.update import measure as update
-from trainwright.doctor.update import remedy as _try_update  # noqa: F401  registers its trials
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.replay import trials
 from trainwright.replay.experiments import EXPERIMENTS
@@ -38,11 +33,9 @@ class Measures(NamedTuple):
 
 MEASURES: tuple[Measures, ...] = (
     Measures(precision.probes, needs_live_loop=True),
-    Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resources.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
-    Measures(update.probes, needs_live_loop=True),
 )
 """In the order of ``doctor.FAMILIES``, for those that listen."""
 

@@ -156,13 +156,13 @@ def test_one_batch_that_is_learned_at_another_rate_says_so() -> None:
 
 def test_a_warning_does_not_hide_a_critical_finding_of_the_same_kind() -> None:
     found = Found(
-        code="opt.lr_too_high", severity="critical", step=1, symptom="a", cause="b", remedy="c", sure=0.9, time_s=0.0
+        code="optim.lr_too_high", severity="critical", step=1, symptom="a", cause="b", remedy="c", sure=0.9, time_s=0.0
     )
     smoke = run(0.7, 0.2, watched=True, findings=[found])
     checkup = Checkup("recipe.yaml")
-    checkup.add(Verdict("warn", "learning rate", "", "lower it", "opt.lr_too_high"))
+    checkup.add(Verdict("warn", "learning rate", "", "lower it", "optim.lr_too_high"))
     assert [each.word for each in diagnosed(smoke, checkup)] == ["fail"]
-    checkup.add(Verdict("fail", "learning rate", "", "lower it", "opt.lr_too_high"))
+    checkup.add(Verdict("fail", "learning rate", "", "lower it", "optim.lr_too_high"))
     assert list(diagnosed(smoke, checkup)) == []
 
 

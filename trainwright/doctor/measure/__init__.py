@@ -8,61 +8,86 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainwright.doctor.measure import batches, loss_calls, loss_terms, tokens
+from trainwright.doctor.measure.accumulation import accumulation
 from trainwright.doctor.measure.averages import Averages
+from trainwright.doctor.measure.calls import Calls, Scaler
+from trainwright.doctor.measure.custom_functions import check_functions
+from trainwright.doctor.measure.derivative import derivative
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
+from trainwright.doctor.measure.kept import KeptStates
 from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaded import LoadedWeights
 from trainwright.doctor.measure.loaders import Loaders
+from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
+from trainwright.doctor.measure.names import Names
 from trainwright.doctor.measure.rows import Rows
+from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.still_weights import other_rates, still_weights
 from trainwright.doctor.measure.targets import Targets
 from trainwright.doctor.measure.ties import TiesProbe
+from trainwright.doctor.measure.updates import again, batch_steps, update
 from trainwright.doctor.measure.weights import MovingWeights
 from trainwright.doctor.measure.wiring import activation_between, integrity, structure
+from trainwright.doctor.measure.writes import Moments, Writes
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
 LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    Calls,
     LayerLooks,
+    Modes,
     Modules,
     MovingWeights,
     Targets,
+    Schedules,
     TiesProbe,
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Averages,
     Evaluations,
+    KeptStates,
     LoadedWeights,
     Loaders,
     Rows,
+    Moments,
+    Names,
+    Scaler,
     Steadiness,
+    Writes,
 )
 """Those to which steps of the engine that are replayed show nothing."""
 REPLAYS: tuple[Experiment, ...] = (
+    accumulation,
     activation_between,
+    again,
+    batch_steps,
+    check_functions,
     depth_in_fp32,
+    derivative,
     dropout_gap,
     evaluated,
     first_loss_rescaled,
     function,
+    in_eval_mode,
     integrity,
+    loss_calls.loss_calls,
+    loss_terms.loss_terms,
     other_rates,
     still_weights,
     structure,
     symmetry,
     unused_inputs,
-    loss_calls.loss_calls,
-    loss_terms.loss_terms,
     batches.batch,
     batches.label_signal,
     batches.padding_in_loss,
     batches.standardized_inputs,
     tokens.sample_labels,
     tokens.tokens,
+    update,
 )
 """In any order: the cheap and the telling ones run first."""

@@ -145,7 +145,7 @@ LAWS: tuple[Law, ...] = (
         "precision.same_in_float64",
         same_in_float64,
         "replay",
-        named_by=("prec.*", "num.*", "grad.*", "model.dead_relu"),
+        named_by=("prec.*", "num.*", "grad*.*", "model.dead_relu"),
     ),
     Law("precision.stays_in_range", stays_in_range, "replay", named_by=("prec.fp16_overflow", "num.*")),
     Law("precision.fractions_stay", fractions_stay, "replay", named_by=("gradient.graph_cut*",)),

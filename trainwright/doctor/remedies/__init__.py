@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.remedies import data, loss, model
+from trainwright.doctor.remedies import data, loss, model, optim
 from trainwright.replay.trials import USUAL_STEPS, RegisteredTrial
 
 TRIALS: dict[str, RegisteredTrial] = {
     "activation_between": RegisteredTrial(model.activation_between, 260.0),
+    "another_rate": RegisteredTrial(optim.another_rate, USUAL_STEPS),
     "balanced_router": RegisteredTrial(model.balanced_router, USUAL_STEPS),
+    "balanced_terms": RegisteredTrial(loss.balanced_terms, USUAL_STEPS),
+    "clip_at": RegisteredTrial(optim.clip_at, USUAL_STEPS),
+    "group_lr": RegisteredTrial(optim.group_lr, USUAL_STEPS),
     "group_norm": RegisteredTrial(model.group_norm, USUAL_STEPS),
     "keep_graph": RegisteredTrial(model.keep_graph, USUAL_STEPS),
     "keep_saved": RegisteredTrial(model.keep_saved, USUAL_STEPS),
     "less_dropout": RegisteredTrial(model.less_dropout, 43.0),
+    "other_lr": RegisteredTrial(optim.other_lr, USUAL_STEPS),
     "preserve_rng": RegisteredTrial(model.preserve_rng, USUAL_STEPS),
     "random_weights": RegisteredTrial(model.random_weights, USUAL_STEPS),
     "register": RegisteredTrial(model.register, USUAL_STEPS),
     "relu_for_sigmoid": RegisteredTrial(model.relu_for_sigmoid, USUAL_STEPS),
     "revived": RegisteredTrial(model.revived, USUAL_STEPS),
-    "scaled_scores": RegisteredTrial(model.scaled_scores, USUAL_STEPS),
-    "smaller_weights": RegisteredTrial(model.smaller_weights, USUAL_STEPS),
-    "transpose_for_view": RegisteredTrial(model.transpose_for_view, USUAL_STEPS),
-    "unfreeze": RegisteredTrial(model.unfreeze, USUAL_STEPS),
-    "balanced_terms": RegisteredTrial(loss.balanced_terms, USUAL_STEPS),
     "same_shape": RegisteredTrial(loss.same_shape, USUAL_STEPS),
+    "scaled_scores": RegisteredTrial(model.scaled_scores, USUAL_STEPS),
     "scores_for_probabilities": RegisteredTrial(loss.scores_for_probabilities, USUAL_STEPS),
     "second_softmax": RegisteredTrial(loss.second_softmax, 3.0),
+    "smaller_weights": RegisteredTrial(model.smaller_weights, USUAL_STEPS),
     "targets_in_range": RegisteredTrial(loss.targets_in_range, USUAL_STEPS),
+    "transpose_for_view": RegisteredTrial(model.transpose_for_view, USUAL_STEPS),
     "turned_sign": RegisteredTrial(loss.turned_sign, USUAL_STEPS),
     "causal_mask": RegisteredTrial(data.causal_mask, 3.0),
     "ignore_padding": RegisteredTrial(data.ignore_padding, USUAL_STEPS),
     "standardized_inputs": RegisteredTrial(data.standardized_inputs, USUAL_STEPS),
     "without_column": RegisteredTrial(data.without_column, USUAL_STEPS),
+    "unfreeze": RegisteredTrial(model.unfreeze, USUAL_STEPS),
+    "weight_decay": RegisteredTrial(optim.weight_decay, 43.0),
+    "with_optimizer": RegisteredTrial(optim.with_optimizer, USUAL_STEPS),
 }
 """By the name that findings give."""

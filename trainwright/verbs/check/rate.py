@@ -14,7 +14,7 @@ MAX_FIRST_UPDATE = 10.0
 """Norm of the first update / norm of the weights, above which the update destroys the initial weights."""
 SLOW = 5.0
 """The sum of all learning rates / the rate at which the loss begins to fall, below which the run learns slowly."""
-CODE_HIGH, CODE_LOW = "opt.lr_too_high", "opt.lr_too_low"
+CODE_HIGH, CODE_LOW = "optim.lr_too_high", "optim.lr_too_low"
 
 
 @dataclass(frozen=True)

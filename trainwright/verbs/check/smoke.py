@@ -184,7 +184,9 @@ def trained(run: SmokeRun, lr: float) -> Iterator[Verdict]:
     if run.skipped > count // 4 or not math.isfinite(last):
         yield Verdict("fail", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
     elif run.diverges:
-        yield Verdict("fail", "smoke run", f"{message}: it diverges", "take a tenth of optimizer.lr", "opt.lr_too_high")
+        yield Verdict(
+            "fail", "smoke run", f"{message}: it diverges", "take a tenth of optimizer.lr", "optim.lr_too_high"
+        )
     elif run.skipped or infinite:
         yield Verdict("warn", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
     elif count < ENOUGH:

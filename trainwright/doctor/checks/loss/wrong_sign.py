@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Compared, NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
+from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_loss import where_of
-from trainwright.doctor.update.facts import UpdateFacts
 
 MIN_STEPS, COMPARED = 6, 3
 """Examined steps, and the first and the last of them whose losses are compared."""
@@ -25,7 +25,7 @@ BY_HAND = ("log_softmax", "squared error", "absolute error")
     confidence=0.95,
     needs=LossFacts,
     explains=("data.*", "gradient.exploding", "init.*", "law.*", "loss.falls_without_bound",
-              "loss.no_better_than_constant", "opt.lr_too_*", "optim.lr_too_*", "grad.exploding"),
+              "loss.no_better_than_constant", "optim.lr_too_*", "optim.lr_too_*", "gradient.exploding"),
 )  # fmt: skip
 def wrong_sign(run: RunContext) -> Iterator[Result]:
     """The loss is maximized: its sign is wrong.
@@ -95,7 +95,4 @@ def _course(run: RunContext, call: MeasuredLoss, uphill: int) -> tuple[tuple[flo
 
 def _negates_gradients(run: RunContext) -> bool:
     """Whether the loop itself negates all gradients before the update."""
-    return any(
-        facts.edited and facts.regraded and all(each.live_sum * each.replayed_sum < 0 for each in facts.regraded)
-        for _, facts in run.every(UpdateFacts)
-    )
+    return any(facts.is_turned for _, facts in run.every(UpdateFacts))

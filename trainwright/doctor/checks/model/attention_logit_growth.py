@@ -22,7 +22,7 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 
-    Looks like: opt.lr_too_high, which does not announce itself.
+    Looks like: optim.lr_too_high, which does not announce itself.
 
     Fix: `scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim)`; normalise queries and keys; a smaller learning rate.
 
@@ -42,6 +42,6 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
             where=Where(module=path, op="softmax"),
             evidence=[("largest score", high[-1], high[0]), ("evenness of the weights, 0 to 1", now.evenness)],
             trial=RemedyTrial("scaled_scores"),
-            explains=("opt.lr_too_high",) if unscaled else (),
+            explains=("optim.lr_too_high",) if unscaled else (),
         )
         return

@@ -16,7 +16,7 @@ from trainwright.runlog.records import Where
     stage="forward",
     confidence=0.9,
     needs=FirstLossFacts,
-    explains=("model.attention_logit_growth", "opt.lr_too_high", "grad.exploding"),
+    explains=("model.attention_logit_growth", "optim.lr_too_high", "gradient.exploding"),
 )
 def init_too_large(run: RunContext) -> Iterator[Result]:
     """Initial weights are far too large: the first loss is many times that of chance.

@@ -68,7 +68,7 @@ def gradients_underflow(case: Case) -> Iterator[Finding | ExperimentRequest]:
             ("distance from the float32 gradients", facts["gradient_error"], scaled["gradient_error"]),
         ],
         trial=RemedyTrial("loss_scale"),
-        explains=("opt.lr_too_low", "gradient.vanishing"),
+        explains=("optim.lr_too_low", "gradient.vanishing"),
     )
 
 
@@ -159,7 +159,7 @@ def updates_are_lost(case: Case) -> Iterator[Finding | ExperimentRequest]:
         stage="update",
         evidence=[("share of weights that an update does not change", round(still, 4), "< 0.2")],
         trial=RemedyTrial("fp32_weights"),
-        explains=("opt.lr_too_low",),
+        explains=("optim.lr_too_low",),
     )
 
 
@@ -206,7 +206,7 @@ def autocast_keeps_old_weights(case: Case) -> Iterator[Finding | ExperimentReque
             stage="forward",
             since_step=facts["weights_of_step"] + 1,
             evidence=[("loss", facts["then"], facts["now"])],
-            explains=("hw.*", "grad.*", "opt.*", "data.*"),
+            explains=("hw.*", "grad*.*", "opt*.*", "data.*"),
         )
         return
     again = case.newest("again")

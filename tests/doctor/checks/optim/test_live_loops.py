@@ -1,0 +1,192 @@
+"""Instruments of calls, schedules, kept states, names, moments and gradients in loops that run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests.doctor.checks.loops import BATCH, WIDTH, alarms, mlp, watched
+
+pytestmark = pytest.mark.slow
+Adam = torch.optim.Adam
+
+
+def trained(
+    step: Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], object],
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 12,
+) -> list[str]:
+    """The alarms of a loop whose step is replaced."""
+    torch.manual_seed(0)
+    model = model or mlp()
+    optimizer = optimizer or Adam(model.parameters(), 1e-2)
+    x = torch.randn(128, WIDTH)
+    y = (x @ torch.randn(WIDTH, 4)).argmax(1)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for n in range(steps):
+            rows = torch.arange(n * BATCH, (n + 1) * BATCH) % len(x)
+            step(model, optimizer, x[rows], y[rows])
+    assert watch.session.failures == []
+    return alarms(watch)
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+
+
+def usual(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    backward(model, x, y)
+    optimizer.step()
+
+
+def never_zeroed(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    backward(model, x, y)
+    optimizer.step()
+
+
+def zeroed_late(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    backward(model, x, y)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def stepped_twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    usual(model, optimizer, x, y)
+    optimizer.step()
+
+
+def never_stepped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    backward(model, x, y)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (never_zeroed, "optim.missing_zero_grad"),
+        (zeroed_late, "optim.zero_grad_before_step"),
+        (stepped_twice, "optim.stepped_twice"),
+        (never_stepped, "optim.step_never_called"),
+    ],
+)
+def test_the_order_of_calls(step: Callable[..., object], expected: str) -> None:
+    assert trained(step)[0] == expected
+
+
+def test_a_healthy_loop_is_quiet() -> None:
+    assert trained(usual) == []
+
+
+def test_parameters_and_optimizers_that_do_not_belong_together() -> None:
+    model = mlp()
+    assert "optim.params_missing" in trained(usual, model=model, optimizer=Adam(model[:1].parameters(), 1e-2))
+    other = copy.deepcopy(model)
+    assert "optim.stale_params" in trained(usual, model=other, optimizer=Adam(model.parameters(), 1e-2))
+
+
+@pytest.mark.parametrize(("unscales", "expected"), [(False, True), (True, False)])
+def test_a_scaled_loss_is_unscaled(unscales: bool, expected: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        if unscales:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+    assert ("precision.gradients_not_unscaled" in trained(step)) == expected
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(2e-3, True), (1.0, False)], ids=["a rate", "a factor"])
+def test_a_factor_that_is_a_rate(factor: float, expected: bool) -> None:
+    model = mlp()
+    optimizer = Adam(model.parameters(), 2e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor * 0.99**step)
+
+    def advance() -> None:
+        scheduler.step()  # looked up while the watch is there
+
+    watch = watched(model, optimizer=optimizer, after_update=advance)
+    assert ("schedule.factor_is_rate" in alarms(watch)) == expected
+
+
+@pytest.mark.parametrize(("turned", "expected"), [(True, True), (False, False)])
+def test_moments_of_other_parameters(turned: bool, expected: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+    with torch.no_grad():
+        for n, layer in enumerate(layers):
+            layer.weight.mul_(6.0**n)
+    optimizer = Adam(model.parameters(), 1e-4)
+    trained(usual, model=model, optimizer=optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    order = [p for layer in (layers[::-1] if turned else layers) for p in layer.parameters()]
+    again = Adam([*order, *model[-1].parameters()], 1e-4)
+    again.load_state_dict(state)
+    assert ("optim.moments_of_other_params" in trained(usual, model=model, optimizer=again)) == expected
+
+
+@pytest.mark.parametrize(("copies", "expected"), [(False, True), (True, False)])
+def test_a_kept_state_is_a_copy(copies: bool, expected: bool) -> None:
+    model, kept = mlp(), []
+
+    def keep() -> None:
+        if not kept:
+            state = model.state_dict()
+            kept.append(copy.deepcopy(state) if copies else state)
+        elif len(kept) < 12:
+            kept.append(None)
+        elif len(kept) == 12:
+            model.load_state_dict(kept[0])
+            kept.append(None)
+
+    assert ("checkpoint.kept_state_changes" in alarms(watched(model, after_update=keep))) == expected
+
+
+def test_names_that_nothing_reads() -> None:
+    model = mlp()
+    model[0].requires_grad = False  # type: ignore[assignment]
+    assert "loop.name_never_read" in alarms(watched(model))
+    model = mlp()
+    model[0].requires_grad_(False)
+    assert "loop.name_never_read" not in alarms(watched(model))
+
+
+def test_modes_that_do_not_come_back() -> None:
+    model = mlp(nn.Dropout(0.2))
+    count = []
+
+    def evaluate() -> None:
+        count.append(0)
+        if len(count) == 6:
+            model.eval()
+
+    assert "loop.trains_in_eval_mode" in alarms(watched(model, after_update=evaluate))
+    assert alarms(watched(mlp(nn.Dropout(0.2)))) == []
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tensor(self.body(x).tolist()))
+
+
+def test_weights_that_no_gradient_reaches() -> None:
+    found = alarms(watched(Detached(), steps=40))
+    assert {"gradient.does_not_reach", "gradient.graph_cut"} & {*found}

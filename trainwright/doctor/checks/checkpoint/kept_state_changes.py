@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import KeptFacts
+from trainwright.runlog.records import Where
+
+USES = {"load": "loaded back", "save": "saved", "": "still kept at the end"}
+
+
+@check(stage="loop", confidence=0.95, needs=KeptFacts)
+def kept_state_changes(run: RunContext) -> Iterator[Result]:
+    """A kept `state_dict()` changes with the training, because its tensors are the live weights.
+
+    Why it matters: the "best" weights are those of the last step.
+
+    How it is detected: the version counters of the tensors in each dictionary that `state_dict()` of a watched model
+    returned, when it is loaded, saved, or still kept at the end.
+
+    Exceptions: a dictionary that was copied or saved in time, and one that is left over from the last evaluation.
+
+    Usual cause: `best = model.state_dict()`, which holds references and no copies.
+
+    Fix: `best = copy.deepcopy(model.state_dict())`, or `{k: v.clone() for k, v in model.state_dict().items()}`.
+
+    Sources: the PyTorch tutorial "Saving and loading models", note on `best_model_state`.
+    """
+    facts = run.latest(KeptFacts)
+    if facts is None or not facts.taken:
+        yield NotApplicable("no state_dict() was called on a watched model")
+    elif not facts.changed:
+        yield Compared(f"{facts.taken} dictionaries of state_dict()")
+    else:
+        kept = facts.changed[0]
+        yield run.finding(
+            run.last_step,
+            symptom=f"the state that was taken after step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, "
+            "with the weights of then",
+            sure=0.95 if kept.used == "load" else 0.85 if kept.used else 0.6,
+            since_step=kept.taken,
+            where=Where(source=kept.source),
+            evidence=[("updates since it was taken", kept.used_at - kept.taken, 0)],
+        )

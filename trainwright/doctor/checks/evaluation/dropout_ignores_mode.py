@@ -1,0 +1,41 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modes import DropsFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.95, needs=DropsFacts)
+def dropout_ignores_mode(run: RunContext) -> Iterator[Result]:
+    """A dropout stays on in eval mode, so predictions are random.
+
+    How it is detected: one forward pass is replayed with every module in eval mode; a dropout function, or a random
+    mask of one rate, that is called there is reported.
+
+    Usual cause: `F.dropout(x)` without `training=`, which is True unless it is given; `dropout_p` in
+    `scaled_dot_product_attention`.
+
+    Looks like: evaluation.in_train_mode, where the modules are in train mode.
+
+    Fix: `F.dropout(x, p=0.1, training=self.training)`, `dropout_p=0.1 if self.training else 0.0`, or `nn.Dropout`.
+
+    Sources: PyTorchNLPBook#28.
+    """
+    facts = run.latest(DropsFacts)
+    if facts is None or not facts.drops:
+        return
+    by_name = [each for each in facts.drops if "dropout" in each.op or each.op == "scaled_dot_product_attention"]
+    first = (by_name or facts.drops)[0]
+    yield run.finding(
+        run.last_step,
+        symptom=f"in eval mode {first.op} still drops values in {in_words(first.module)}",
+        sure=None if by_name else 0.6,
+        where=Where(module=first.module, op=first.op),
+        evidence=[("dropout in eval mode", [f"{each.module}: {each.op}" for each in facts.drops[:8]], [])],
+    )

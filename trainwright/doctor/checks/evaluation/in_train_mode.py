@@ -1,0 +1,54 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modes import ModesFacts
+
+MAX_FRACTION = 0.25
+"""Of the steps: passes without gradients that are more frequent belong to the steps (targets, pseudo labels)."""
+
+
+@check(stage="loop", confidence=0.9, needs=ModesFacts)
+def in_train_mode(run: RunContext) -> Iterator[Result]:
+    """An evaluation runs in train mode.
+
+    Why it matters: dropout is on and batch normalization learns from the validation set, so the validation loss is
+    noisy and too high, and statistics of the validation set leak into the model.
+
+    How it is detected: passes without gradients between steps, on other batches than those that are trained on.
+
+    Exceptions: passes before more than a quarter of the steps, which are part of the step.
+
+    Usual cause: `model.eval()` is missing before the evaluation, or before some evaluations. `no_grad` does not change
+    the mode.
+
+    Looks like: evaluation.dropout_ignores_mode, where the mode is right.
+
+    Fix: `model.eval()` before and `model.train()` after each evaluation, with `torch.no_grad()` in between.
+
+    Sources: ethos-ares#20.
+    """
+    facts = run.latest(ModesFacts)
+    if facts is None or not facts.depends:
+        yield NotApplicable("no module behaves differently in eval mode")
+        return
+    bursts, in_eval = facts.evaluated_in_train, facts.evaluated_in_eval
+    starts_late = bool(bursts and in_eval and bursts[0] > in_eval[0])
+    if facts.steps < 5 or not bursts or (in_eval and not starts_late):
+        yield Compared(f"{len(in_eval)} evaluations")
+    elif facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
+        norms = f"; it updates the running statistics of {facts.norms} normalizations" if facts.norms else ""
+        yield run.finding(
+            run.last_step,
+            symptom=f"an evaluation after step {bursts[0]} ran in train mode{norms}",
+            sure=0.7 if in_eval else None,
+            since_step=bursts[0],
+            evidence=[
+                ("evaluations in train mode, after steps", list(bursts), []),
+                ("evaluations in eval mode", len(in_eval)),
+            ],
+        )

@@ -1,0 +1,71 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.gradient import AccumulationFacts
+from trainwright.doctor.shared_calls import has_closure, optimizers_of
+from trainwright.runlog.records import Watched
+
+
+@check(
+    stage="backward", severity="critical", confidence=0.95,
+    explains=(
+        "optim.lr_too_low", "gradient.accumulation_not_normalised", "optim.missing_zero_grad",
+        "loop.calls_out_of_order",
+    ),
+)  # fmt: skip
+def accumulation_discarded(run: RunContext) -> Iterator[Result]:
+    """Gradients are cleared between the micro-batches of a step, so only the last ones reach the update.
+
+    Why it matters: the batch is that many times smaller than it says, and its gradient is divided by the full number.
+
+    How it is detected: in half of the steps `zero_grad()` comes between backward passes, and each of these has a batch
+    of its own.
+
+    Exceptions: gradients that the loop has used by hand (extragradient, projections); several losses on one batch.
+
+    Usual cause: `zero_grad()` is in the loop over micro-batches, before the `if` that steps.
+
+    Looks like: optim.zero_grad_before_step, where nothing is left at all.
+
+    Fix: `zero_grad()` once for each window: right after `optimizer.step()`, in the same `if`.
+
+    Sources: RAE#67.
+    """
+    steps = [each for each in run.steps if not has_closure(each) and not each.values.get("used_by_hand")]
+    if len(optimizers_of(steps)) != 1:
+        return
+    examined = {step for step, facts in run.every(AccumulationFacts) if facts.is_plain and facts.discarded}
+    counts = [(each, lost) for each in steps if (lost := _lost(each)) and (each.step in examined or _has_batches(each))]
+    if len(counts) < 2 or 2 * len(counts) < len(steps):
+        return
+    step, lost = counts[-1]
+    total = sum(kind == "backward" for kind, _ in step.events)
+    yield run.finding(
+        step.step,
+        symptom=f"of {total} micro-batches only {total - lost} are in the update",
+        since_step=counts[0][0].step,
+        evidence=[("backward passes whose gradients are dropped", lost, 0)],
+    )
+
+
+def _has_batches(step: Watched) -> bool:
+    """Whether the loader gave as many batches as there are backward passes."""
+    return len(step.values.get("ids") or ()) == sum(kind == "backward" for kind, _ in step.events)
+
+
+def _lost(step: Watched) -> int:
+    """Backward passes that zero_grad() drops before the update, where others are left."""
+    lost = since = 0
+    for kind, _ in step.events:
+        if kind == "backward":
+            since += 1
+        elif kind == "zero_grad":
+            lost, since = lost + since, 0
+        elif kind in ("step", "scaler_skipped"):
+            return lost if since else 0
+    return 0

@@ -1,0 +1,64 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.gradient import AccumulationFacts
+
+
+@check(
+    stage="loss", confidence=0.9, needs=AccumulationFacts,
+    explains=("gradient.clip_always_active", "optim.lr_too_high"),
+)  # fmt: skip
+def accumulation_not_normalised(run: RunContext) -> Iterator[Result]:
+    """The losses of accumulated micro-batches are not divided by their number, or by another number.
+
+    Why it matters: the gradient is that many times too large, so each change of the accumulation changes the run. With
+    clipping, every step is clipped.
+
+    How it is detected: the derivative of what `backward()` was called on with respect to its mean loss, for each
+    micro-batch of a replayed step. Their sum must be 1.
+
+    Exceptions: losses that are sums, several losses on one batch, and gradients that the loop scales by hand. A short
+    window at the end of an epoch is reported only with -v.
+
+    Usual cause: `loss.backward()` without `/ accumulation`, or a short window divided by the full number.
+
+    Fix: `(loss / accumulation).backward()`; exact for unequal lengths: sums of losses divided by the number of targets
+    in the window.
+
+    Sources: guided-diffusion#111, verl#436, huggingface/transformers#34191.
+    """
+    by_hand = {each.step for each in run.steps if each.values.get("edited")}
+    seen = [
+        (step, [each for each in facts.weights if each is not None])
+        for step, facts in run.every(AccumulationFacts)
+        if facts.is_plain and not facts.discarded and step not in by_hand and facts.is_as_recorded
+        and facts.weights and None not in facts.weights
+    ]  # fmt: skip
+    if not seen:
+        yield NotApplicable("no step of several micro-batches whose losses are means was examined")
+        return
+    off = [(step, weights) for step, weights in seen if not 0.9 < sum(weights) < 1.1]
+    if not off:
+        yield Compared(f"{len(seen)} steps of up to {max(len(weights) for _, weights in seen)} micro-batches")
+        return
+    step, weights = off[-1]
+    is_sum = all(0.9 <= each <= 1.1 for each in weights)
+    yield run.finding(
+        step,
+        symptom=f"the gradient of a step is {sum(weights):.3g} times that of the mean over its {len(weights)} "
+        "micro-batches",
+        remedy=f"call backward() on loss / {len(weights)}"
+        if is_sum
+        else "divide by the micro-batches that the step has",
+        severity="warning" if is_sum or len(off) == len(seen) else "info",
+        since_step=off[0][0],
+        evidence=[
+            ("sum of the weights of the micro-batches", sum(weights), 1.0),
+            ("steps like this", f"{len(off)} of {len(seen)}"),
+        ],
+    )

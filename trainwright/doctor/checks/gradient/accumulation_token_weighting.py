@@ -1,0 +1,57 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import variance
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.gradient import AccumulationFacts
+
+UNEVEN, OFF = 1.5, 0.25
+"""Largest over smallest count; how far a micro-batch's weight is from its fraction of the targets, relative."""
+
+
+@check(stage="loss", confidence=0.85, needs=AccumulationFacts)
+def accumulation_token_weighting(run: RunContext) -> Iterator[Result]:
+    """Micro-batches of unequal numbers of targets have equal weights, so targets of short ones count too much.
+
+    Why it matters: the gradient is not that of the batch, and depends on how the batch was split.
+
+    How it is detected: the number of elements that each micro-batch's mean is over, in a replayed step. They differ by
+    half, and by more than masking at random would make them differ.
+
+    Exceptions: a smaller last micro-batch alone.
+
+    Usual cause: the mean of each micro-batch is over its own tokens, and then the means are averaged.
+
+    Looks like: gradient.accumulation_not_normalised, which is off by a constant factor.
+
+    Fix: `tokens = sum(int((t != -100).sum()) for t in window)`, then
+    `(F.cross_entropy(z, t, reduction="sum") / tokens).backward()` for each micro-batch.
+
+    Sources: huggingface/transformers#34191, huggingface/transformers#35203.
+    """
+    found: list[tuple[int, list[float]]] = []
+    for step, facts in run.every(AccumulationFacts):
+        counts, weights = [each for each in facts.counts if each], [each for each in facts.weights if each]
+        whole = len(counts) == len(weights) == facts.backwards and facts.is_plain
+        if whole and len(counts) > 1 and max(weights) < 1.1 * min(weights) and _are_uneven(counts):
+            found.append((step, counts))
+    if not found or (len(found) < 2 and not any(len({*counts[:-1]}) > 1 for _, counts in found)):
+        return
+    step, counts = found[-1]
+    yield run.finding(
+        step,
+        symptom=f"targets count for up to {max(counts) / min(counts):.2g} times as much as others in the same step",
+        since_step=found[0][0],
+        evidence=[("targets of the micro-batches", counts, "equal, or weighted by their number")],
+    )
+
+
+def _are_uneven(counts: list[float]) -> bool:
+    """Counts under random masking are binomial: their variance is below their mean."""
+    mean = sum(counts) / len(counts)
+    spread = (sum((each / mean - 1) ** 2 for each in counts) / len(counts)) ** 0.5
+    return max(counts) >= UNEVEN * min(counts) and variance(counts) > mean and spread > OFF

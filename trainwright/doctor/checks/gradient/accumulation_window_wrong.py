@@ -1,0 +1,70 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.shared_calls import kinds
+
+MIN_STEPS, MOSTLY = 4, 0.75
+"""Steps, and the fraction of them that differ: the last of an epoch may have fewer micro-batches."""
+
+
+@check(stage="backward", confidence=0.85, needs=CallsFacts)
+def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
+    """A step has another number of micro-batches than it should.
+
+    How it is detected: backward passes between updates are counted. Three quarters of the steps have another number
+    than `tw.watch(accumulation=...)` was told; or the first step has one and the next ones have several; or (only with
+    -v) the last step of each epoch has fewer.
+
+    Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`); a
+    range that begins at 1; a loss divided by the full number in a short window.
+
+    Looks like: gradient.accumulation_leftover, where a window is too long.
+
+    Fix: step where `(i + 1) % n == 0`, or at the end of the epoch; divide by the micro-batches that the window has.
+    """
+    facts = run.latest(CallsFacts)
+    seen = [each for each in run.steps if "blind" not in each.values]
+    counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
+    if facts is None or len(counts) < MIN_STEPS:
+        return
+    told, (usual, times) = facts.accumulation or 1, Counter(counts.values()).most_common(1)[0]
+    if told == usual == 1:
+        yield NotApplicable("every step has one backward pass")
+        return
+    other = [n for n in counts.values() if n < told]
+    later = [n for step, n in counts.items() if step > 1]
+    short = [(step, n) for step, n in facts.last_windows if counts.get(step) == n and n < usual]
+    if len(other) >= max(MIN_STEPS, MOSTLY * len(counts)):
+        yield run.finding(
+            run.last_step,
+            symptom=f"the watch was told that a step has {told} micro-batches; {len(other)} of {len(counts)} steps "
+            f"have {other[-1]}",
+            since_step=1,
+            evidence=[("backward passes of a step", other[-1], told)],
+        )
+    elif counts.get(1) == 1 and usual >= 2 and len(later) >= 3 and set(later[:3]) == {usual}:
+        yield run.finding(
+            1,
+            symptom=f"the first update has 1 micro-batch, and the next ones have {usual}",
+            cause="the loop steps after the first micro-batch of a window instead of the last: i % n == 0",
+            sure=0.8,
+            since_step=1,
+            evidence=[("backward passes of the first update", 1, usual)],
+        )
+    elif len(short) >= 2:
+        yield run.finding(
+            short[-1][0],
+            symptom=f"the last update of an epoch has {short[-1][1]} of {usual} micro-batches",
+            severity="info",
+            sure=0.7,
+            evidence=[("epochs like this", len(short), 0)],
+        )
+    else:
+        yield Compared(f"{times} of {len(counts)} steps have {usual} micro-batches")

@@ -1,0 +1,50 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.finding import RemedyTrial
+from trainwright.doctor.shared_calls import kinds
+
+MIN_CLIPS = 16
+TIMES, FALLEN = 100.0, 0.1
+"""Norm over threshold in every clip; the fraction by which the loss falls all the same."""
+
+
+@check(stage="clip", confidence=0.9, explains=("optim.lr_too_low", "optim.lr_far_too_low"))
+def clip_always_active(run: RunContext) -> Iterator[Result]:
+    """Every step is clipped by a large factor, and the loss hardly falls.
+
+    Why it matters: each update has the same tiny length, whatever the gradient is: with SGD that is a learning rate
+    many times smaller.
+
+    How it is detected: in 16 clips the norm is more than 100 times the threshold in each, and the loss has fallen by
+    less than a tenth.
+
+    Usual cause: the threshold is far below the usual norm, or the loss is a sum.
+
+    Looks like: gradient.clip_before_unscale, where the norm is wrong by the loss scale;
+    gradient.accumulation_not_normalised, where it is wrong by the number of micro-batches.
+
+    Fix: log the norm that `clip_grad_norm_` returns, and take a threshold near its 90th percentile; 1.0 is usual for
+    transformers.
+    """
+    clips = [(r.step, c["norm"] / max(c["at"], 1e-30)) for r in run.steps for _, c in kinds(r, "clip") if c["norm"]]
+    if len(clips) < MIN_CLIPS or not all(math.isfinite(ratio) and ratio > TIMES for _, ratio in clips):
+        return
+    losses = [each.loss for each in run.steps]
+    first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
+    if first - last < FALLEN * abs(first):
+        typical = sorted(ratio for _, ratio in clips)[len(clips) // 2]
+        yield run.finding(
+            run.last_step,
+            symptom=f"every step's gradients are made {typical:.3g} times smaller, and the loss goes from {first:.4g} "
+            f"to {last:.4g} in {len(losses)} steps",
+            since_step=clips[0][0],
+            evidence=[("norm / threshold", typical, "around 1")],
+            trial=RemedyTrial("clip_at", {"at": 1.0}),
+        )

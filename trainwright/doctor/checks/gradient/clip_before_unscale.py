@@ -1,0 +1,49 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+
+MIN_SCALE, MEANT = 64.0, 0.02
+"""A threshold above this fraction of the scale was multiplied by it, which is right."""
+
+
+@check(
+    stage="clip", severity="critical", confidence=0.97, needs=CallsFacts,
+    explains=(
+        "gradient.clip_always_active", "gradient.vanishing", "loop.calls_out_of_order", "optim.lr_too_low",
+        "precision.gradients_not_unscaled",
+    ),
+)  # fmt: skip
+def clip_before_unscale(run: RunContext) -> Iterator[Result]:
+    """Gradients are clipped while they still contain the loss scale.
+
+    Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the
+    gradient is a tiny part of what it should be. Adam hides it, but not against eps.
+
+    How it is detected: a clip of gradients whose loss was scaled and that are not unscaled, at a threshold without the
+    scale.
+
+    Usual cause: `clip_grad_norm_` comes before `scaler.unscale_(optimizer)`, or that call is missing.
+
+    Looks like: gradient.clip_always_active, where the norm is true and the threshold too small.
+
+    Fix: `scaler.scale(loss).backward(); scaler.unscale_(optimizer)`, then the clip, then `scaler.step(optimizer)`.
+
+    Sources: Pytorch-UNet#468, pytorch/examples#1196, waifu-diffusion#64.
+    """
+    facts = run.latest(CallsFacts)
+    clip = facts.scaled_clip if facts is not None else None
+    if facts is None or clip is None or clip.scale < MIN_SCALE or clip.at > MEANT * clip.scale:
+        return
+    true = None if clip.norm is None or not math.isfinite(clip.norm) else clip.norm / clip.scale
+    yield run.finding(
+        run.last_step,
+        symptom=f"gradients are clipped to {clip.at:g} while they are {clip.scale:g} times too large",
+        evidence=[("norm before the clip", clip.norm, true), ("clips like this", facts.scaled_clips, 0)],
+    )

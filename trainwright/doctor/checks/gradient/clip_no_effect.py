@@ -1,0 +1,67 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.shared_calls import has_closure, kinds
+from trainwright.runlog.records import Watched
+
+
+@check(stage="clip", confidence=0.95, explains=("loop.calls_out_of_order",))
+def clip_no_effect(run: RunContext) -> Iterator[Result]:
+    """Clipping is called, and updates are made with gradients above the threshold.
+
+    Why it matters: you believe that a bad batch cannot hurt, and it can.
+
+    How it is detected: every clip comes after its gradients were applied or before they exist, or it gets no
+    parameters, and the norm at the update is above the threshold.
+
+    Usual cause: the clip comes after `step()` or before `backward()`; or it gets an iterator that was used up
+    (`filter`, `map`, `parameters()` can be walked only once).
+
+    Fix: clip between the last `backward()` and `step()`, with `model.parameters()` called again or a list of it.
+
+    Sources: nano-world-model PR 22.
+    """
+    idle: list[tuple[Watched, float]] = []
+    empty: list[Watched] = []
+    for step in run.steps:
+        clips = [value for _, value in kinds(step, "clip")]
+        if clips and (has_closure(step) or _clips_in_time(step)):
+            return
+        if clips:
+            idle.append((step, min(clip["at"] for clip in clips)))
+            if any(clip["parameters"] == 0 for clip in clips) and (step.values.get("grads") or [1])[0]:
+                empty.append(step)
+    over = [(step, at) for step, at in idle if step.grad_norm > 1.01 * at or step in empty]
+    if not over:
+        return
+    step, at = over[-1]
+    order = " ".join(kind for kind, _ in kinds(step, "backward", "clip", "step", "zero_grad"))
+    yield run.finding(
+        step.step,
+        symptom=f"updates are made with gradients of norm {step.grad_norm:.3g}, though they are clipped at {at:g}",
+        cause="the clip gets no parameters: an iterator can be walked only once" if step in empty else "",
+        since_step=over[0][0].step,
+        evidence=[("order", order), ("norm at the update", step.grad_norm, at)],
+    )
+
+
+def _clips_in_time(step: Watched) -> bool:
+    """Whether a clip comes between a backward pass and the update, with gradients to change."""
+    clipped = had_backward = False
+    for kind, value in step.events:
+        if kind == "backward":
+            had_backward, clipped = True, False
+        elif kind == "clip" and value["parameters"]:
+            found = value["norm"] is None or value["norm"] > 0 or step.grad_norm == 0.0
+            clipped = clipped or (had_backward and found) or not math.isfinite(value["at"])
+        elif kind in ("step", "scaler_skipped"):
+            if clipped:
+                return True
+            had_backward = False
+    return clipped

@@ -1,0 +1,55 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.finding import RemedyTrial
+from trainwright.doctor.shared_calls import kinds
+
+FIRST = 4
+"""The step up to which the weights are still those of the start, or nearly."""
+PULL = 300.0
+"""Relative change of the loss for one of the weights: a hundredth of them would make it 3 times as large."""
+
+
+@check(stage="backward", confidence=0.8, needs=UpdateFacts, explains=("optim.lr_too_high",))
+def exploding(run: RunContext) -> Iterator[Result]:
+    """Gradients are far too large before anything is trained.
+
+    Why it matters: a single update moves the weights so far that the loss diverges.
+
+    How it is detected: in the first four steps, norm of gradients times norm of weights is more than 300 times
+    the loss, or more than 300 where the loss is below 1 (a loss of 0, as of a policy, says nothing).
+
+    Exceptions: reported only with -v where gradients are clipped.
+
+    Usual cause: gradients grow by a factor for each layer or time step, as in an RNN whose recurrent weights have a
+    norm above 1, or in a deep network without normalization.
+
+    Looks like: optim.lr_too_high, where the first gradients are normal; inputs or targets that are not normalized.
+
+    Fix: `clip_grad_norm_(model.parameters(), 1.0)`; `nn.init.orthogonal_(rnn.weight_hh_l0)`, or an LSTM instead of a
+    plain RNN; detach the hidden state every k steps.
+
+    Sources: Pascanu, Mikolov and Bengio 2013.
+    """
+    early = [(step, facts) for step, facts in run.every(UpdateFacts) if step <= FIRST]
+    pulls = [(facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
+    if not pulls:
+        return
+    pull, step, facts = pulls[-1]
+    if not all(each > PULL for each, _, _ in pulls):
+        yield Compared(f"{len(pulls)} updates: at most {max(each for each, _, _ in pulls):.3g}")
+        return
+    yield run.finding(
+        step,
+        symptom=f"the norm of gradients is {facts.grad_norm:.3g} at a loss of {facts.loss:.3g} and weights of norm "
+        f"{facts.weight_norm:.3g}",
+        severity="info" if any(kinds(each, "clip") for each in run.steps) else "warning",
+        evidence=[("relative change of the loss for one of the weights", pull, f"below {PULL:g}")],
+        trial=RemedyTrial("clip_at", {"at": 1.0}),
+    )

@@ -1,0 +1,66 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modes import EvalModule, ModesFacts
+from trainwright.doctor.finding import listed
+from trainwright.runlog.records import Where
+
+
+@check(stage="loop", severity="critical", confidence=0.95, needs=ModesFacts, explains=("model.excess_dropout",))
+def trains_in_eval_mode(run: RunContext) -> Iterator[Result]:
+    """The model, or a part of it, trains in eval mode.
+
+    Why it matters: dropout is off, and batch normalization uses running statistics of long ago without updating them.
+
+    How it is detected: the mode of every module in each training pass. What left train mode during the run is critical
+    (a warning for a single module); a model or a part that was never in train mode is a warning.
+
+    Exceptions: frozen parts; normalizations alone, all of them or from the first step on (frozen statistics).
+
+    Usual cause: `model.eval()` for an evaluation without `model.train()` after it, or `train()` of a submodule only.
+    Models of `from_pretrained` come in eval mode.
+
+    Fix: call `model.train()` before each epoch and after each evaluation.
+
+    Sources: joeynmt#184, vsepp#4, pytorch-fcn#56, Megatron-LM#411.
+    """
+    facts = run.latest(ModesFacts)
+    if facts is None or not facts.depends:
+        yield NotApplicable("no module behaves differently in eval mode")
+        return
+    trained = [each for each in facts.eval if each.depends and each.trained]
+    left = [each for each in trained if each.left]
+    rows, since_loaded, is_whole = left, False, bool(facts.roots_in_eval) and all(facts.roots_in_eval)
+    if left and not is_whole and all(each.norm for each in left) and len(left) >= facts.norms:
+        rows = []  # the statistics of all normalizations are frozen
+    if not rows:
+        others = [each for each in trained if not each.norm]
+        rows = others if is_whole else _inside([each for each in facts.eval if each.container], others)
+        since_loaded = True
+    if not rows:
+        yield Compared(f"{facts.depends} modules in {facts.steps} steps")
+        return
+    names = [each.module for each in rows]
+    is_sure = not since_loaded and (is_whole or bool(_inside([e for e in facts.eval if e.container and e.left], rows)))
+    yield run.finding(
+        run.last_step,
+        symptom=f"{'the model' if is_whole else listed(names)} has been training in eval mode since step "
+        f"{rows[0].since}",
+        cause="it was loaded in eval mode, as pretrained models are, and train() was never called"
+        if since_loaded
+        else "",
+        severity="critical" if is_sure else "warning",
+        sure=0.95 if is_sure else 0.8 if not since_loaded else 0.65,
+        since_step=max(each.since for each in rows),
+        where=Where(module=names[0], source=rows[0].source),
+        evidence=[("modules in eval mode", names[:16], [])],
+    )
+
+
+def _inside(containers: list[EvalModule], rows: list[EvalModule]) -> list[EvalModule]:
+    return [row for row in rows if any(row.module.startswith(f"{each.module}.") for each in containers)]

@@ -1,0 +1,85 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext, by_experiment
+from trainwright.runlog.json_values import Facts
+
+NO_STEP = {
+    "": "neither the model nor the optimizer that the watch was given was used in its thread",
+    "other_step": "an optimizer stepped that the watch was not given, and the one that it was given never did",
+    "forward": "the model was called, and neither backward nor a step of the optimizer was seen",
+    "autograd_grad": "gradients were computed by torch.autograd.grad, and the optimizer never stepped",
+    "backward": "backward() was seen, and no step of the optimizer",
+}
+"""What a loop without a single step lacks, by the last event in this order that it had."""
+GIVE = "pass the watch the module that the loop calls and every optimizer that steps"
+
+
+@check(stage="loop", severity="info", confidence=1.0)
+def unseen(run: RunContext) -> Iterator[Result]:
+    """A part of the loop cannot be observed, so it is not examined.
+
+    Why it matters: no finding about that part does not mean that all is well there. A loop that makes no step at all is
+    a warning.
+
+    How it is detected: what holds for half of the last eight steps, or for a run that has ended without a step.
+
+    Usual cause: calls past the module (`model.forward(x)`), a compiled model around the watched one, an optimizer that
+    the watch was not given, gradients written by hand, an empty loader or range of epochs.
+
+    Fix: call `model(x)`; pass everything that takes part, as in
+    `tw.watch([generator, discriminator], [opt_g, opt_d], scaler=scaler)`; print `len(loader)`.
+    """
+    blanks = list(_blanks(run))
+    unfinished = _latest(run, "unfinished")
+    is_empty = run.finished and not run.steps and bool(unfinished) and unfinished["error"] is None
+    if blanks:
+        yield run.finding(
+            max(run.last_step, 1),
+            symptom="not all of this loop can be seen: " + "; ".join(what for what, _, _ in blanks),
+            remedy="; ".join(dict.fromkeys(remedy for _, _, remedy in blanks if remedy)),
+            severity="warning" if is_empty and not unfinished["events"] else None,
+            sure=0.8 if is_empty else None,
+            evidence=[(what, seen) for what, seen, _ in blanks],
+        )
+
+
+def _latest(run: RunContext, experiment: str) -> Facts:
+    outcomes = by_experiment(run.records).get(experiment)
+    return dict(outcomes[-1].values) if outcomes else {}
+
+
+def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
+    """What was not seen, in how many steps, and what would show it."""
+    limits = _latest(run, "limits")
+    for failure in limits.get("failures", ()):
+        yield f"a part of the watch has failed ({failure})", "it is switched off", "report it with this message"
+    if refused := limits.get("refused_bytes"):
+        yield (
+            f"no step can be replayed: a state is larger than memory_bytes={limits['budget_bytes']}",
+            f"{refused / 2**20:.1f} MiB of {limits['budget_bytes'] / 2**20:.1f} MiB",
+            f"memory_bytes={refused} or more, where there is room",
+        )
+    if not run.steps and run.finished:
+        seen = set(_latest(run, "unfinished").get("events", ()))
+        yield [what for kind, what in NO_STEP.items() if not kind or kind in seen][-1], "in the whole run", GIVE
+    last = run.steps[-8:]
+    if not last or (len(last) < 3 and not run.finished):
+        return
+    counts = Counter(
+        f"its steps cannot be replayed: {each.values['blind']}" for each in last if each.values.get("blind")
+    )
+    counts["no loss was seen"] = sum(each.values.get("losses") == [] and math.isnan(each.loss) for each in last)
+    counts["gradients are changed by hand before the update"] = sum(bool(each.values.get("edited")) for each in last)
+    other = "an optimizer that the watch was not given steps parameters of the model"
+    counts[other] = sum(any(kind == "other_step" and n for kind, n in each.events) for each in last)
+    for what, count in counts.items():
+        if 2 * count >= len(last):
+            needs = "loss" in what or what == other
+            yield what, f"{count} of the last {len(last)} steps", GIVE if needs else ""

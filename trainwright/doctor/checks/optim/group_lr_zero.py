@@ -1,0 +1,46 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.finding import RemedyTrial
+
+
+@check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.weights_never_move",))
+def group_lr_zero(run: RunContext) -> Iterator[Result]:
+    """A parameter group has a learning rate of 0 while other groups have one above 0.
+
+    Why it matters: its parameters get gradients and stay as they are. Often that is the new head of a fine-tune.
+
+    How it is detected: the rates of all groups at two examinations.
+
+    Exceptions: a schedule with a base rate above 0 that may still raise it, until the end of the run.
+
+    Usual cause: a wrong key or a division of integers in the list of groups.
+
+    Looks like: schedule.learning_rate_zero, where all groups are at 0.
+
+    Fix: `{"params": head.parameters(), "lr": 1e-3}`. To freeze on purpose: `requires_grad_(False)`.
+    """
+    every = run.every(CallsFacts)[-2:]
+    if len(every) < 2 or not run.steps:
+        return
+    (since, before), (step, now) = every
+    for number, optimizer in enumerate(now.optimizers):
+        alive = [group.lr for group in optimizer.groups if group.lr != 0.0]
+        for place, (group, was) in enumerate(zip(optimizer.groups, before.optimizers[number].groups)):
+            may_rise = bool(group.initial_lr) and not (run.finished and len(run.steps) > 50)
+            if group.lr == 0.0 == was.lr and group.with_grad and alive and not may_rise:
+                yield run.finding(
+                    step,
+                    symptom=f"{group.parameters} parameters of group {place} get gradients and have a learning "
+                    "rate of 0",
+                    since_step=since,
+                    evidence=[(f"lr of group {place}", 0.0, alive[0])],
+                    trial=RemedyTrial("group_lr", {"optimizer": number, "group": place, "lr": alive[0]}),
+                )
+                return

@@ -1,0 +1,90 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+
+RISES = 0.5
+"""Fraction of the loss of a batch by which its own update raises it."""
+
+
+@check(
+    stage="update", confidence=0.85, needs=UpdateFacts,
+    explains=("optim.weight_decay_too_high", "gradient.exploding", "optim.weights_drift"),
+)  # fmt: skip
+def lr_too_high(run: RunContext) -> Iterator[Result]:
+    """The learning rate is too high: an update raises the loss of its own batch.
+
+    How it is detected: a replay of the update takes the loss of its batch up by more than half, eight such updates on
+    that batch do so, too, and at a tenth (a hundredth, a thousandth) of the rate they lower it.
+
+    Exceptions: several optimizers (a game), and runs that have recovered.
+
+    Usual cause: the rate itself, a missing warm-up, or a loss that is a sum.
+
+    Looks like: loss.wrong_sign, where no rate helps; data that is not normalized, where the first loss is high before
+    any update.
+
+    Fix: a tenth of it. Usual for AdamW are 1e-4 to 1e-3, for SGD with momentum 0.01 to 0.1. Add a warm-up over the
+    first 1 to 5 % of the run. `trainwright lr-range recipe.yaml` draws the loss over the learning rate.
+
+    Sources: AutoTrainer (Zhang et al., ICSE 2021).
+    """
+    every = [(step, facts) for step, facts in run.every(UpdateFacts) if facts.optimizers == 1]
+    if not every:
+        yield NotApplicable("several optimizers, between which no loss has to fall")
+        return
+    worse = [(step, facts) for step, facts in every if _raises(facts)][:3]
+    if not worse:
+        yield Compared(f"{len(every)} updates")
+        return
+    yield from [ExperimentRequest(BatchStepsFacts.experiment, step) for step, _ in worse]
+    trained = dict(run.every(BatchStepsFacts))
+    for step, facts in worse if not _has_recovered(run) else ():
+        on_batch = trained.get(step)
+        if on_batch is None or on_batch.falls_at is None or not _mean(on_batch.losses[-2:]) > facts.loss:
+            continue
+        limit = 2 * abs(run.steps[0].loss) if run.steps else math.inf
+        is_lost = not facts.after < limit or any(not each.loss < limit for each in run.steps)
+        rate = max(facts.lr, default=0.0)
+        yield run.finding(
+            step,
+            symptom=f"an update takes the loss of its own batch from {facts.loss:.4g} to {facts.after:.4g}",
+            cause=f"the learning rate of {rate:g} is too high for this model and batch",
+            remedy=f"a learning rate of {rate * on_batch.falls_at:g} or less",
+            severity="critical" if is_lost else "warning",
+            sure=0.85 if (facts.input_rms or 1.0) < 30 else 0.5,
+            evidence=[
+                ("update / weights", facts.ratio, "below 0.1"),
+                ("factor at which the loss falls", on_batch.falls_at),
+            ],
+            trial=RemedyTrial("other_lr", {"factor": on_batch.falls_at}),
+        )
+        return
+
+
+def _raises(facts: UpdateFacts) -> bool:
+    worse = not math.isfinite(facts.after) or facts.after > facts.loss + RISES * abs(facts.loss)
+    return math.isfinite(facts.loss) and facts.ratio > 0 and worse
+
+
+def _has_recovered(run: RunContext) -> bool:
+    """Whether the loss is well below its first value, and near its lowest."""
+    losses = [each.loss for each in run.steps]
+    if len(losses) < 12:
+        return False
+    first, now = losses[0], _mean(losses[-4:])
+    low = min(_mean(losses[i : i + 4]) for i in range(len(losses) - 3))
+    return now < first - 0.2 * abs(first) and now - low < 0.3 * (first - low)
+
+
+def _mean(losses: list[float] | tuple[float, ...]) -> float:
+    """Infinity where one is NaN."""
+    mean = sum(losses) / max(1, len(losses))
+    return math.inf if math.isnan(mean) else mean

@@ -1,0 +1,66 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.finding import RemedyTrial
+
+NEGLIGIBLE = 2e-6
+"""Norm of an update over that of the weights. A useful one is 1e-4 to 1e-2."""
+MIN_STEPS, MOVED, PULL = 8, 0.02, 1e-3
+"""Steps; the fraction of the loss that is no progress; relative change of the loss for one of the weights, which is a
+normal gradient."""
+
+
+@check(stage="update", severity="critical", confidence=0.9, needs=UpdateFacts, explains=("optim.lr_far_too_low",))
+def lr_too_low(run: RunContext) -> Iterator[Result]:
+    """The learning rate is so low that updates change nothing.
+
+    How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and the
+    loss has not moved after 8 steps or more.
+
+    Exceptions: a warm-up, and a rate that a schedule or a clip has made small.
+
+    Usual cause: a wrong exponent, or a unit: 1e-8 is the usual eps, and not a rate.
+
+    Looks like: gradient.graph_cut and gradient.vanishing, where gradients are missing; gradient.clip_always_active.
+
+    Fix: multiply it by 10 until the loss moves. Usual for AdamW are 1e-4 to 1e-3, for SGD with momentum 0.01 to 0.1.
+
+    Sources: AutoTrainer (Zhang et al., ICSE 2021).
+    """
+    every = [facts for _, facts in run.every(UpdateFacts) if facts.optimizers == 1 and max(facts.lr, default=0.0) > 0.0]
+    losses = [each.loss for each in run.steps]
+    if len(losses) < MIN_STEPS or not every:
+        return
+    facts = every[-1]
+    is_clipped = (facts.norm_at_clip or 0.0) > 100 * facts.grad_norm
+    pull = facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1e-12)
+    if any(not each.ratio < NEGLIGIBLE for each in every) or is_clipped or pull < PULL or _rises(run):
+        yield Compared(f"{len(every)} updates of {min(each.ratio for each in every):.2g} of the weights and more")
+        return
+    first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
+    noise = max(losses) - min(losses)
+    if abs(last - first) <= max(MOVED * abs(first), 0.5 * noise):
+        yield run.finding(
+            run.last_step,
+            symptom=f"an update changes the weights by {facts.ratio:.1g} of their size, and the loss stays at "
+            f"{last:.4g}",
+            cause=f"the learning rate of {max(facts.lr):g} is too low; gradients are normal",
+            since_step=1,
+            evidence=[("update / weights", facts.ratio, "1e-4 .. 1e-2"), ("norm of gradients", facts.grad_norm)],
+            trial=RemedyTrial("other_lr", {"factor": 1e4}),
+        )
+
+
+def _rises(run: RunContext) -> bool:
+    """Whether the rate is rising, or a schedule has a base that is more than 3 times as high."""
+    calls = run.latest(CallsFacts)
+    groups = [group for each in calls.optimizers for group in each.groups] if calls is not None else []
+    is_low = any((group.initial_lr or 0.0) > 3 * (group.lr or 0.0) for group in groups)
+    return is_low or run.steps[-1].lr > 1.0001 * run.steps[0].lr

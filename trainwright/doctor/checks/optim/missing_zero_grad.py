@@ -1,0 +1,74 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.shared_calls import has_closure, kinds
+from trainwright.runlog.records import Watched
+
+
+@check(
+    stage="backward", severity="critical", confidence=0.95, needs=CallsFacts,
+    explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active", "loop.calls_out_of_order"),
+)  # fmt: skip
+def missing_zero_grad(run: RunContext) -> Iterator[Result]:
+    """Gradients are never cleared, so each update also contains the gradients of all steps before it.
+
+    Why it matters: it acts as momentum without decay. Gradients grow with the number of steps, and the loss diverges.
+
+    How it is detected: gradients exist when a step begins, at two examinations, and no `zero_grad()` comes before the
+    update uses them.
+
+    Exceptions: declared accumulation (`tw.watch(..., accumulation=8)`), and gradients that the loop writes itself
+    before each update.
+
+    Usual cause: `optimizer.zero_grad()` is missing, or is called on another optimizer.
+
+    Looks like: gradient.accumulation_leftover, where only the end of an epoch is left.
+
+    Fix: `optimizer.zero_grad()` once for each update, before the first `backward()`. With several optimizers each one
+    clears its own.
+    """
+    carried: dict[int, list[tuple[int, float]]] = {}
+    by_step = {each.step: each for each in run.steps[1:]}
+    for step, facts in run.every(CallsFacts):
+        record = by_step.get(step)
+        for number, norm in enumerate(facts.carried):
+            if (
+                record
+                and not has_closure(record)
+                and norm > 1e-12 * max(record.grad_norm, 1e-30)
+                and _keeps(record, number)
+            ):
+                carried.setdefault(number, []).append((step, norm))
+    latest = run.latest(CallsFacts)
+    declared = (latest and latest.accumulation) or 1
+    for number, seen in carried.items():
+        if len(seen) < 2 or (declared > 1 and any(kinds(each, "zero_grad") for each in run.steps)):
+            continue
+        step, norm = seen[-1]
+        of_one = f" of optimizer {number}" if latest and len(latest.optimizers) > 1 else ""
+        yield run.finding(
+            step,
+            symptom=f"the gradients of earlier steps are in this update{of_one}, too",
+            since_step=seen[0][0],
+            evidence=[
+                ("norm of gradients left from before the step", norm, 0.0),
+                ("norm at the update", by_step[step].grad_norm),
+            ],
+        )
+        return
+
+
+def _keeps(step: Watched, number: int) -> bool:
+    """Whether the optimizer steps with gradients that no zero_grad() of its own and no write by hand has dropped."""
+    for kind, value in step.events:
+        if kind == "step" and value["optimizer"] == number:
+            return number not in step.values.get("made_anew", ())
+        if kind == "zero_grad" and value in (number, -1):
+            return False
+    return False

@@ -1,0 +1,51 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.updates import LoadedMomentsFacts
+from trainwright.doctor.finding import listed
+
+MIN_TENSORS = 4
+APART, BETTER = 0.7, 0.5
+"""Mean log10 of squared gradient over second moment (a factor of 5), and what is left of it once both are matched."""
+
+
+@check(stage="update", confidence=0.85, needs=LoadedMomentsFacts)
+def moments_of_other_params(run: RunContext) -> Iterator[Result]:
+    """The optimizer goes on with moments that belong to other parameters.
+
+    Why it matters: shapes fit, so nothing fails. Each of these weights moves with the step size of another one until
+    the moments are forgotten, which takes a thousand steps.
+
+    How it is detected: second moments that exist before the first update are compared with the squared gradients of
+    that update. They differ by a factor of 5 on average, and by less than half of that if tensors of the same shape are
+    matched by size.
+
+    Usual cause: `optimizer.load_state_dict` matches the state by position, and the parameter groups were built in
+    another order than when it was saved.
+
+    Looks like: a state of another model, where no order fits.
+
+    Fix: build the groups in the same order, or save with names: `torch.optim.Optimizer` state by
+    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+
+    Sources: pytorch/pytorch#1489, pytorch/pytorch#6031, fairscale#380.
+    """
+    facts = run.latest(LoadedMomentsFacts)
+    if facts is None or len(facts.gaps) < MIN_TENSORS:
+        return
+    gap = sum(facts.gaps) / len(facts.gaps)
+    if gap < APART or facts.matched > BETTER * gap:
+        yield Compared(f"{len(facts.gaps)} tensors of {facts.kind}")
+        return
+    yield run.finding(
+        1,
+        symptom=f"squared gradients and loaded second moments differ by a factor of {10**gap:.3g} on average, most for "
+        f"{listed(facts.names)}; matched in another order by {10**facts.matched:.3g}",
+        since_step=1,
+        evidence=[("mean log10 of their ratio", round(gap, 2), round(facts.matched, 2))],
+    )

@@ -1,0 +1,35 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+
+
+@check(
+    stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
+    explains=("optim.lr_too_high", "optim.stepped_twice", "loop.calls_out_of_order"),
+)  # fmt: skip
+def params_in_two_optimizers(run: RunContext) -> Iterator[Result]:
+    """Two optimizers hold the same parameters, and both step.
+
+    Why it matters: each gradient is applied twice, and each optimizer has moments of updates that the other one
+    changes.
+
+    How it is detected: two optimizers, watched or not, step after the same backward pass and share parameters that have
+    a gradient.
+
+    Usual cause: an optimizer that a rebuild left behind, or parameter lists that overlap.
+
+    Looks like: GANs and actor-critic, whose optimizers hold different parameters.
+
+    Fix: give every parameter to one optimizer: `(p for p in model.parameters() if id(p) not in taken)`.
+    """
+    facts = run.latest(CallsFacts)
+    if facts is not None and facts.doubles >= min(2, max(1, len(run.steps))):
+        yield run.finding(
+            run.last_step, evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)]
+        )

@@ -1,0 +1,49 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.runlog.records import Where
+
+
+@check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.lr_too_low", "optim.weights_never_move"))
+def params_missing(run: RunContext) -> Iterator[Result]:
+    """Parameters get gradients, and no optimizer holds them.
+
+    Why it matters: they stay as they were initialized; the rest learns around them.
+
+    How it is detected: trainable parameters with a gradient that no optimizer holds, watched or not, and that did not
+    change between two examinations (target networks and averages do).
+
+    Exceptions: reported only with -v where all parameters are missing (an image or a prompt is trained) or the missing
+    ones were trained before the run (a head on a pretrained model).
+
+    Usual cause: the optimizer was made before a layer was added, or of `model.head.parameters()`.
+
+    Looks like: optim.stale_params, where the optimizer holds tensors that are not in the model.
+
+    Fix: `torch.optim.AdamW(model.parameters())` once all layers exist, or `optimizer.add_param_group(...)`. Not to be
+    trained? `module.requires_grad_(False)`.
+
+    Sources: HVPNeT#5, mace#525.
+    """
+    facts = run.latest(CallsFacts)
+    if facts is None or not run.steps or any(each.stale for each in facts.optimizers):
+        return
+    if not facts.missing:
+        yield Compared(f"{len(facts.optimizers)} optimizers")
+        return
+    names = facts.missing
+    yield run.finding(
+        run.last_step,
+        symptom=f"{len(names)} parameters get gradients and do not change: {listed(names, 4)}",
+        severity="info" if facts.missing_share == 1.0 or facts.missing_were_trained else "warning",
+        where=Where(module=names[0].rpartition(".")[0]),
+        evidence=[("their fraction of the trainable weights", facts.missing_share, 0.0)],
+        trial=RemedyTrial("with_optimizer", {"names": list(names)}),
+    )

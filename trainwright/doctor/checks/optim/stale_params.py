@@ -1,0 +1,45 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.finding import RemedyTrial
+
+
+@check(
+    stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
+    explains=("optim.lr_too_low", "optim.zero_grad_before_step", "optim.weights_never_move"),
+)  # fmt: skip
+def stale_params(run: RunContext) -> Iterator[Result]:
+    """The optimizer holds tensors that are no longer in the model.
+
+    Why it matters: `step()` updates the old tensors, and no weight of the model changes.
+
+    How it is detected: identities. Tensors of the optimizer are not in the watched models, and parameters of these get
+    gradients, are in no optimizer, and do not change.
+
+    Usual cause: the model was copied, wrapped, rebuilt or loaded with `assign=True` after the optimizer was made.
+
+    Looks like: optim.zero_grad_before_step and optim.lr_too_low, where the optimizer holds the right tensors.
+
+    Fix: make the optimizer last: after `.to(device)`, `deepcopy`, LoRA, FSDP and `load_state_dict(..., assign=True)`.
+
+    Sources: accelerate#2665, accelerate#3256, pytorch/pytorch#107843, TransformerLens#1725.
+    """
+    facts = run.latest(CallsFacts)
+    stale = sum(each.stale for each in facts.optimizers) if facts is not None else 0
+    if facts is None or not run.steps or not facts.missing or not stale:
+        return
+    held = sum(each.parameters for each in facts.optimizers)
+    yield run.finding(
+        run.last_step,
+        symptom=f"{len(facts.missing)} parameters get gradients and do not change; {stale} of the optimizer's {held} "
+        "tensors are not in the model",
+        severity="critical" if facts.missing_share > 0.3 else "warning",
+        evidence=[("tensors of the optimizer that are not in the model", stale, 0)],
+        trial=RemedyTrial("with_optimizer", {"names": list(facts.missing)}),
+    )

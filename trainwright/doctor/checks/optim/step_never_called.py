@@ -1,0 +1,55 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext, by_experiment
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.shared_calls import kinds
+
+
+@check(
+    stage="update",
+    severity="critical",
+    confidence=0.98,
+    needs=CallsFacts,
+    explains=("loop.unseen", "optim.weights_never_move"),
+)
+def step_never_called(run: RunContext) -> Iterator[Result]:
+    """`backward()` runs and `optimizer.step()` is never called, so no weight changes.
+
+    How it is detected: three backward passes or more in a run without an update, and no weight that changed. Of several
+    optimizers, one whose parameters have gradients and that never steps in a run of 20 steps (a warning).
+
+    Usual cause: the call is missing, or its condition is never true: `(i + 1) % accumulation == 0` where an epoch has
+    fewer batches than that.
+
+    Looks like: optim.zero_grad_before_step, where it is called and finds nothing; a loss scaler that skips every step.
+
+    Fix: `optimizer.step()` after `backward()`; with a scaler `scaler.step(optimizer); scaler.update()`.
+    """
+    facts = run.latest(CallsFacts)
+    if facts is None or not run.finished:
+        return
+    if not run.steps:
+        outcomes = by_experiment(run.records).get("unfinished")
+        error = outcomes[-1].values.get("error") if outcomes else None
+        if facts.backwards >= (8 if error else 3) and not facts.moved and not facts.steps_seen:
+            symptom = f"{facts.backwards} backward passes, and not one call of an optimizer's step(): no weight changes"
+            yield run.finding(1, symptom=symptom, evidence=[("steps", 0, facts.backwards)])
+        return
+    done = {v["optimizer"] for each in run.steps for _, v in kinds(each, "step") if isinstance(v, dict)}
+    done |= {v for each in run.steps for _, v in kinds(each, "scaler_skipped")}
+    for number, optimizer in enumerate(facts.optimizers):
+        waits = number not in done and any(group.with_grad for group in optimizer.groups)
+        if len(facts.optimizers) > 1 and len(run.steps) >= 20 and waits:
+            yield run.finding(
+                run.last_step,
+                symptom=f"the parameters of optimizer {number} get gradients, and its step() was never called",
+                severity="warning",
+                sure=0.8,
+                evidence=[("steps of it", 0, len(run.steps))],
+            )
+            return

@@ -1,0 +1,54 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.finding import RemedyTrial
+
+MIN_STEPS = 24
+SHRINKS = 5e-3
+"""Fraction that a decoupled decay takes off every weight in a step: they are halved in 140 steps."""
+OF_GRADIENT = 0.5
+"""Norm of a coupled decay over that of the gradient."""
+
+
+@check(stage="update", confidence=0.85, needs=UpdateFacts)
+def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
+    """Weight decay shrinks the weights faster than the gradient can hold them.
+
+    Why it matters: the model forgets what it learns and predicts the average label.
+
+    How it is detected: AdamW takes more than 0.5 % (lr times weight_decay) off all weights in each step, or the decay
+    of SGD and Adam is more than half of the gradient, and the loss has fallen by less than a quarter in 24 steps or
+    more.
+
+    Usual cause: a decay of AdamW that is written for SGD, or the other way round; a digit too much.
+
+    Looks like: a strong decay under which the loss falls (grokking), which is healthy.
+
+    Fix: AdamW: 0.01 to 0.1; SGD: 1e-4 to 5e-4. None for biases, normalizations and embeddings.
+
+    Sources: Loshchilov and Hutter 2019.
+    """
+    facts = run.latest(UpdateFacts)
+    losses = [each.loss for each in run.steps]
+    if facts is None or facts.optimizers != 1 or len(losses) < MIN_STEPS:
+        return
+    decay, rate = max(facts.weight_decay, default=0.0), max(facts.lr, default=0.0)
+    ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)
+    now, first = sum(losses[-4:]) / 4, losses[0]
+    if ratio <= (SHRINKS if facts.decoupled else OF_GRADIENT) or not now > first - 0.25 * abs(first):
+        yield Compared(f"a decay of {decay:g} at a learning rate of {rate:g}")
+        return
+    how = f"takes {ratio:.1%} off all weights in each step" if facts.decoupled else f"is {ratio:.2g} times the gradient"
+    yield run.finding(
+        run.last_step,
+        symptom=f"a weight decay of {decay:g} {how}, and the loss goes from {first:.4g} to {now:.4g} in "
+        f"{len(losses)} steps",
+        evidence=[("norm of the weights", facts.weight_norm, run.every(UpdateFacts)[0][1].weight_norm)],
+        trial=RemedyTrial("weight_decay", {"to": 0.01 if facts.decoupled else 1e-4}),
+    )

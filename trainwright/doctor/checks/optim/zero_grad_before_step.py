@@ -1,0 +1,54 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.shared_calls import has_closure, kinds
+from trainwright.runlog.records import Watched
+
+
+@check(
+    stage="update", severity="critical", confidence=0.98,
+    explains=(
+        "optim.*", "gradient.*", "model.*", "loss.*", "loop.calls_out_of_order", "schedule.learning_rate_zero",
+    ),
+)  # fmt: skip
+def zero_grad_before_step(run: RunContext) -> Iterator[Result]:
+    """`zero_grad()` runs between `backward()` and `step()`, so every update is made with empty gradients.
+
+    Why it matters: no weight changes. The loss is computed and printed as usual.
+
+    How it is detected: the order of calls in at least half of the recorded steps, and no gradient at the update.
+
+    Usual cause: `zero_grad()` was put right before `optimizer.step()`.
+
+    Looks like: gradient.graph_cut, where gradients are never made; gradient.accumulation_discarded, where those of the
+    last micro-batch survive.
+
+    Fix: `optimizer.zero_grad(); loss.backward(); optimizer.step()`, in this order.
+    """
+    bad = [each for each in run.steps if not has_closure(each) and _dropped_before_step(each)]
+    if bad and 2 * len(bad) >= len(run.steps):
+        order = " ".join(kind for kind, _ in kinds(bad[-1], "backward", "zero_grad", "step"))
+        yield run.finding(
+            bad[-1].step,
+            symptom="the optimizer finds no gradients and changes nothing",
+            since_step=bad[0].step,
+            evidence=[("order", order), ("parameters with a gradient at the update", str(bad[-1].values.get("grads")))],
+        )
+
+
+def _dropped_before_step(step: Watched) -> bool:
+    numbers = {value["optimizer"] for _, value in kinds(step, "step")}
+    had_backward = dropped = False
+    for kind, value in step.events:
+        if kind == "backward":
+            had_backward, dropped = True, False
+        elif kind == "zero_grad" and had_backward and len(numbers) == 1 and value in (-1, *numbers):
+            dropped = True
+        elif kind == "step":
+            return dropped and ((step.values.get("grads") or [1])[0] == 0 or step.grad_norm == 0.0)
+    return False

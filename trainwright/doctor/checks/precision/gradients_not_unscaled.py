@@ -1,0 +1,49 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import ScalerFacts
+
+
+@check(stage="update", severity="critical", confidence=0.95, needs=ScalerFacts, explains=("optim.lr_too_high",))
+def gradients_not_unscaled(run: RunContext) -> Iterator[Result]:
+    """Updates are made with gradients that still contain the loss scale.
+
+    Why it matters: they are up to 65536 times too large. Adam hides it, but not against eps, weight decay and clipping.
+
+    How it is detected: the loss went through `scaler.scale`, and the optimizer steps without `scaler.step` or
+    `scaler.unscale_`, or through another scaler; in two updates.
+
+    Exceptions: gradients that the loop changes by hand, which may be unscaled there.
+
+    Usual cause: `optimizer.step()` stayed where `scaler.step(optimizer)` belongs, or there are two scalers.
+
+    Fix: `scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()`, with one scaler for all three.
+
+    Sources: nerfacc#307, Applio#860.
+    """
+    facts = run.latest(ScalerFacts)
+    if facts is None or not (facts.steps or facts.scaled_updates):
+        yield NotApplicable("no loss is scaled by a GradScaler")
+    elif facts.scaled_updates < 2 and facts.other < 2:
+        yield Compared(f"{facts.steps} steps through the scaler")
+    else:
+        is_raw = facts.scaled_updates >= 2
+        yield run.finding(
+            run.last_step,
+            symptom=f"{facts.scaled_updates} updates were made with the loss scale still in the gradients"
+            if is_raw
+            else "the loss is scaled by one scaler and the gradients are unscaled by another",
+            cause="the loss goes through scaler.scale(), and optimizer.step() is called without unscaling"
+            if is_raw
+            else "there are two scalers, each with a scale of its own",
+            since_step=facts.since or None,
+            evidence=[
+                ("updates with scaled gradients", facts.scaled_updates, 0),
+                ("steps of another scaler", facts.other, 0),
+            ],
+        )

@@ -1,0 +1,46 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.schedule import LearningRateFacts
+from trainwright.doctor.finding import RemedyTrial
+
+MIN_STEPS, WASTED, MOST = 48, 0.25, 0.9
+"""Steps of a run that is no trial; fractions of it at next to no rate. A cosine to 0 makes a fiftieth of it there."""
+
+
+@check(stage="update", confidence=0.8, needs=LearningRateFacts, explains=("schedule.learning_rate_zero",))
+def ends_too_early(run: RunContext) -> Iterator[Result]:
+    """The learning rate is next to nothing long before the end of the run.
+
+    Why it matters: the rest of the run learns nothing; it is an answer to why a longer run was no better.
+
+    How it is detected: the rate is below a thousandth of its peak for nine tenths of the run so far (critical), or for
+    a quarter of a run of 48 steps that is over.
+
+    Usual cause: a schedule that was made for a shorter run or for another unit, or a factor that is applied too often.
+
+    Fix: make the schedule as long as the run, in calls of `scheduler.step()`; print the rate of every step before.
+    """
+    facts = run.latest(LearningRateFacts)
+    if facts is None or not facts.peak:
+        yield NotApplicable("no optimizer has a learning rate")
+        return
+    gone, steps = facts.exhausted, facts.steps
+    is_most = gone is not None and steps >= 20 and steps - gone >= MOST * steps
+    if gone is not None and (is_most or (run.finished and steps >= MIN_STEPS and steps - gone > WASTED * steps)):
+        yield run.finding(
+            run.last_step,
+            symptom=f"the last {steps - gone} of {steps} updates were made below a thousandth of the highest learning "
+            f"rate, {facts.peak:.3g}",
+            severity="critical" if is_most else "warning",
+            since_step=max(1, gone),
+            evidence=[("fraction of updates that change nothing", round(1 - gone / steps, 3), f"<= {WASTED}")],
+            trial=RemedyTrial("another_rate", {"lr": facts.peak}),
+        )
+    else:
+        yield Compared(f"{steps} updates at up to {facts.peak:.3g}")

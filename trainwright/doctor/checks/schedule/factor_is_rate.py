@@ -1,0 +1,52 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.schedule import LearningRateFacts
+from trainwright.doctor.finding import RemedyTrial
+
+MIN_CALLS, NEAR, LOW = 4, 2.0, 0.05
+"""Calls; how far the factor may be from the base rate; and a base rate that no factor of a schedule is near."""
+
+
+@check(
+    stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
+    explains=("optim.lr_too_low", "optim.lr_far_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
+)  # fmt: skip
+def factor_is_rate(run: RunContext) -> Iterator[Result]:
+    """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.
+
+    How it is detected: the highest factor so far (learning rate over `initial_lr`) is as small as the base rate itself,
+    and it is not rising.
+
+    Usual cause: `LambdaLR(optimizer, lambda step: lr * decay(step))`, or a function that returns rates.
+
+    Looks like: a warm-up, whose factor rises; optim.lr_too_low.
+
+    Fix: return a factor that begins at 1, `lambda step: decay(step)`, or make the optimizer with `lr=1.0`.
+
+    Sources: lhoyer/MIC#60, pytorch/pytorch#78917.
+    """
+    facts = run.latest(LearningRateFacts)
+    of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]] if facts is not None else []
+    if facts is None or not of_lambda:
+        yield NotApplicable("there is no LambdaLR")
+        return
+    rates = [lr for _, lr in facts.lrs]
+    factor = facts.peak / facts.base if facts.base else 1.0
+    is_rate = facts.base < LOW and facts.base / NEAR < factor < NEAR * facts.base
+    if not is_rate or len(run.steps) < MIN_CALLS or rates[-1] > rates[0]:
+        yield Compared(f"a factor of up to {factor:.3g}")
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"the optimizer was made with a learning rate of {facts.base:.3g}, and the schedule makes "
+        f"{facts.peak:.3g} of it: its factor, {factor:.3g}, is a rate",
+        since_step=1,
+        evidence=[("highest learning rate", facts.peak, facts.base)],
+        trial=RemedyTrial("another_rate", {"lr": facts.base}),
+    )

@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.schedule import LearningRateFacts
+from trainwright.doctor.finding import RemedyTrial
+
+
+@check(
+    stage="loop", confidence=0.95, needs=LearningRateFacts,
+    explains=("optim.weights_never_move", "optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
+)  # fmt: skip
+def never_stepped(run: RunContext) -> Iterator[Result]:
+    """A scheduler is made and never stepped.
+
+    Why it matters: with a warm-up from 0 the learning rate stays 0 and nothing is trained; else it never decays.
+
+    How it is detected: no call of `step()`, and a rate of 0 in every step (critical), or one rate to the end of a run
+    of two epochs.
+
+    Exceptions: plateau schedules, which may wait.
+
+    Usual cause: the call is missing, or belongs to a branch that is never reached.
+
+    Fix: `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
+    `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
+    """
+    facts = run.latest(LearningRateFacts)
+    if facts is None or any(each.calls for each in facts.schedulers):
+        return
+    stands_still = facts.base > 0.0 and facts.zero_steps == facts.steps >= 2
+    waits = not facts.schedulers or facts.schedulers[0].kind == "ReduceLROnPlateau"
+    is_unused = run.finished and not waits and len(facts.lrs) == 1 and facts.epochs >= 2
+    if stands_still or is_unused:
+        yield run.finding(
+            run.last_step,
+            symptom="the learning rate is 0 in every step, and scheduler.step() is never called"
+            if stands_still
+            else "the schedule never advances",
+            severity="critical" if stands_still else "warning",
+            since_step=1,
+            evidence=[("calls of scheduler.step()", 0, facts.steps), ("learning rate", facts.lrs[-1][1], facts.base)],
+            trial=RemedyTrial("another_rate", {"lr": facts.base or 1e-3}),
+        )

@@ -1,0 +1,37 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.schedule import LearningRateFacts
+
+
+@check(stage="loop", confidence=0.95, needs=LearningRateFacts, explains=("schedule.never_stepped",))
+def of_other_optimizer(run: RunContext) -> Iterator[Result]:
+    """A scheduler is stepped whose optimizer never steps.
+
+    Why it matters: the learning rate of the optimizer that updates the weights never changes.
+
+    How it is detected: the optimizer that the scheduler was made with, in two steps (20 where it shares no parameters
+    with the watched models).
+
+    Usual cause: the optimizer was made again after the scheduler.
+
+    Fix: make the scheduler with the optimizer that steps.
+
+    Sources: accelerate#2665, HVPNeT#5 (objects of before a copy).
+    """
+    facts = run.latest(LearningRateFacts)
+    for each in facts.schedulers if facts is not None else ():
+        if each.is_stray:
+            yield run.finding(
+                run.last_step,
+                symptom=f"{each.kind} was stepped {each.calls} times, and the optimizer that it was made for never",
+                sure=0.95 if each.shares else 0.8,
+                since_step=max(1, each.since),
+                evidence=[("steps of its optimizer", 0, each.calls)],
+            )
+            return

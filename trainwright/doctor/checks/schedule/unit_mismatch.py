@@ -1,0 +1,103 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, SchedulerFacts
+from trainwright.doctor.finding import RemedyTrial
+
+
+@check(
+    stage="loop", confidence=0.9, needs=LearningRateFacts,
+    explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.ends_too_early", "schedule.learning_rate_zero"),
+)  # fmt: skip
+def unit_mismatch(run: RunContext) -> Iterator[Result]:
+    """The schedule is stepped in another unit than the one it counts in.
+
+    Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up.
+
+    How it is detected: calls of `scheduler.step()` against updates, micro-batches and epochs. It is called after every
+    micro-batch; or with every update while its own numbers end it within one epoch; or its length is that of the run in
+    updates, and it is called far less often.
+
+    Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round.
+
+    Looks like: schedule.stepped_several_times, where several calls follow one update.
+
+    Fix: count `T_max`, `total_steps`, `step_size` in calls of `scheduler.step()`: `epochs * len(loader) //
+    accumulation` for one call after each update, `epochs` for one at the end of each epoch.
+
+    Sources: k-diffusion#50, ludwig#3555.
+    """
+    facts = run.latest(LearningRateFacts)
+    if facts is None or not facts.schedulers:
+        yield NotApplicable("no scheduler is known")
+        return
+    for each in facts.schedulers:
+        found = (
+            _micro_batches(each)
+            or _spent_in_an_epoch(facts, each)
+            or (_never_reached(facts, each) if run.finished else "")
+        )
+        if found:
+            yield run.finding(
+                run.last_step,
+                symptom=found,
+                severity="warning" if facts.exhausted is None else "critical",
+                evidence=[
+                    ("calls of scheduler.step()", each.calls),
+                    ("updates", facts.steps),
+                    ("epochs", facts.epochs),
+                ],
+                trial=RemedyTrial("another_rate", {"lr": facts.peak}),
+            )
+            return
+    yield Compared(f"{facts.schedulers[0].calls} calls in {facts.steps} steps")
+
+
+def _micro_batches(each: SchedulerFacts) -> str:
+    windows = each.known_windows
+    if not windows or any(w.calls < 2 or w.calls != w.backwards or w.in_a_row > 1 for w in windows):
+        return ""
+    return f"scheduler.step() is called after each of the {windows[-1].calls} micro-batches of a step"
+
+
+def _spent_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
+    windows = each.known_windows
+    has_fallen = len(facts.lrs) > 1 and facts.lrs[-1][1] < facts.peak
+    if not windows or facts.length is None or not has_fallen or any(w.calls != 1 for w in windows):
+        return ""
+    per_epoch = facts.length / max(1, windows[-1].backwards)
+    worth = min(map(_worth, each.parts), default=math.inf)
+    if worth >= per_epoch:
+        return ""
+    return (
+        f"{each.kind} is stepped with every update, has cut the learning rate from {facts.peak:.3g} to "
+        f"{facts.lrs[-1][1]:.3g} by step {facts.lrs[-1][0]:g}, and ends before the first epoch of {per_epoch:g} updates"
+    )
+
+
+def _worth(part: PartFacts) -> float:
+    """The sum of all factors that a decaying schedule will ever give, in steps at the first learning rate."""
+    gamma = 1.0 if part.gamma is None else part.gamma
+    if not 0 <= gamma < 0.999:
+        return math.inf
+    if part.kind == "StepLR" and part.step_size:
+        return part.step_size / (1 - gamma)
+    if part.kind == "ExponentialLR":
+        return 1 / (1 - gamma)
+    is_low = part.kind == "MultiStepLR" and part.milestones and gamma ** len(part.milestones) <= 0.1
+    return 4.0 * part.milestones[-1] if is_low else math.inf  # legal in the last three quarters of one epoch
+
+
+def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:
+    """Made for the steps of this run to within a tenth, and stepped once for many of them."""
+    part = each.parts[0]
+    length = part.total_steps or part.T_max or part.total_iters or 0
+    if not (1 < each.calls <= facts.steps / 4 and 0.9 * facts.steps <= length <= 1.1 * facts.steps + 1):
+        return ""
+    return f"the run ends {each.calls} calls into a schedule of {length:g}, which is its number of updates"

@@ -1,0 +1,89 @@
+"""Gradients beside difference quotients, and how a step accumulates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainwright.runlog.records import Values
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """The slope of a loss along a direction in these tensors: by its gradient, and by a difference quotient.
+
+    ``error``: how far the quotients of two step sizes differ. ``coarse``: the quotient of a step so long that it sees
+    through rounding.
+    """
+
+    names: tuple[str, ...]
+    of_gradient: float
+    of_loss: float
+    error: float
+    coarse: float
+
+    @property
+    def factor(self) -> float:
+        """The slope of the loss over that of the gradient."""
+        return self.of_loss / self.of_gradient if self.of_gradient else float("inf")
+
+
+@dataclass(frozen=True)
+class DerivativeFacts:
+    """One step in float64 (``dtype``: float32 where the model refuses it).
+
+    Attributes:
+        whole: The slopes along all tensors with a gradient, by loss.
+        deviating: Those of groups of tensors for which gradient and quotient differ.
+        unreached: Those of tensors that an optimizer holds, that the loss depends on, and that get no gradient.
+        unreached_share: The fraction of the trained elements in these.
+        cuts: (function, module) pairs that end the graph.
+        author: What the user put into the backward pass: autograd Functions, hooks, straight-through estimators.
+    """
+
+    experiment: ClassVar[str] = "derivative"
+    dtype: str
+    tensors: int
+    whole: tuple[Slopes, ...]
+    deviating: tuple[Slopes, ...]
+    unreached: tuple[Slopes, ...]
+    unreached_share: float
+    cuts: tuple[tuple[str, ...], ...]
+    author: str
+
+
+@dataclass(frozen=True)
+class AccumulationFacts:
+    """A step of several backward passes, each through its own batch.
+
+    Attributes:
+        is_plain: Each has a batch of its own and goes through the same functions, and the loop uses no gradient by
+            hand in between.
+        weights: By micro-batch, the derivative of what backward was called on with respect to its mean loss.
+        counts: By micro-batch, the elements that this mean is over.
+        discarded: Backward passes whose gradients are dropped before the update.
+        norm_then, norm_now: Norm of the gradients at the live update and at the replayed one.
+    """
+
+    experiment: ClassVar[str] = "accumulation"
+    backwards: int
+    is_plain: bool = False
+    weights: tuple[float | None, ...] = ()
+    counts: tuple[float | None, ...] = ()
+    discarded: int = 0
+    norm_then: float | None = None
+    norm_now: float | None = None
+
+    @property
+    def is_as_recorded(self) -> bool:
+        """Whether nothing else has scaled the gradients."""
+        then, now = self.norm_then, self.norm_now
+        return not then or not now or abs(then - now) < 0.05 * now
+
+
+@dataclass(frozen=True)
+class CustomFunctionsFacts:
+    """By custom autograd Function, its backward pass beside a difference quotient (see the instrument for the keys)."""
+
+    experiment: ClassVar[str] = "custom_functions"
+    functions: tuple[Values, ...] = ()

@@ -1,8 +1,0 @@
-"""Known causes, which break the laws of the family; each is a pure function of a Case."""
-
-from __future__ import annotations
-
-from trainwright.doctor.finding import OldCheck
-from trainwright.doctor.gradient.names import accumulation
-
-NAMES: tuple[OldCheck, ...] = (*accumulation.NAMES,)

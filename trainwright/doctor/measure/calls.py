@@ -1,0 +1,258 @@
+"""Which optimizer holds which weight, and whether backward, unscale, clip and step come in the right order."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
+from trainwright.doctor.measure.weights import was_trained
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
+from trainwright.recorder.user_types import Args, Loader, TorchFunction
+from trainwright.runlog.json_values import Event, Facts, strict
+from trainwright.state.names import named_parameters
+
+ROUNDED = 1e-5
+"""Fraction of the largest gradient below which one is 0 but for rounding, as of a bias before a normalisation."""
+SAMPLE, SAMPLED = 16, 64
+"""Elements of a weight, and weights, that are compared to see whether they change."""
+MAX_COMPARISONS = 16
+"""Updates at which two optimizers are searched for parameters that both hold."""
+
+
+class Calls(Probe):
+    """Also observes optimizers that the watch was not given. A step inside of another one is not counted."""
+
+    name = CallsFacts.experiment
+    closes_late = hears_last = True
+    rests = frozenset({"on_backward", "on_zero_grad", "on_clip", "on_step", "on_stepped"})
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
+        self._parameters, self._declared = watched.subject.parameters, watched.accumulation
+        self._watched = {id(each) for each in (*self._roots, *self._optimizers)}
+        self._known = WeakValueDictionary({id(each): each for each in self._optimizers})
+        self._stepped_at: dict[int, int] = {}
+        self._compared: Counter[tuple[int, int]] = Counter()
+        self._depth = self._backwards = self._since = self._split = self._doubles = self._again = 0
+        self._scale: Tensor | None = None  # of losses whose gradients are not unscaled yet
+        self._unscaled: set[int] = set()
+        self._scaled_clips = 0
+        self._scaled_clip: tuple[float, Tensor | None, Tensor] | None = None
+        self._split_windows: list[tuple[int, int, int]] = []
+        self._last_windows: list[tuple[int, int]] = []
+        self._last_count = 0
+        self._last: RecordedStep | None = None
+        self._at_first = [_sample(p) for p in self._parameters[:SAMPLED]]
+        self._seen: dict[int, Tensor] = {}
+        self._missing: list[str] = []
+        self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        for kind, _ in events:
+            self._since = 0 if kind == "zero_grad" else self._since + (kind == "backward")
+            self._backwards += kind == "backward"
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
+        self._backwards += 1
+        self._since += 1
+
+    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        if id(owner) in self._watched:
+            self._since = self._split = 0
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._split = self._split or self._since
+        if self._last is not None and not self._since:
+            self._last_windows = [*self._last_windows[-15:], (self._last.step, self._last_count)]
+
+    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
+        if scaled is not loss:
+            self._scale = scaler._scale if isinstance(scaler, GradScaler) else None
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._unscaled.add(id(optimizer))
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
+        self._unscaled.discard(id(optimizer))
+
+    def on_scaler_update(self, scaler: GradScaler) -> None:
+        self._scale = None
+
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
+        if self._scale is None or not parameters or not math.isfinite(at):
+            return
+        holders = (each for each in self._known.values() if any(p is parameters[0] for p in owned_by(each)))
+        if id(next(holders, None)) not in {*self._unscaled, id(None)}:
+            self._scaled_clips += 1
+            self._scaled_clip = (at, None if norm is None else norm.detach(), self._scale.detach().clone())
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        self._depth += 1
+        self._known.setdefault(id(optimizer), optimizer)
+        if self._depth > 1:  # an optimizer that is built on another
+            return
+        if self._backwards:
+            at_once = [key for key, step in self._stepped_at.items() if step == self._backwards]
+            self._again += id(optimizer) in at_once
+            self._doubles += any(self._shares(optimizer, key) for key in at_once if key != id(optimizer))
+        self._stepped_at[id(optimizer)] = self._backwards
+
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _shares(self, optimizer: Optimizer, key: int) -> bool:
+        """Whether the known optimizer ``key`` holds a parameter of this one that has a gradient."""
+        other, pair = self._known.get(key), (id(optimizer), key)
+        self._compared[pair] += 1
+        if other is None or self._compared[pair] > MAX_COMPARISONS:
+            return False
+        held = {id(p) for p in owned_by(other)}
+        return any(p.grad is not None and id(p) in held for p in owned_by(optimizer))
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if self._split:
+            self._split_windows = [*self._split_windows[-31:], (step.step, self._split, self._since)]
+        self._last, self._last_count = step, step.kinds.count("backward")
+        self._since = self._split = self._depth = 0
+
+    def values(self) -> Facts | None:
+        missing = self._find_missing()
+        sizes = {name: p.numel() for name, p in self._named().items() if p.requires_grad}
+        clip = self._scaled_clip
+        facts = CallsFacts(
+            optimizers=tuple(self._about(optimizer) for optimizer in self._optimizers),
+            missing=tuple(missing),
+            missing_share=sum(sizes[name] for name in missing) / max(1, sum(sizes.values())),
+            missing_were_trained=bool(missing) and set(missing) <= self._were_trained,
+            doubles=self._doubles,
+            again=self._again,
+            scaled_clips=self._scaled_clips,
+            scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
+            split_windows=tuple(self._split_windows),
+            last_windows=tuple(self._last_windows),
+            accumulation=self._declared,
+            carried=self._carried(self._last) if self._last is not None else (),
+            backwards=self._backwards,
+            moved=self._last is None
+            and not all(map(torch.equal, map(_sample, self._parameters[:SAMPLED]), self._at_first)),
+            steps_seen=len(self._stepped_at),
+        )
+        return dict(strict(vars(facts)))
+
+    def _named(self) -> dict[str, Tensor]:
+        return dict(named_parameters(self._roots))
+
+    def _about(self, optimizer: Optimizer) -> OptimizerFacts:
+        inside = {id(p) for root in self._roots for p in root.parameters()}
+        held = owned_by(optimizer)
+        groups = tuple(
+            GroupFacts(
+                parameters=len(group["params"]),
+                with_grad=sum(p.grad is not None for p in group["params"]),
+                lr=_number(group.get("lr")),
+                initial_lr=_number(group.get("initial_lr")),
+            )
+            for group in optimizer.param_groups
+        )
+        stale = sum(id(p) not in inside and p.grad is None for p in held)
+        return OptimizerFacts(type(optimizer).__name__, len(held), stale, groups)
+
+    def _find_missing(self) -> list[str]:
+        """Names of parameters with a gradient that no optimizer holds, and that did not change since the last time."""
+        held = {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
+        largest = max((_largest(p.grad) for p in self._parameters if p.grad is not None), default=0.0)
+        found, candidates = [], []
+        for name, p in self._named().items():
+            has_gradient = p.grad is not None and _largest(p.grad) > ROUNDED * largest
+            # model.zero_grad() drops theirs, too
+            if id(p) in held or not p.requires_grad or not (has_gradient or name in self._missing):
+                continue
+            candidates.append(name)
+            before, self._seen[id(p)] = self._seen.get(id(p)), _sample(p)
+            if before is not None and torch.equal(before, self._seen[id(p)]):
+                found.append(name)
+        self._missing = found
+        return found
+
+    def _carried(self, step: RecordedStep) -> tuple[float, ...]:
+        by_id = {id(p): g for p, g in zip(self._parameters, step.values.get("carried") or ()) if g is not None}
+        grads = [[by_id[id(p)] for p in owned_by(each) if id(p) in by_id] for each in self._optimizers]
+        return tuple(math.sqrt(sum(float(own_part(g).float().norm()) ** 2 for g in each)) for each in grads)
+
+
+class Scaler(Probe):
+    """Observes whether what a scaler has scaled is unscaled before it is applied."""
+
+    name = ScalerFacts.experiment
+    closes_late = hears_last = True
+    rests = frozenset({"on_step"})
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._scaled_by: GradScaler | None = None  # of the losses whose gradients the next update uses
+        self._unscaled: set[int] = set()
+        self._is_raw = False
+        self._counts: Counter[str] = Counter()
+        self._since = 0
+
+    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
+        if isinstance(scaler, GradScaler) and scaled is not loss:
+            self._scaled_by = scaler
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._unscaled.add(id(optimizer))
+        self._counts["other"] += self._scaled_by is not None and scaler is not self._scaled_by
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        is_raw = self._scaled_by is not None and id(optimizer) not in self._unscaled
+        self._is_raw |= is_raw and getattr(optimizer, "grad_scale", None) is None
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
+        self._counts["steps"] += scaler.is_enabled()
+        self._unscaled.discard(id(optimizer))
+
+    def on_scaler_update(self, scaler: GradScaler) -> None:
+        self._counts["updates"] += 1
+        self._scaled_by = None
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if self._is_raw and "edited" not in step.values and "vetoed" not in step.values:
+            self._counts["raw"] += 1
+            self._since = self._since or step.step
+        self._is_raw = False
+        if not self._counts["updates"]:
+            self._scaled_by = None
+        self._unscaled.clear()
+
+    def values(self) -> Facts | None:
+        counts = self._counts
+        facts = ScalerFacts(counts["raw"], self._since, counts["steps"], counts["updates"], counts["other"])
+        return dict(strict(vars(facts)))
+
+
+def _largest(gradient: Tensor) -> float:
+    values = own_part(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Elements from all over the parameter: some of them may have no gradient."""
+    flat = own_part(parameter.detach()).flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else None  # type: ignore[arg-type]

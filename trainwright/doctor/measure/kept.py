@@ -1,0 +1,102 @@
+"""The states that a loop keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trainwright.doctor.facts.calls import KeptFacts, KeptState
+from trainwright.recorder.callers import caller
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts, strict
+
+REMEMBERED = 64
+COMPARED = 4
+"""Tensors of a dictionary that are compared: an update changes all of them."""
+OLD = 20
+"""Steps that a dictionary that is only kept must be old, if it is the only one: else it is a variable left over."""
+
+
+@dataclass
+class _Taken:
+    """A dictionary of live tensors. ``is_done``: what it held then was copied or saved."""
+
+    state: weakref.ref[dict[str, object]]
+    tensors: tuple[Tensor, ...]
+    versions: int
+    step: int
+    source: str | None
+    is_done: bool = False
+
+    @property
+    def has_changed(self) -> bool:
+        return sum(each._version for each in self.tensors) != self.versions
+
+
+class KeptStates(Probe):
+    """Remembers the dictionaries that ``state_dict`` of a watched model returned, and what is done with them."""
+
+    name = KeptFacts.experiment
+    closes_late = hears_last = True
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._roots = watched.subject.roots
+        self._steps = self._num_taken = 0
+        self._taken: list[_Taken] = []
+        self._changed: list[KeptState] = []
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps = step.step
+
+    def on_state_dict(self, module: nn.Module, state: object) -> None:
+        if not isinstance(state, dict) or type(state) is dict or not any(module is root for root in self._roots):
+            return
+        live = {p.data_ptr() for p in module.parameters()}
+        held = tuple(each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live)[:COMPARED]
+        if held:
+            self._num_taken += 1
+            self._taken = [each for each in self._taken if each.state() is not None][-REMEMBERED:]
+            versions = sum(each._version for each in held)
+            self._taken.append(_Taken(weakref.ref(state), held, versions, self._steps, caller()))
+
+    def on_copied(self, tensor: Tensor) -> None:
+        for each in self._taken:
+            each.is_done |= any(tensor is one for one in each.tensors) and not each.has_changed
+
+    def on_saved(self, value: object) -> None:
+        self._use(value, "save")
+
+    def on_loaded(self, module: nn.Module, state: object) -> None:
+        self._use(state, "load")
+
+    def _use(self, value: object, how: str, depth: int = 3) -> None:
+        for each in self._taken:
+            if each.state() is value:
+                self._note(each, how)
+                each.is_done = True
+                return
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        for one in list(inner)[:REMEMBERED] if depth else ():
+            self._use(one, how, depth - 1)
+
+    def _note(self, taken: _Taken, how: str) -> None:
+        if taken.has_changed and not taken.is_done:
+            self._changed.append(KeptState(taken.step, self._steps, how, taken.source))
+            self.urgent = True
+
+    def end(self, error: BaseException | None) -> None:
+        """What still exists was kept for what comes after the loop, if it is older than the last few of its kind."""
+        steps = [each.step for each in self._taken]
+        usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else OLD / 1.5
+        for each in self._taken:
+            if each.state() is not None and self._steps - each.step > 1.5 * max(usual, 1):
+                self._note(each, "")
+        self._taken = []
+
+    def values(self) -> Facts | None:
+        self.urgent = False
+        return dict(strict(vars(KeptFacts(self._num_taken, tuple(self._changed[:8]))))) if self._steps else None

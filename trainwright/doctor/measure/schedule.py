@@ -1,0 +1,234 @@
+"""The learning rate over the steps, and how each scheduler is stepped and obeyed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, PlateauMetric, SchedulerFacts, Window
+from trainwright.recorder.datasets import length_of
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.optimizers import same_optimizer, share_groups
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs, Loader
+from trainwright.runlog.json_values import Facts, strict
+
+KEPT = 64
+STRAY_AFTER = 20
+"""Steps after which an optimizer that never stepped and shares no parameters is not one that steps seldom."""
+NUMBERS = ("T_max", "total_steps", "total_iters", "step_size", "gamma")
+
+
+class _Scheduler:
+    """What is seen of one scheduler. A window is between two updates."""
+
+    def __init__(self, scheduler: object, optimizer: Optimizer, since: int) -> None:
+        self.scheduler, self.optimizer, self.since = scheduler, optimizer, since
+        self.calls = self.in_window = self.in_a_row = self.longest = self.since_call = 0
+        self.repeated = self.advanced = self.once = 0
+        self.updates = self.off = self.off_in_a_row = self.off_since = self.followed = 0
+        self.seen = self.said = 0.0
+        self.used: list[float] = []
+        self.windows: deque[Window] = deque(maxlen=8)
+        self.metrics: deque[PlateauMetric] = deque(maxlen=KEPT)
+
+    def stepped(self) -> None:
+        if self.calls:
+            self.repeated += self.since_call == 0
+            self.advanced += self.since_call > 0
+            self.once += self.since_call == 1
+        self.calls, self.since_call = self.calls + 1, 0
+        self.in_window, self.in_a_row = self.in_window + 1, self.in_a_row + 1
+        self.longest = max(self.longest, self.in_a_row)
+
+    def updated(self, step: int, used: list[float], *, is_last: bool) -> None:
+        """An update was made with these rates. ``is_last``: no other scheduler of the optimizer stepped since."""
+        self.since_call += 1
+        if not self.calls:
+            return
+        self.updates += 1
+        said = [float(rate) for rate in getattr(self.scheduler, "_last_lr", ())]
+        before, self.used = self.used, used
+        if not is_last or len(said) != len(used):
+            return
+        off = [(a, b) for a, b in zip(used, said) if abs(a - b) > 1e-6 * max(abs(a), abs(b))]
+        self.off_in_a_row = self.off_in_a_row + 1 if off else 0
+        self.followed += not off and bool(before) and used != before
+        if off:
+            self.off, self.off_since = self.off + 1, self.off_since or step
+            self.seen, self.said = off[0]
+
+    def close(self, backwards: int) -> None:
+        self.windows.append(Window(self.in_window, backwards, self.longest))
+        self.in_window = self.in_a_row = self.longest = 0
+
+
+class Schedules(Probe):
+    """Also observes schedulers that the watch was not given. ``urgent``: the rate fell, or a cosine began to climb."""
+
+    name = LearningRateFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._optimizers, self._roots = watched.subject.optimizers, watched.subject.roots
+        self._last: dict[int, _Scheduler] = {}
+        self._stepped: set[int] = set()
+        self._has_rates = any("lr" in group for o in self._optimizers for group in o.param_groups)
+        self._steps = self._backwards = self._epochs = self._zero_steps = self._peak_step = 0
+        self._length: int | None = None
+        self._exhausted: int | None = None
+        self._changes: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._peak = 0.0
+        self._losses: deque[Tensor] = deque(maxlen=512)
+        self._was_urgent: set[str] = set()
+        self._schedulers: dict[int, _Scheduler] = {}
+        for each in watched.schedulers:
+            self._of(each)
+
+    def _of(self, scheduler: object) -> _Scheduler | None:
+        """What is known of an object that writes learning rates: it has ``step`` and an optimizer."""
+        known = self._schedulers.get(id(scheduler))
+        optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
+        if known is None and isinstance(optimizer, Optimizer):
+            known = self._schedulers[id(scheduler)] = _Scheduler(scheduler, optimizer, self._steps)
+        return known
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        if self._length is None or length_of(loader) == self._length:
+            self._epochs += 1
+            self._length = self._length or length_of(loader)
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        self._backwards += 1
+        for each in self._schedulers.values():
+            each.in_a_row = 0
+
+    def on_schedule(self, scheduler: object) -> None:
+        if (known := self._of(scheduler)) is not None:
+            known.stepped()
+            self._last[id(known.optimizer)] = known
+
+    def on_metric(self, scheduler: object, metric: object) -> None:
+        known = self._of(scheduler)
+        if known is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):  # others are passed the epoch
+            value = float(metric) if isinstance(metric, SupportsFloat) else math.nan
+            losses = [float(each) for each in self._losses]
+            self._losses.clear()
+            mean = sum(losses) / len(losses) if losses else math.nan
+            known.metrics.append(PlateauMetric(self._steps, value, mean, max(_rates(known.optimizer), default=0.0)))
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        self._stepped.add(id(optimizer))
+        of_it = [each for each in self._schedulers.values() if each.optimizer is optimizer]
+        rates = [group.get("lr") for group in optimizer.param_groups] if of_it else []
+        if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+            return  # reading it would wait for the device
+        used = [float(rate) for rate in rates if rate is not None]
+        for each in of_it:
+            each.updated(self._steps + 1, used, is_last=self._last.get(id(optimizer)) is each)
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps += 1
+        for each in self._schedulers.values():
+            each.close(self._backwards)
+        self._backwards = 0
+        if step.losses:
+            self._losses.append(step.losses[0])
+        if self._has_rates:
+            lr = step.lr if step.is_told_late else max((r for o in self._optimizers for r in _rates(o)), default=0.0)
+            self._zero_steps += lr == 0.0
+            if not self._changes or lr != self._changes[-1][1]:
+                self._changed(lr)
+
+    def _changed(self, lr: float) -> None:
+        before = self._changes[-1][1] if self._changes else None
+        if lr > self._peak:
+            self._peak, self._peak_step = lr, self._steps
+        if lr >= 1e-3 * self._peak:
+            self._exhausted = None
+        elif self._exhausted is None:
+            self._exhausted = self._steps
+        self._changes.append((self._steps, lr))
+        if before is not None:
+            why = "fell" if lr < before else "climbs" if any(map(_is_past_its_end, self._schedulers.values())) else ""
+            self.urgent |= bool(why) and why not in self._was_urgent  # the first change of a schedule shows its fault
+            self._was_urgent.add(why)
+
+    def values(self) -> Facts:
+        self.urgent = False
+        bases = [float(g.get("initial_lr", 0.0)) for o in self._optimizers for g in o.param_groups]
+        facts = LearningRateFacts(
+            steps=self._steps,
+            epochs=self._epochs,
+            length=self._length,
+            lrs=tuple(self._changes),
+            peak=self._peak,
+            peak_step=self._peak_step,
+            zero_steps=self._zero_steps,
+            exhausted=self._exhausted,
+            base=max(bases, default=0.0),
+            schedulers=tuple(found for each in self._schedulers.values() if (found := self._about(each)) is not None),
+        )
+        return dict(strict(vars(facts)))
+
+    def _about(self, each: _Scheduler) -> SchedulerFacts | None:
+        """None for a scheduler of an optimizer that is not watched, unless that one never steps."""
+        trained = {id(p) for root in self._roots for p in root.parameters()}
+        shares = any(id(p) in trained for p in owned_by(each.optimizer))
+        is_late = self._steps >= (2 if shares else STRAY_AFTER) and each.calls >= 2
+        is_stray = id(each.optimizer) not in self._stepped and is_late
+        if not is_stray and not any(share_groups(each.optimizer, o) for o in self._optimizers):
+            return None
+        return SchedulerFacts(
+            parts=tuple(_part(part) for part in _parts(each.scheduler)),
+            since=each.since,
+            calls=each.calls,
+            windows=tuple(each.windows),
+            metrics=tuple(each.metrics),
+            repeated=each.repeated,
+            advanced=each.advanced,
+            advanced_once=each.once,
+            updates=each.updates,
+            off=each.off,
+            off_in_a_row=each.off_in_a_row,
+            off_since=each.off_since,
+            followed=each.followed,
+            seen=each.seen,
+            said=each.said,
+            is_stray=is_stray,
+            shares=shares,
+        )
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _parts(scheduler: object) -> list[object]:
+    """The scheduler and those that it steps."""
+    inner = getattr(scheduler, "_schedulers", None)
+    return [scheduler, *(part for each in inner for part in _parts(each))] if isinstance(inner, list) else [scheduler]
+
+
+def _is_past_its_end(each: _Scheduler) -> bool:
+    return any(getattr(part, "last_epoch", 0) > getattr(part, "T_max", math.inf) for part in _parts(each.scheduler))
+
+
+def _part(scheduler: Any) -> PartFacts:
+    classes = [c for c in type(scheduler).__mro__ if c.__module__.startswith("torch.optim")] or [type(scheduler)]
+    numbers = {name: getattr(scheduler, name, None) for name in NUMBERS}
+    mode, milestones = getattr(scheduler, "mode", ""), getattr(scheduler, "milestones", None)
+    last, bases = getattr(scheduler, "last_epoch", 0), getattr(scheduler, "base_lrs", ())
+    return PartFacts(
+        kind=classes[0].__name__,
+        base_lrs=tuple(float(each) for each in bases if isinstance(each, int | float | torch.Tensor)),
+        last_epoch=int(last) if isinstance(last, int | float) else 0,
+        mode=mode if isinstance(mode, str) else "",
+        milestones=tuple(sorted(milestones)) if isinstance(milestones, dict) else (),
+        **{name: float(value) for name, value in numbers.items() if isinstance(value, int | float)},
+    )

@@ -1,0 +1,168 @@
+"""The effect of an update on its own batch and on the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.doctor.facts.updates import AgainFacts, BatchStepsFacts, UpdateFacts
+from trainwright.recorder.calls import is_compiled
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.live_sums import sums_of
+from trainwright.recorder.program import OptimizerStep
+from trainwright.replay.experiments import replay
+from trainwright.replay.functions import error_text
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
+
+SLOPE_ELEMENTS = 4096
+"""Elements of each tensor that the cosine between gradient and update is computed over."""
+
+
+class _Updates:
+    """Observes the updates of a replay: their cosine to the gradient, and the sums of the gradients."""
+
+    def __init__(self, session: ReplaySession) -> None:
+        self._session = session
+        self._grads: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.slopes: list[float] = []
+        self.sums: list[Tensor] = []
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for optimizer in self._session.optimizers:
+                undo.callback(optimizer.register_step_pre_hook(self._before).remove)
+                undo.callback(optimizer.register_step_post_hook(self._after).remove)
+            yield
+
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        held = [p for p in owned_by(optimizer) if p.grad is not None and not p.grad.is_sparse and p.numel()]
+        self._grads = [(p, _sampled(p), _sampled(p.grad)) for p in held if p.grad is not None]
+        self.sums.append(sums_of([p.grad for p in self._session.replayer.subject.parameters]))
+
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        pairs = [(grad.double().cpu(), (_sampled(p) - old).double().cpu()) for p, old, grad in self._grads]
+        product = sum(float(grad @ change) for grad, change in pairs)
+        sizes = [math.sqrt(sum(float(pair[n] @ pair[n]) for pair in pairs)) for n in (0, 1)]
+        self.slopes.append(product / (sizes[0] * sizes[1]) if all(sizes) else math.nan)
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A copy of elements from all over a tensor."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SLOPE_ELEMENTS)][:SLOPE_ELEMENTS].clone()
+
+
+@replay(UpdateFacts, when="checkup", value=3.0)
+def update(session: ReplaySession) -> UpdateFacts:
+    """How far the update moves the weights, and the loss of the step's batch before and after it."""
+    updates = _Updates(session)
+    with session.live():
+        with updates.observed():
+            result = session.replayer.run(session.recorded_step, upto="step")
+        after = session.replayer.run(session.recorded_step, upto="forward")
+    steps = [each for each in session.recorded_step.program if isinstance(each, OptimizerStep)]
+    moved = [name for name in result.after if not torch.equal(result.after[name], result.before[name])]
+    held = [name for name, grad in result.grads.items() if grad is not None]
+    weight = norm_of(result.before, held)
+    groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
+    return UpdateFacts(
+        loss=result.loss,
+        after=after.loss,
+        optimizers=len({each.optimizer for each in steps}),
+        lr=tuple(float(group["lr"]) for each in steps for group in each.groups if "lr" in group),
+        weight_decay=tuple(float(group.get("weight_decay") or 0.0) for each in steps for group in each.groups),
+        decoupled=any(map(_is_decoupled, session.optimizers)),
+        grad_norm=result.grad_norm,
+        norm_at_clip=result.norm_at_clip,
+        weight_norm=weight,
+        ratio=norm_of({n: result.after[n] - result.before[n] for n in moved}, moved) / weight if weight else math.nan,
+        input_rms=_rms(session.inputs),
+        slopes=tuple(updates.slopes),
+        maximises=any(bool(group.get("maximize")) for group in groups),
+        is_turned=len(steps) == len(updates.sums) and any(map(_is_turned, steps, updates.sums)),
+    )
+
+
+def _is_turned(step: OptimizerStep, replayed: Tensor) -> bool:
+    """Whether all gradients that the live update found have the opposite sign of the replayed ones."""
+    if step.gradients is None or len(step.gradients) != len(replayed):
+        return False
+    signs = (step.gradients[:, 1].cpu() * replayed[:, 1].cpu()).nan_to_num()
+    return bool((signs <= 0).all()) and bool((signs < 0).any())
+
+
+def norm_of(tensors: Mapping[str, Tensor | None], names: list[str]) -> float:
+    """The norm of these tensors taken together."""
+    chosen = [tensors[name] for name in names]
+    return math.sqrt(sum(float(t.detach().to_dense().double().norm()) ** 2 for t in chosen if t is not None))
+
+
+def _is_decoupled(optimizer: Optimizer) -> bool:
+    flagged = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    return flagged or any(kind.__name__ == "AdamW" for kind in type(optimizer).__mro__)
+
+
+def _rms(inputs: list[Tensor]) -> float | None:
+    floats = [x for x in inputs if x.is_floating_point() and x.numel()]
+    return max((float(x.double().square().mean().sqrt()) for x in floats), default=None)
+
+
+@replay(BatchStepsFacts, when="requested", steps=40.0)
+def batch_steps(session: ReplaySession) -> BatchStepsFacts:
+    """Eight updates on this batch alone, and the first smaller learning rate at which they lower its loss steadily."""
+    was = session.train(8, repeat=True)
+    for factor in (0.1, 0.01, 0.001):
+        now = session.train(8, Intervention(lr=factor), repeat=True)
+        if math.isfinite(now[-1]) and now[-1] < now[0] and max(now) <= now[0] + 1e-3 * abs(now[0]):
+            return BatchStepsFacts(tuple(was), factor)
+    return BatchStepsFacts(tuple(was), None)
+
+
+@replay(AgainFacts, when="checkup")
+def again(session: ReplaySession) -> AgainFacts:
+    """The recorded losses and gradient norm beside those of a replay, and that replay beside a second one.
+
+    A compiled model is replayed uncompiled and rounds in other places: its losses may differ by ``tolerance``.
+    """
+    one, two = session.run(upto="step"), session.run(upto="step")
+    losses, norm = [float(each) for each in one.losses], session.recorded_step.grad_norm
+    tolerance = tolerance_of(session)
+    return AgainFacts(
+        same_losses=_equal([float(each) for each in session.recorded_step.losses], losses, tolerance),
+        tolerance=tolerance,
+        same_twice=_equal(losses, [float(each) for each in two.losses])
+        and all(_same(one.grads[name], two.grads[name]) for name in one.grads),
+        norm_then=None if norm is None else float(norm),
+        norm_now=one.grad_norm,
+        error=error_text(one.error),
+    )
+
+
+def tolerance_of(session: ReplaySession) -> float:
+    """Relative: half of the digits of the coarsest type that a compiled model computes with; else 0, the same bits."""
+    if not any(map(is_compiled, session.replayer.subject.modules)):
+        return 0.0
+    computed = {p.dtype for p in session.parameters.values() if p.is_floating_point()}
+    computed |= {call.autocast[1] for call in session.recorded_step.calls if call.autocast[0]}
+    return math.sqrt(max(torch.finfo(dtype).eps for dtype in computed)) if computed else 0.0
+
+
+def _equal(ones: list[float], others: list[float], tolerance: float = 0.0) -> bool:
+    def same(one: float, other: float) -> bool:
+        return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
+
+    return len(ones) == len(others) and all(map(same, ones, others))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    one, other = (each.to_dense() if each.is_sparse else each for each in (one, other))
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
