@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import trainwright as tw
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.law import State
+from trainwright.doctor.check import State
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import Watch as WatchOf
 from zoo.further import quality as further_quality

@@ -11,7 +11,6 @@ from trainwright.doctor.family import Family
 from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.loss import FAMILY as LOSS
-from trainwright.doctor.precision import FAMILY as PRECISION
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resources import FAMILY as RESOURCES
@@ -25,7 +24,6 @@ FAMILIES: tuple[Family, ...] = (
     FUNCTION,
     GRADIENT,
     LOSS,
-    PRECISION,
     PROGRAM,
     RANKS,
     RESOURCES,

@@ -74,7 +74,7 @@ CALLS: Mapping[str, Callable[[Sequence[CallLine]], Iterable[str]]] = {
     "grad.clip_no_effect": _all("clip"),
     "grad.clip_empty_iterable": _all("clip"),
     "grad.clip_always_active": _all("clip"),
-    "grad.clip_spreads_nan": _all("clip"),
+    "gradient.clip_spreads_nan": _all("clip"),
     "accum.not_normalised": _all("backward"),
     "accum.grads_discarded": _dropped_before("backward"),
     "sched.unit_mismatch": _all("schedule"),

@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.doctor import FAMILIES
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
-from trainwright.doctor.check import Check, CheckState, NotApplicable, Compared, Result
+from trainwright.doctor.check import Check, CheckState, Compared, NotApplicable, Result
 from trainwright.doctor.discovery import default_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, OldCheck, make_finding
 from trainwright.doctor.law import Law

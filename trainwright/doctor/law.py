@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.check import NotApplicable as NotApplicable
 from trainwright.doctor.check import Compared as Holds
+from trainwright.doctor.check import NotApplicable as NotApplicable
 from trainwright.doctor.check import Result as Verdict
 
 Effort: TypeAlias = Literal["cheap", "replay"]

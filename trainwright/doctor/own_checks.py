@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainwright.doctor.check import NotApplicable, Compared, Result
+from trainwright.doctor.check import Compared, NotApplicable, Result
 from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
 from trainwright.runlog.records import Examined, construct

@@ -14,8 +14,6 @@ from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  regi
 from trainwright.doctor.loss import measure as loss
 from trainwright.doctor.loss import remedy as _try_loss  # noqa: F401  registers its trials
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
-from trainwright.doctor.precision import measure as precision
-from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.program import remedy as _try_program  # noqa: F401  registers its trials
 from trainwright.doctor.ranks import measure as ranks
@@ -49,7 +47,6 @@ MEASURES: tuple[Measures, ...] = (
     Measures(data.probes, needs_live_loop=True),
     Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),
-    Measures(precision.probes, needs_live_loop=True),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resources.probes, needs_live_loop=True),

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainwright.doctor.measure import formats, nonfinite
+from trainwright.doctor.measure.batch_digits import BatchDigits
+from trainwright.doctor.measure.mixed_precision import MixedPrecision
+from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
-LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = ()
+LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (NonfiniteListener,)
 """Each makes a listener for a loop, or None where it has nothing to hear there."""
-OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = ()
+OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    BatchDigits,
+    MixedPrecision,
+)
 """Those that can tell nothing from steps of our own engine that are run again."""
-REPLAYS: tuple[Experiment, ...] = ()
+REPLAYS: tuple[Experiment, ...] = (
+    formats.formats,
+    formats.loss_in_fp32,
+    formats.loss_scaled,
+    formats.summed_in_16_bit,
+    nonfinite.trace,
+)
 """In any order: the cheap and the telling ones run first."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.doctor.precision.measure.formats import has_half_parameters
+from trainwright.doctor.measure.formats import has_half_parameters
 from trainwright.doctor.program.measure.modes import DROPOUTS
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction

@@ -182,28 +182,6 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
     )
 
 
-def positions_low_precision(case: Case) -> Iterator[Finding]:
-    """Neighbouring positions have equal angles: they were rounded to 16 bit before the sine was taken."""
-    exam = case.newest("structure")
-    aliases = exam.values.get("aliases", []) if exam else []
-    if exam is None or not aliases:
-        return
-    alias = aliases[0]
-    yield finding(
-        "prec.positions_low_precision",
-        "warning",
-        exam.step,
-        symptom=f"{alias['same']} of {alias['far']} positions above 256 have the same angles as their neighbour",
-        cause="positions or angles pass through a 16-bit type, which cannot tell whole numbers above 256 apart (bf16)",
-        remedy="positions and angles in float32, outside of autocast; cast the sine and cosine afterwards",
-        sure=0.95,
-        stage="forward",
-        where=Where(module=alias["module"], op="sin", dtype=alias["dtype"]),
-        evidence=[("positions with the angles of their neighbour", alias["same"], 0)],
-        trial=RemedyTrial("positions_in_fp32"),
-    )
-
-
 def saved_tensor_modified(case: Case) -> Iterator[Finding]:
     """A tensor that was saved for backward has other values when the backward pass reads it."""
     exam = case.newest("integrity")
@@ -390,7 +368,6 @@ NAMES: tuple[OldCheck, ...] = (
     nothing_trainable,
     graph_cut,
     mixes_samples,
-    positions_low_precision,
     saved_tensor_modified,
     recompute_mismatch,
     wrong_backward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -16,8 +16,6 @@ from torch import Tensor
 from trainwright.doctor.function.measure.chains import MOST, STEPS, activated, on_one_batch
 from trainwright.doctor.function.measure.layers import smaller
 from trainwright.doctor.function.measure.structure import (
-    EXACT_POSITIONS,
-    aliased,
     copied_from_next,
     unregistered_parameters,
 )
@@ -25,7 +23,6 @@ from trainwright.doctor.gradient.measure.custom_functions import custom_function
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
-from trainwright.replay.mechanism import HALF_DTYPES
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course, trial
@@ -173,50 +170,6 @@ def _leak(session: ReplaySession, intervention: Intervention) -> float:
 
 def _largest_move(one: Tensor, other: Tensor) -> float:
     return float((one - other)[1:].abs().max() / (one.std() + 1e-12))
-
-
-@trial("positions_in_fp32", steps=3.0)
-def positions_in_fp32(session: ReplaySession) -> str:
-    """Integers above 256 are not rounded to 16 bits."""
-    num = 0
-
-    def change(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        nonlocal num
-        dtypes = [d for d in [*args, *kwargs.values()] if isinstance(d, torch.dtype)]
-        narrow = any(d in HALF_DTYPES for d in dtypes) or name in ("bfloat16", "half")
-        if name == "arange" and narrow:
-            num += 1
-            return function(*args, **{**kwargs, "dtype": torch.float32})
-        if narrow and isinstance(args[0], Tensor) and _are_positions(args[0]):
-            num += 1
-            return args[0].float()
-        device = session.replayer.subject.parameters[0].device.type
-        was_on = torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if was_on else nullcontext():
-            tables = [t for t in tensors_of(args, 2) if not t.requires_grad and _are_positions(t)]
-            if tables and name in ("matmul", "__matmul__", "outer", "einsum", "bmm", "mul"):
-                num += was_on
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    def ops(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        name = function_name(function)
-        if name in ("sin", "cos"):
-            alike.append(aliased(args[0])[1])
-        return change(name, function, args, kwargs)
-
-    alike: list[int] = []
-    session.run(Intervention(ops=ops), upto="forward")
-    if num == 0:
-        raise NotTried("no rounding of positions was found")
-    return f"{num} roundings left out: {max(alike, default=0)} positions have the angles of their neighbour"
-
-
-def _are_positions(x: Tensor) -> bool:
-    if x.requires_grad or x.numel() <= EXACT_POSITIONS or x.is_complex():
-        return False
-    values = x.detach().double()
-    return bool((values == values.round()).all()) and float(values.max()) > EXACT_POSITIONS
 
 
 @trial("keep_saved")

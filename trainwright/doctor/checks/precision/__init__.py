@@ -1,0 +1,1 @@
+"""Checks of number formats, and of steps that are not finite."""

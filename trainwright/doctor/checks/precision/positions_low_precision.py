@@ -1,0 +1,38 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.precision import FormatFacts
+from trainwright.doctor.finding import RemedyTrial
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.95, needs=FormatFacts)
+def positions_low_precision(run: RunContext) -> Iterator[Result]:
+    """Neighbouring positions have equal angles: positions or angles pass through a 16-bit type.
+
+    Why it matters: bfloat16 cannot tell whole numbers above 256 apart, so rotary or sinusoidal embeddings are wrong in
+    long sequences only.
+
+    How it is detected: the arguments of `sin` and `cos` in a replayed forward pass: a tenth of the rows above 256 equal
+    their neighbour.
+
+    Usual cause: positions in the dtype of the model, or their product under autocast.
+
+    Fix: positions and angles in float32, outside of autocast; cast the sine and cosine afterwards.
+
+    Sources: huggingface/transformers PR 29285, TransformerEngine #1245, Megatron-LM #535.
+    """
+    for step, facts in run.every(FormatFacts)[-1:]:
+        for first in facts.aliased[:1]:
+            yield run.finding(
+                step,
+                symptom=f"{first.same} of {first.far} positions above 256 have the same angles as their neighbour",
+                where=Where(module=first.module, op="sin", dtype=first.dtype),
+                evidence=[("positions with the angles of their neighbour", first.same, 0)],
+                trial=RemedyTrial("positions_in_fp32"),
+            )
