@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,36 +44,13 @@ class FormatFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleFacts:
-    """The gradients of a step without a loss scale beside those with ``scale``, the largest that keeps them finite.
-
-    ``lost`` is the fraction of elements that are 0 only without the scale, ``error`` the relative distance.
-    """
-
-    experiment: ClassVar[str] = "loss_scaled"
-    scale: float = 1.0
-    lost: float = 0.0
-    error: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossInFp32Facts:
-    """The loss of a step, and that with everything after the models in float32; and how far their gradients are apart."""
+    """The loss of a step, and that with everything after the models in float32; ``error`` is that of the gradients."""
 
     experiment: ClassVar[str] = "loss_in_fp32"
     loss: float
     loss_in_fp32: float
     error: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummedFacts:
-    """Gradients of micro-batches that are summed in 16 bits: how far from the float32 sum, and from it rounded once."""
-
-    experiment: ClassVar[str] = "summed_in_16_bit"
-    micro_batches: int = 0
-    error: float = 0.0
-    rounding: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +61,10 @@ class MixedPrecisionFacts:
     ``updates`` updates at the highest learning rate so far. ``kept_elsewhere``: the optimizer keeps float32 copies or
     rounds at random. ``still_scaled`` updates were made with gradients of a scaled loss that nothing unscaled.
     ``stale_since`` is the first step that computed with weights which autocast had cached before the last update.
+
+    Of the gradients of a loss in float16 without a scale ``zeros`` is the fraction of 0, and ``smallest`` that of the
+    two smallest numbers of float16, the median of several steps. ``sum_error`` is how far 16-bit sums over
+    ``micro_batches`` are from the float32 sum, and ``sum_rounding`` how far that sum rounded once is.
     """
 
     experiment: ClassVar[str] = "mixed_precision"
@@ -92,6 +74,11 @@ class MixedPrecisionFacts:
     still_scaled: int = 0
     scale: float = 1.0
     stale_since: int | None = None
+    zeros: float = 0.0
+    rms_in_steps: float = math.inf
+    micro_batches: int = 0
+    sum_error: float = 0.0
+    sum_rounding: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

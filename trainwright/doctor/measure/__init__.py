@@ -24,8 +24,6 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 REPLAYS: tuple[Experiment, ...] = (
     formats.formats,
     formats.loss_in_fp32,
-    formats.loss_scaled,
-    formats.summed_in_16_bit,
     nonfinite.trace,
 )
 """In any order: the cheap and the telling ones run first."""

@@ -1,10 +1,9 @@
-"""What a step loses by 16-bit dtypes: replays of the step with a loss scale, with its loss or its sums in float32."""
+"""What a step loses by 16-bit dtypes: a forward pass with every dtype, and the step with its loss in float32."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from trainwright.doctor.facts.precision import (
     Emptied,
     FormatFacts,
     LossInFp32Facts,
-    LossScaleFacts,
-    SummedFacts,
 )
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.program import Backward, mapped, tensors_of
@@ -24,16 +21,15 @@ from trainwright.replay.experiments import replay
 from trainwright.replay.functions import function_name
 from trainwright.replay.mechanism import HALF_DTYPES
 from trainwright.replay.modules import ModuleStack
-from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
-COMPARED, SUMMED = 4, 64
-"""Micro-batches of a step that are compared at the most, and that are summed."""
+COMPARED = 4
+"""Micro-batches of a step that are compared at the most."""
 EXACT_POSITIONS = 256
 """bfloat16 has all whole numbers up to this one."""
 MAX_ANGLES = 2**24
-SCALES = (2.0**16, 2.0**12, 2.0**8)
 Grads = Mapping[str, Tensor | None]
 
 
@@ -120,21 +116,6 @@ def _micro_batches(session: ReplaySession, most: int) -> range | None:
     return range(most) if len(session.recorded_step.losses) > most else None
 
 
-def measure_loss_scaled(session: ReplaySession) -> LossScaleFacts:
-    """Compare the gradients with those of a scaled loss, which are as exact as 16 bits allow."""
-    micro = _micro_batches(session, COMPARED)
-    plain = session.run(Intervention(micro=micro)).grads
-    for scale in SCALES:
-        scaled = session.run(Intervention(loss_scale=scale, micro=micro)).grads
-        exact = {name: None if grad is None else grad.float() / scale for name, grad in scaled.items()}
-        if (error := _distance(plain, exact)) is not None:
-            pairs = [(plain.get(n), g) for n, g in exact.items() if g is not None and not g.is_sparse]
-            lost = sum(int(((true != 0) & (grad == 0)).sum()) for grad, true in pairs if grad is not None)
-            there = sum(int((true != 0).sum()) for _, true in pairs)
-            return LossScaleFacts(scale=scale, lost=lost / max(1, there), error=error)
-    raise NotReplayable("no loss scale keeps the gradients finite")
-
-
 def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
     """Compare the gradients with those of the same outputs and a loss in float32."""
     modules, micro = ModuleStack(session.modules), _micro_batches(session, COMPARED)
@@ -146,10 +127,10 @@ def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
     exact = session.run(Intervention(ops=widened, model=modules.following, micro=micro))
     if exact.error is not None:
         raise exact.error
-    return LossInFp32Facts(loss=plain.loss, loss_in_fp32=exact.loss, error=_distance(plain.grads, exact.grads))
+    return LossInFp32Facts(loss=plain.loss, loss_in_fp32=exact.loss, error=gradient_distance(plain.grads, exact.grads))
 
 
-def _distance(grads: Grads, exact: Grads) -> float | None:
+def gradient_distance(grads: Grads, exact: Grads) -> float | None:
     """The relative error of all gradients together; None where one is not finite or there is none."""
     error = norm = 0.0  # squared
     for name, true in exact.items():
@@ -160,47 +141,5 @@ def _distance(grads: Grads, exact: Grads) -> float | None:
     return (error / norm) ** 0.5 if norm > 0 and math.isfinite(error) and math.isfinite(norm) else None
 
 
-def measure_sums(session: ReplaySession) -> SummedFacts:
-    """Compare the gradients of the micro-batches summed in 16 bits with their sum in float32, rounded once."""
-    sums: dict[str, Tensor] = {}
-
-    @contextmanager
-    def summing() -> Iterator[None]:
-        handles = [
-            p.register_post_accumulate_grad_hook(_adder(name, sums))  # type: ignore[no-untyped-call]
-            for name, p in session.parameters.items()
-            if p.requires_grad and p.dtype in HALF_DTYPES
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    micro = _micro_batches(session, SUMMED)
-    session.run(Intervention(model=summing, micro=micro))
-    grads = session.run(Intervention(micro=micro)).grads
-    halves = {name: grad for name, grad in grads.items() if name in sums and grad is not None}
-    rounded = {name: sums[name].to(grad.dtype) for name, grad in halves.items()}
-    return SummedFacts(
-        micro_batches=min(SUMMED, len(session.recorded_step.losses)),
-        error=_distance(halves, sums) or 0.0,
-        rounding=_distance(rounded, sums) or 0.0,
-    )
-
-
-def _adder(name: str, sums: dict[str, Tensor]) -> Callable[[Tensor], None]:
-    """A hook that adds the gradient of a parameter to its sum in float32, and drops it."""
-
-    def hook(parameter: Tensor) -> None:
-        grad, parameter.grad = parameter.grad, None
-        if grad is not None and not grad.is_sparse:
-            sums[name] = sums[name] + grad.float() if name in sums else grad.float()
-
-    return hook
-
-
 formats = replay(FormatFacts, when="first", steps=0.5, value=1.5)(measure_formats)
-loss_scaled = replay(LossScaleFacts, when="requested", steps=2.6)(measure_loss_scaled)
 loss_in_fp32 = replay(LossInFp32Facts, when="requested", steps=2.6)(measure_loss_in_fp32)
-summed_in_16_bit = replay(SummedFacts, when="requested", steps=2.4)(measure_sums)

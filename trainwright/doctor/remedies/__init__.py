@@ -16,7 +16,6 @@ TRIALS: dict[str, RegisteredTrial] = {
     "loss_scale": RegisteredTrial(precision.loss_scale, 3.0),
     "positions_in_fp32": RegisteredTrial(precision.positions_in_fp32, 3.0),
     "statistics_without_samples": RegisteredTrial(nonfinite.statistics_without_samples, 3.0),
-    "sum_in_fp32": RegisteredTrial(precision.sum_in_fp32, 3.0),
     "valid_targets": RegisteredTrial(nonfinite.valid_targets, 3.0),
     "without_these_samples": RegisteredTrial(nonfinite.without_these_samples, 3.0),
     "zero_infinity": RegisteredTrial(nonfinite.zero_infinity, 3.0),

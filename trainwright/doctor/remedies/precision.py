@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.formats import measure_loss_in_fp32, measure_loss_scaled, measure_sums
+from trainwright.doctor.measure.formats import gradient_distance, measure_loss_in_fp32
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
@@ -21,12 +21,17 @@ EXACT_POSITIONS = 256
 
 
 def loss_scale(session: ReplaySession) -> str:
-    """A loss scale that is a power of two."""
-    facts = measure_loss_scaled(session)
-    return (
-        f"with the loss times {facts.scale:g}: {facts.lost:.0%} of the elements of the gradients are no longer 0, and "
-        f"the gradients move by {facts.error:.1%}"
-    )
+    """The largest of three loss scales for which the gradients are finite."""
+    plain = session.run().grads
+    for scale in (2.0**16, 2.0**12, 2.0**8):
+        scaled = session.run(Intervention(loss_scale=scale)).grads
+        exact = {name: grad.float() / scale for name, grad in scaled.items() if grad is not None}
+        if (moved := gradient_distance(plain, exact)) is not None:
+            pairs = [(grad, exact[name]) for name, grad in plain.items() if grad is not None and name in exact]
+            lost = sum(int(((true != 0) & (grad == 0)).sum()) for grad, true in pairs if not true.is_sparse)
+            return f"with the loss times {scale:g}: {lost} elements are no longer 0, and the gradients move by "
+            f"{moved:.1%}"
+    raise NotTried("no loss scale keeps the gradients finite")
 
 
 def everything_in_fp32(session: ReplaySession) -> str:
@@ -65,12 +70,6 @@ def fp32_weights(session: ReplaySession) -> str:
         same = [(result.after[name] == result.before[name])[grad != 0] for name, grad in grads]
         still.append(float(torch.cat(same).float().mean()))
     return f"with weights in float32 the update leaves {still[1]:.1%} of them unchanged; in 16 bits: {still[0]:.1%}"
-
-
-def sum_in_fp32(session: ReplaySession) -> str:
-    """The gradients of the micro-batches summed in float32 and rounded once."""
-    facts = measure_sums(session)
-    return f"summed in float32: gradients {facts.rounding:.2%} off by rounding; in 16 bits: {facts.error:.2%}"
 
 
 def positions_in_fp32(session: ReplaySession) -> str:

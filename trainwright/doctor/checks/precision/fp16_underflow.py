@@ -6,25 +6,26 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.precision import FormatFacts, LossScaleFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, in_words
-from trainwright.doctor.shared_requests import is_due
+from trainwright.doctor.facts.precision import FormatFacts, MixedPrecisionFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
 from trainwright.runlog.records import Where
 
-LOST, APART = 0.1, 0.05
-"""Fraction of the elements that are lost, and relative distance of the gradients: rounding alone moves them by 1 %."""
+FEW_STEPS = 64
+"""Six bits: rounding costs a percent of the weights' gradients, and more of those of activations, which are smaller."""
 
 
-@check(stage="backward", confidence=0.95, needs=FormatFacts, explains=("optim.lr_too_low", "gradient.vanishing"))
+@check(
+    stage="backward", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low", "gradient.vanishing")
+)
 def fp16_underflow(run: RunContext) -> Iterator[Result]:
     """Numbers in float16 are so small that they are exactly 0: below 6e-8 there is nothing left.
 
     Why it matters: a large part of the weights gets no gradient, without an error. It can be one term only, such as the
     balance loss of a router.
 
-    How it is detected: a step without a loss scale is replayed with the largest of three scales that keeps its
-    gradients finite: a tenth of the gradient's elements are 0 only without it, and the gradients move by 5 %. Or all
-    results of an operation are 0 in float16, and not in float32.
+    How it is detected: the gradients of a float16 step without a loss scale are multiples of 6e-8, the smallest number
+    of float16, and their root mean square is below 64 times that: it has less than six bits. Or all results of an
+    operation in a replayed forward pass are 0 in float16, and not in float32.
 
     Exceptions: single values that vanish beside larger ones, such as the tail of a softmax.
 
@@ -37,13 +38,10 @@ def fp16_underflow(run: RunContext) -> Iterator[Result]:
 
     Sources: gpt-neox #477, huggingface/transformers #43543, Micikevicius et al. 2018.
     """
-    facts = run.latest(FormatFacts)
-    if facts is None or "float16" not in facts.values:
-        return
-    step = run.every(FormatFacts)[-1][0]
-    for first in facts.emptied[:1]:
+    live, facts = run.latest(MixedPrecisionFacts), run.latest(FormatFacts)
+    for first in facts.emptied[:1] if facts else ():
         yield run.finding(
-            step,
+            run.every(FormatFacts)[-1][0],
             symptom=f"{first.op} in {in_words(first.module)} gives only 0; in float32 it gives up to "
             f"{first.largest:.2g}",
             cause="the values are smaller than float16 can represent (6e-8)",
@@ -54,20 +52,16 @@ def fp16_underflow(run: RunContext) -> Iterator[Result]:
             evidence=[("largest value in float32", first.largest, ">= 6e-8")],
             trial=RemedyTrial("everything_in_fp32"),
         )
-    if facts.scaled:
-        return
-    if is_due(run, LossScaleFacts):
-        yield ExperimentRequest(LossScaleFacts.experiment)
-    for step, scaled in run.every(LossScaleFacts)[-1:]:
-        if scaled.lost >= LOST and scaled.error >= APART:
-            yield run.finding(
-                step,
-                symptom=f"{scaled.lost:.0%} of the gradient's elements are 0, and are not with a scaled loss",
-                severity="critical" if scaled.error >= 0.5 else None,
-                where=Where(dtype="float16"),
-                evidence=[
-                    ("fraction of elements that are 0 without a scale only", round(scaled.lost, 4), 0.0),
-                    ("distance from the gradients of a scaled loss", scaled.error, f"< {APART}"),
-                ],
-                trial=RemedyTrial("loss_scale"),
-            )
+    if live is not None and live.rms_in_steps < FEW_STEPS:
+        yield run.finding(
+            run.last_step,
+            symptom=f"{live.zeros:.0%} of the gradients are 0 in float16, and the others are nearly",
+            severity="critical" if live.zeros >= 0.5 else None,
+            since_step=1,
+            where=Where(dtype="float16"),
+            evidence=[
+                ("root mean square of the gradients, in steps of 6e-8", live.rms_in_steps, f"> {FEW_STEPS}"),
+                ("fraction of gradients that are 0", round(live.zeros, 4)),
+            ],
+            trial=RemedyTrial("loss_scale"),
+        )

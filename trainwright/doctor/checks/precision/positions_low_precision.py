@@ -24,8 +24,6 @@ def positions_low_precision(run: RunContext) -> Iterator[Result]:
     Usual cause: positions in the dtype of the model, or their product under autocast.
 
     Fix: positions and angles in float32, outside of autocast; cast the sine and cosine afterwards.
-
-    Sources: huggingface/transformers PR 29285, TransformerEngine #1245, Megatron-LM #535.
     """
     for step, facts in run.every(FormatFacts)[-1:]:
         for first in facts.aliased[:1]:
