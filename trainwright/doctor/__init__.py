@@ -13,7 +13,6 @@ from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.loss import FAMILY as LOSS
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
-from trainwright.doctor.resources import FAMILY as RESOURCES
 from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
@@ -26,7 +25,6 @@ FAMILIES: tuple[Family, ...] = (
     LOSS,
     PROGRAM,
     RANKS,
-    RESOURCES,
     RESUME,
     UPDATE,
     VITALS,

@@ -18,7 +18,6 @@ from trainwright.doctor.program import measure as program
 from trainwright.doctor.program import remedy as _try_program  # noqa: F401  registers its trials
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.remedies import TRIALS
-from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
 from trainwright.doctor.update import measure as update
 from trainwright.doctor.update import remedy as _try_update  # noqa: F401  registers its trials
@@ -49,7 +48,6 @@ MEASURES: tuple[Measures, ...] = (
     Measures(loss.probes, needs_live_loop=False),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
-    Measures(resources.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
     Measures(update.probes, needs_live_loop=True),
     Measures(vitals.probes, needs_live_loop=False),

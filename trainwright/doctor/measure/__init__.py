@@ -9,15 +9,21 @@ from collections.abc import Callable
 
 from trainwright.doctor.measure import formats, nonfinite
 from trainwright.doctor.measure.batch_digits import BatchDigits
+from trainwright.doctor.measure.growth import Growth
+from trainwright.doctor.measure.held import Memory
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
-LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (NonfiniteListener,)
+LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    Memory,
+    NonfiniteListener,
+)
 """Each makes a listener for a loop, or None where it has nothing to hear there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     BatchDigits,
+    Growth,
     MixedPrecision,
 )
 """Those that can tell nothing from steps of our own engine that are run again."""

@@ -9,8 +9,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
-from trainwright.doctor.resources.measure import held as _held  # noqa: F401  registers what it measures
+from trainwright.doctor.facts.resources import GrowthFacts, HeldResources
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import Facts, strict
@@ -23,11 +22,6 @@ FIRST, SHARE = 192, 0.004
 """Until this step all of these are taken; of the time of later ones they take this share at most, as the looks do."""
 _FILES = "/proc/self/fd"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def probes(watched: WatchedObjects) -> list[Probe]:
-    """Of a live loop: our own engine has none of these to give."""
-    return [Growth(watched)]
 
 
 class Growth(Probe):
@@ -87,4 +81,4 @@ def _hooks_of(module: nn.Module) -> int:
 
 def _hooks_of_tensor(parameter: Tensor) -> int:
     tables = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
-    return sum(len(table) for table in tables if table)
+    return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())

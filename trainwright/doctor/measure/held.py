@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from trainwright.doctor.facts.resources import Counted, GraphSize, MemoryFacts
 from trainwright.recorder.plain_tensors import num_bytes
-from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite, probe
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
-from trainwright.runlog.json_values import Facts
+from trainwright.runlog.json_values import Facts, strict
 
 REMEMBERED = 64
 YOUNG = 3  # steps for which a loop may well keep its last losses
@@ -33,11 +34,10 @@ class _Mark:
     """Is put into the metadata of a node of a graph and so lives as long as the node."""
 
 
-@probe
 class Memory(Probe):
     """Keeps nothing alive: weak references show what the loop still holds."""
 
-    name = "memory"
+    name = MemoryFacts.experiment
     closes_late = hears_last = True
     rests = frozenset({"on_output", "on_backward"})
 
@@ -47,16 +47,16 @@ class Memory(Probe):
         self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=REMEMBERED)
         self._steps = 0
         self._rests = False  # a leak shows in every fourth step as well
-        self._nodes: list[list[int]] = []
+        self._graphs: list[GraphSize] = []
         self._counted_at = 0
         self._newest = self._newest_before = -1  # numbers of the last nodes of this step, and of the one before
-        self._copies: list[list[int]] = []
-        self._with_graph: list[list[int]] = []
+        self._copies: list[Counted] = []
+        self._with_graph: list[Counted] = []
         self._next_scan, self._next_scan_s = SCAN_EVERY, 0.0
         self._loader: Loader | None = None
         self._iterator: Callable[[], object] = lambda: None
-        self._private: list[list[float]] = []
-        self._held: list[int] | None = None
+        self._private: list[float] = []
+        self._held: tuple[int, int] | None = None
         self._free_until = 0
 
     def begin(self, site: WatchSite) -> None:
@@ -83,36 +83,39 @@ class Memory(Probe):
         mark, metadata = _Mark(), cast("dict[str, object]", node.metadata)
         metadata["trainwright"] = mark
         self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
-        if self._steps >= self._counted_at and len(self._nodes) < 32:
+        if self._steps >= self._counted_at and len(self._graphs) < 32:
             self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
             count, oldest = _count(node)
             goes_back = oldest <= self._newest_before
-            self._nodes.append([self._steps + 1, count, int(bool(options.get("retain_graph"))), int(goes_back)])
+            self._graphs.append(GraphSize(self._steps + 1, count, bool(options.get("retain_graph")), goes_back))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._newest_before = step.step, self._newest
         self._rests = step.step > REMEMBERED and step.step % 4 > 0
 
-    def values(self) -> Facts:
+    def values(self) -> Facts | None:
         self._scan()
         self._weigh_workers()
         old = [each for each in self._losses if each[0] < self._steps - YOUNG]
         outputs = [tensor() for step, tensor in self._outputs if step < self._steps - YOUNG]
         with_graph = [each for each in outputs if each is not None and each.grad_fn is not None]
-        return {
-            "steps": self._steps,
-            "old_losses": len(old),
-            "graphs_alive": sum(mark() is not None for _, _, mark in old),
-            "losses_alive": sum(loss() is not None for _, loss, _ in old),
-            "old_outputs": len(outputs),
-            "outputs_alive": len(with_graph),
-            "output_bytes": sum(map(num_bytes, with_graph)),
-            "nodes": [list(row) for row in self._nodes],
-            "copies": [list(row) for row in self._copies],
-            "with_graph": [list(row) for row in self._with_graph],
-            "private": [list(row) for row in self._private],
-            "held": self._held,
-        }
+        objects, object_bytes = self._held or (0, 0)
+        facts = MemoryFacts(
+            old_losses=len(old),
+            graphs_alive=sum(mark() is not None for _, _, mark in old),
+            losses_alive=sum(loss() is not None for _, loss, _ in old),
+            old_outputs=len(outputs),
+            outputs_alive=len(with_graph),
+            output_bytes=sum(map(num_bytes, with_graph)),
+            graphs=tuple(self._graphs),
+            with_graph=tuple(self._with_graph),
+            copies=tuple(self._copies),
+            model_bytes=sum(p.nbytes for p in self._roots[0].parameters()),
+            private_bytes=tuple(self._private),
+            objects=objects,
+            object_bytes=object_bytes,
+        )
+        return dict(strict(vars(facts)))
 
     def _scan(self) -> None:
         """Counts tensors with a graph, and other modules of the roots' classes and shapes.
@@ -126,12 +129,13 @@ class Memory(Probe):
         kinds = {type(root): _shapes(root) for root in self._roots}
         own = {id(root) for root in self._roots}
         found = gc.get_referrers(*kinds, Tensor)
-        self._with_graph.append([self._steps, sum(type(each) is Tensor and each.grad_fn is not None for each in found)])
+        with_graph = sum(type(each) is Tensor and each.grad_fn is not None for each in found)
+        self._with_graph.append(Counted(self._steps, with_graph))
         whole = [each for each in found if type(each) in kinds and id(each) not in own]
         del found
         alike = [each for each in whole if "_parameters" in vars(each)]  # else it is being made
         copies = sum(_shapes(each) == kinds[type(each)] for each in alike)
-        self._copies.append([self._steps, copies, sum(p.nbytes for p in self._roots[0].parameters())])
+        self._copies.append(Counted(self._steps, copies))
         del self._copies[:-32], self._with_graph[:-32]
         now_s, self._next_scan = time.perf_counter(), self._steps + SCAN_EVERY
         self._next_scan_s = now_s + (now_s - begin_s) / SCAN_SHARE if self._steps > self._free_until else 0.0
@@ -140,10 +144,9 @@ class Memory(Probe):
         workers = getattr(self._iterator(), "_workers", None) or ()
         private = [_private_bytes(worker.pid) for worker in workers]
         if private and all(private):
-            self._private.append([self._steps, sum(private) / len(private)])
-            del self._private[1:-16]
+            self._private = [*self._private[:1], sum(private) / len(private)]
             if self._held is None:
-                self._held = list(_python_objects(getattr(self._loader, "dataset", None)))
+                self._held = _python_objects(getattr(self._loader, "dataset", None))
 
 
 def _count(node: Node) -> tuple[int, int]:
