@@ -13,6 +13,7 @@ from trainwright.doctor.measure.growth import Growth
 from trainwright.doctor.measure.held import Memory
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
+from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
@@ -25,6 +26,7 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     BatchDigits,
     Growth,
     MixedPrecision,
+    make_ranks_probe,
 )
 """Those that can tell nothing from steps of our own engine that are run again."""
 REPLAYS: tuple[Experiment, ...] = (

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from trainwright.doctor.ranks.facts import (
+from trainwright.doctor.facts.ranks import (
     Coincidence,
     Disagreement,
     ExchangeFacts,
@@ -27,8 +27,9 @@ SAME: tuple[tuple[str, Callable[[RankStep], tuple[object, ...]]], ...] = (
     ("micro_batches", lambda row: (row.micro_batches,) if row.step else ()),
 )
 """What is the same on every replica, and where it is in a row. An empty value was not measured."""
+OF_PARAMETERS = ("weights", "gradients", "reduced gradients", "moments")
 OTHER: tuple[tuple[str, Callable[[RankStep], Hashable]], ...] = (
-    ("samples", lambda row: frozenset(row.samples) or row.batch),
+    ("samples", lambda row: frozenset(row.samples) or None if row.batch is None else row.batch),
     ("random numbers", lambda row: row.rng if row.draws else None),
 )
 """What differs between replicas. None was not measured."""
@@ -59,29 +60,55 @@ class Comparison:
         self._rows: deque[Sequence[RankStep]] = deque(maxlen=ROWS)
         self._is_wrapped = False
         self._compared, self._step = 0, 0
+        self._begin: Sequence[RankStep] | None = None  # whose weights differ: replicas, or shards
+        self._shards: frozenset[int] = frozenset()  # parameters of which each rank has its own part
 
     def add(self, rows: Sequence[RankStep]) -> None:
         """Takes the rows of one step, one of each rank that is present, in the order of the ranks."""
+        if self._are_held(rows):
+            return
         self._compared += rows[0].step > 0
         self._step = rows[0].step
         self._is_wrapped |= any(row.exchange.wrapped_calls for row in rows)
         for what, read in SAME:
             self._compare(what, {row.rank: read(row) for row in rows})
-        if len(rows) == self._size:  # some of the ranks alone say little of how all share the data
-            for name, value_of in OTHER:
+        if len(rows) == self._size and not self._shards:  # some ranks alone say little of how all share the data
+            shares_samples = all(row.samples and row.samples == rows[0].samples for row in rows)
+            for name, value_of in OTHER[: 1 if shares_samples else 2]:  # ranks that divide samples may draw alike
                 self._note_alike(name, {row.rank: value_of(row) for row in rows})
         if self._exchange is None and "gradients" in self._differing:
             self._exchange = min((row.exchange for row in rows), key=lambda each: (each.last_synced, each.synced_calls))
         self._are_reduced |= all(row.reduced for row in rows)
         self._note_programs(rows)
         self._note_factors(rows)
-        if self._summed_since is None and all(row.summed for row in rows):
+        if self._summed_since is None and not self._shards and all(row.summed for row in rows):
             self._summed_since = self._step
         if all(row.shrunk for row in rows):
             self._shrunk.append(self._step)
         self._note_missing(rows)
         if min(row.steps for row in rows) >= STEPS_OF_ROW:
             self._rows.append(rows)
+
+    def _are_held(self, rows: Sequence[RankStep]) -> bool:
+        """Whether these rows wait for the next: what is a replica is inferred from the first gradients.
+
+        A parameter is a shard where ranks begin with other values and update with other gradients, in a model of which
+        other parameters are the same in both (tensor and expert parallelism). What began alike beside shards and has
+        other gradients, such as a bias of zeros, is one, too.
+        """
+        begin, self._begin = self._begin, None
+        if rows[0].step == 0:
+            apart = _differing([row.weights for row in rows])
+            self._begin = rows if apart else None
+            return bool(apart)
+        if begin is not None:
+            apart, unlike = _differing([row.weights for row in begin]), _differing([row.gradients for row in rows])
+            alike = len(rows[0].gradients) - len(apart | unlike)
+            if apart & unlike and alike > 0 and len(begin) == len(rows):
+                self._shards = frozenset(apart | unlike)
+            self._step = 0
+            self._compare("weights", {row.rank: row.weights for row in begin})
+        return False
 
     def facts(self, present: Sequence[int], statuses: Sequence[RankStatus], lost: str = "") -> RanksFacts:
         """What is known now."""
@@ -134,7 +161,9 @@ class Comparison:
         differing = [
             index
             for index, column in enumerate(zip(*values.values()))
-            if None not in column and any(each != column[0] for each in column)
+            if None not in column
+            and any(each != column[0] for each in column)
+            and not (what in OF_PARAMETERS and index in self._shards)
         ]
         if not differing:
             self._agreed[what] = self._step
@@ -153,7 +182,7 @@ class Comparison:
         )
 
     def _names_of(self, what: str, indices: Sequence[int], values: Mapping[int, tuple[object, ...]]) -> list[str]:
-        if what in ("weights", "gradients", "reduced gradients", "moments"):
+        if what in OF_PARAMETERS:
             return [self._names[index] for index in indices[:8]]
         if what != "hyperparameters":
             return []
@@ -198,6 +227,13 @@ class Comparison:
             behind = set()
         since = rows[0][0].step
         return PaceFacts(rows=len(rows), own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=since)
+
+
+def _differing(values: Sequence[tuple[int, ...]]) -> set[int]:
+    """The columns that are not the same on all ranks; none where ranks hold different models, or nothing."""
+    if not all(values) or len({len(each) for each in values}) > 1:
+        return set()
+    return {index for index, column in enumerate(zip(*values)) if len(set(column)) > 1}
 
 
 def _slow(own_s: Mapping[int, float], step_s: float) -> set[int]:

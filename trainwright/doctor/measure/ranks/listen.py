@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from trainwright.doctor.ranks.facts import RanksFacts
-from trainwright.doctor.ranks.measure.exchange import Exchange
-from trainwright.doctor.ranks.measure.reduction import SumWatch
-from trainwright.doctor.ranks.measure.replica import KnownSums, Replica, is_due
+from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.doctor.measure.ranks.exchange import Exchange
+from trainwright.doctor.measure.ranks.reduction import SumWatch
+from trainwright.doctor.measure.ranks.replica import KnownSums, Replica, is_due
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.ranks import num_collectives, own_part

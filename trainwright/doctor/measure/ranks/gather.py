@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainwright.doctor.ranks.compare import Comparison
-from trainwright.doctor.ranks.facts import RanksFacts, RankStatus, RankStep
+from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, RankStep
+from trainwright.doctor.measure.ranks.compare import Comparison
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import construct
 from trainwright.world.board import Board

@@ -13,9 +13,9 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainwright.doctor.ranks.compare import is_power_of_two
-from trainwright.doctor.ranks.facts import FOLDS, RankStep, WeightsChange
-from trainwright.doctor.ranks.measure.exchange import Meeting
+from trainwright.doctor.facts.ranks import FOLDS, RankStep, WeightsChange
+from trainwright.doctor.measure.ranks.compare import is_power_of_two
+from trainwright.doctor.measure.ranks.exchange import Meeting
 from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 from trainwright.state.names import named_parameters
 from trainwright.state.shards import divides_layers

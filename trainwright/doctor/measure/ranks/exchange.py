@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainwright.doctor.ranks.facts import NonfiniteFacts, RanksFacts, RankStatus, RankStep, WeightsChange
-from trainwright.doctor.ranks.measure.gather import KEPT, Gathering, as_text
+from trainwright.doctor.facts.ranks import NonfiniteFacts, RanksFacts, RankStatus, RankStep, WeightsChange
+from trainwright.doctor.measure.ranks.gather import KEPT, Gathering, as_text
 from trainwright.errors import text_of
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runlog.records import construct

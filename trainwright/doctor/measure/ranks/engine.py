@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.doctor.ranks.facts import ExchangeFacts, NonfiniteFacts, RankStep
-from trainwright.doctor.ranks.measure.exchange import Exchange
-from trainwright.doctor.ranks.measure.replica import EVERY, Replica, RowSums, is_due
+from trainwright.doctor.facts.ranks import ExchangeFacts, NonfiniteFacts, RankStep
+from trainwright.doctor.measure.ranks.exchange import Exchange
+from trainwright.doctor.measure.ranks.replica import EVERY, Replica, RowSums, is_due
 from trainwright.engine.clip import ClipFn
 from trainwright.engine.step import StepResult
 from trainwright.recorder.numbers import late, lateness

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.ranks.facts import RanksFacts
+from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.runlog import records
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Found, Record

@@ -10,13 +10,13 @@ from collections import deque
 
 import torch
 
-from trainwright.doctor.ranks.facts import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
-from trainwright.doctor.ranks.measure.alarm import findings_of, raise_alarm
-from trainwright.doctor.ranks.measure.exchange import Exchange, Site
-from trainwright.doctor.ranks.measure.listen import StepListener, StepSoFar
-from trainwright.doctor.ranks.measure.reduction import is_divided_again
-from trainwright.doctor.ranks.measure.replica import EVERY, RowSums, is_due
-from trainwright.doctor.ranks.measure.traits import traits_of
+from trainwright.doctor.facts.ranks import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
+from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm
+from trainwright.doctor.measure.ranks.exchange import Exchange, Site
+from trainwright.doctor.measure.ranks.listen import StepListener, StepSoFar
+from trainwright.doctor.measure.ranks.reduction import is_divided_again
+from trainwright.doctor.measure.ranks.replica import EVERY, RowSums, is_due
+from trainwright.doctor.measure.ranks.traits import traits_of
 from trainwright.errors import text_of
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
@@ -28,9 +28,9 @@ _UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _WATCHES = itertools.count()
 
 
-def probes(watched: WatchedObjects) -> list[Probe]:
-    """The probe of a loop that is one of several; none for a process alone."""
-    return [RanksProbe(watched)] if has_others() else []
+def make_ranks_probe(watched: WatchedObjects) -> Probe | None:
+    """The probe of a loop that is one of several; None for a process alone."""
+    return RanksProbe(watched) if has_others() else None
 
 
 class RanksProbe(StepListener):
