@@ -12,7 +12,6 @@ from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.loss import FAMILY as LOSS
 from trainwright.doctor.program import FAMILY as PROGRAM
-from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
 
@@ -23,7 +22,6 @@ FAMILIES: tuple[Family, ...] = (
     GRADIENT,
     LOSS,
     PROGRAM,
-    RESUME,
     UPDATE,
     VITALS,
 )

@@ -17,7 +17,6 @@ from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.program import remedy as _try_program  # noqa: F401  registers its trials
 from trainwright.doctor.remedies import TRIALS
-from trainwright.doctor.resume import measure as resume
 from trainwright.doctor.update import measure as update
 from trainwright.doctor.update import remedy as _try_update  # noqa: F401  registers its trials
 from trainwright.doctor.vitals import measure as vitals
@@ -46,7 +45,6 @@ MEASURES: tuple[Measures, ...] = (
     Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),
     Measures(program.probes, needs_live_loop=True),
-    Measures(resume.probes, needs_live_loop=True),
     Measures(update.probes, needs_live_loop=True),
     Measures(vitals.probes, needs_live_loop=False),
     Measures(vitals.probes_of_loop, needs_live_loop=True),

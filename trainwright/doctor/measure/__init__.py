@@ -11,6 +11,7 @@ from trainwright.doctor.measure import formats, nonfinite
 from trainwright.doctor.measure.batch_digits import BatchDigits
 from trainwright.doctor.measure.growth import Growth
 from trainwright.doctor.measure.held import Memory
+from trainwright.doctor.measure.loading import ResumeProbe
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
@@ -26,6 +27,7 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     BatchDigits,
     Growth,
     MixedPrecision,
+    ResumeProbe,
     make_ranks_probe,
 )
 """Those that can tell nothing from steps of our own engine that are run again."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.doctor.resume.facts import LoadFacts, MomentsFacts, ResumeFacts, ScheduleFacts
+from trainwright.doctor.facts.checkpoint import AverageFacts, LoadFacts, MomentsFacts, ResumeFacts, ScheduleFacts
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
@@ -20,10 +24,9 @@ from trainwright.recorder.user_types import Args
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_parameters
 
-
-def probes(watched: WatchedObjects) -> list[Probe]:
-    """One for the loop."""
-    return [ResumeProbe(watched)]
+FOLLOWED = 4
+"""Updates for which an average is followed."""
+MAX_AVERAGES, SAMPLED_TENSORS, SAMPLED = 8, 8, 256
 
 
 class ResumeProbe(Probe):
@@ -42,6 +45,8 @@ class ResumeProbe(Probe):
         self._changed = False
         self._watched = watched.subject
         self._handles: list[RemovableHandle] = []
+        self._averages: list[_Average] = []
+        self._found: tuple[AverageFacts, ...] = ()
 
     def begin(self, site: WatchSite) -> None:
         self._handles = [
@@ -72,8 +77,16 @@ class ResumeProbe(Probe):
             self._unseen.discard(id(optimizer))
             self._optimizers[id(optimizer)] = self._moments_of(optimizer)
             self._changed = True
+            if self._optimizers[id(optimizer)].with_state:
+                self._look_for_averages()
             for each in self._schedules:  # a state was loaded, or the watch began
                 each.begin()
+
+    def _look_for_averages(self) -> None:
+        root = self._watched.roots[0]
+        owned = {id(p) for optimizer in self._watched.optimizers for p in owned_by(optimizer)}
+        found = itertools.islice(_like(root, owned), MAX_AVERAGES)
+        self._averages = [_Average(weakref.ref(each), _sampled(each), _sampled(root)) for each in found]
 
     def on_schedule(self, scheduler: object) -> None:
         known = next((each for each in self._schedules if each.scheduler is scheduler), None)
@@ -85,6 +98,9 @@ class ResumeProbe(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._updates += 1
+        if self._averages and self._updates >= FOLLOWED:
+            self._found = tuple(facts for each in self._averages if (facts := each.facts()) is not None)
+            self._averages, self._changed, self.urgent = [], True, bool(self._found)
         for each in self._schedules:
             each.updates += 1
         self._changed |= self._updates == 16  # by now it is known what a schedule counts
@@ -94,24 +110,24 @@ class ResumeProbe(Probe):
         states = {id(p): optimizer.state[p] for p in trained if optimizer.state.get(p)}
         steps = [_number(each.get("step")) for each in states.values()]
         counts = [each for each in steps if each is not None]
-        known = [(p, states[id(p)]) for p in trained if id(p) in states]
         return MomentsFacts(
             kind=type(optimizer).__name__,
             parameters=len(trained),
             with_state=len(states),
             least_steps=min(counts, default=0),
             most_steps=max(counts, default=0),
-            misshapen=tuple(self._names.get(id(p), "a parameter") for p, state in known if _is_misshapen(p, state)),
-            fits=tuple(fit for p, state in known if (fit := _fit(p, state, _beta2(optimizer, p))) is not None),
         )
 
     def values(self) -> Facts | None:
+        self.urgent = False
         if not self._changed:
             return None
         self._changed = False
         schedules = tuple(each.facts() for each in self._schedules if each.counts)
         optimizers, loads = tuple(self._optimizers.values()), tuple(self._loads)
-        found: Facts = strict(vars(ResumeFacts(optimizers=optimizers, schedules=schedules, loads=loads)))
+        found: Facts = strict(
+            vars(ResumeFacts(optimizers=optimizers, schedules=schedules, loads=loads, averages=self._found))
+        )
         return found
 
 
@@ -148,23 +164,34 @@ def _number(value: object) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def _is_misshapen(parameter: Tensor, state: Mapping[str, object]) -> bool:
-    moments = (state.get(name) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"))
-    return any(isinstance(each, Tensor) and each.shape != parameter.shape for each in moments)
+def _like(root: nn.Module, owned: set[int]) -> Iterator[nn.Module]:
+    """Modules with the class and the shapes of the model that no optimizer trains."""
+    shapes = [p.shape for p in root.parameters()]
+    for each in gc.get_referrers(type(root)):
+        if type(each) is type(root) and each is not root and "_parameters" in vars(each):
+            own = list(each.parameters())
+            if shapes == [p.shape for p in own] and not any(id(p) in owned for p in own):
+                yield each
 
 
-def _beta2(optimizer: Optimizer, parameter: Tensor) -> float:
-    for group in optimizer.param_groups:
-        if any(each is parameter for each in group["params"]):
-            betas = group.get("betas")
-            return float(betas[1]) if isinstance(betas, tuple | list) and len(betas) > 1 else 0.0
-    return 0.0
+def _sampled(module: nn.Module) -> Tensor:
+    first = [own_part(p.detach()).flatten()[:SAMPLED].float() for p in module.parameters()][:SAMPLED_TENSORS]
+    return torch.cat(first).cpu()
 
 
-def _fit(parameter: Tensor, state: Mapping[str, object], beta2: float) -> float | None:
-    moment, steps = state.get("exp_avg_sq"), _number(state.get("step"))
-    if not isinstance(moment, Tensor) or not steps or parameter.grad is None or parameter.grad.is_sparse:
-        return None
-    squared = float(own_part(parameter.grad).detach().float().square().mean())
-    average = float(own_part(moment).detach().float().mean()) / max(1e-12, 1 - beta2**steps)
-    return round(math.log10(squared / average), 2) if squared > 0 and average > 0 else None
+@dataclass
+class _Average:
+    """A module that may be an average of the weights, and where both were at the first update."""
+
+    module: weakref.ref[nn.Module]
+    begin: Tensor
+    weights: Tensor
+
+    def facts(self) -> AverageFacts | None:
+        module, towards = self.module(), self.weights - self.begin
+        if module is None or not float(self.weights.norm()):
+            return None
+        moved = _sampled(module) - self.begin
+        size = float(moved.norm() * towards.norm())
+        follows = float(moved @ towards) / size if size > 0 else 0.0
+        return AverageFacts(distance=float(towards.norm() / self.weights.norm()), follows=follows)

@@ -1,4 +1,4 @@
-"""What is measured of a training that goes on from an earlier state."""
+"""What is measured of states that are loaded, and of what goes on after it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ class MomentsFacts:
     """The state of one optimizer right before its first update since the watch began, or since it was loaded.
 
     Of ``parameters`` with a gradient ``with_state`` have a state; ``least_steps`` and ``most_steps`` are their counts
-    of updates. ``misshapen`` names those with a moment of another shape. ``fits`` is, of each with a second moment,
-    the log10 of the mean square of its gradient over that moment.
+    of updates.
     """
 
     kind: str
@@ -20,8 +19,6 @@ class MomentsFacts:
     with_state: int
     least_steps: int
     most_steps: int
-    misshapen: tuple[str, ...] = ()
-    fits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +45,18 @@ class LoadFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AverageFacts:
+    """A module like the model that nothing trains, in a run that goes on with moments of an earlier one.
+
+    ``distance`` is that from the weights at the first update, relative to them. ``follows`` is the cosine between its
+    first moves and the direction to the weights.
+    """
+
+    distance: float
+    follows: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumeFacts:
     """All of this, as far as it is known."""
 
@@ -55,3 +64,4 @@ class ResumeFacts:
     optimizers: tuple[MomentsFacts, ...] = ()
     schedules: tuple[ScheduleFacts, ...] = ()
     loads: tuple[LoadFacts, ...] = ()
+    averages: tuple[AverageFacts, ...] = ()
