@@ -222,7 +222,12 @@ def test_a_flipped_bit_is_named_with_its_rank_and_parameter() -> None:
     assert facts.disagreements[0].one_bit and facts.disagreements[0].ranks == ()
     told = replace(facts, statuses=(RankStatus(rank=0), RankStatus(rank=1, changes=(change,))))
     [found] = findings(told)
-    assert (found.code, found.where.rank, found.where.module, found.since_step) == ("resources.silent_corruption", 1, "b", 4)
+    assert (found.code, found.where.rank, found.where.module, found.since_step) == (
+        "resources.silent_corruption",
+        1,
+        "b",
+        4,
+    )
     both = replace(facts, statuses=tuple(RankStatus(rank=rank, changes=(change,)) for rank in (0, 1)))
     assert findings(both)[0].where.rank is None
 
@@ -243,3 +248,20 @@ def test_a_rank_in_another_mode_is_named_and_clips_are_told_apart() -> None:
     [found] = findings(compared(unclipped, size=2))
     assert (found.code, found.severity) == ("ranks.programs_differ", "critical")
     assert "rank 0: clipped by norm at 1; rank 1: none" in found.symptom
+
+
+def divided(row: RankStep) -> RankStep:
+    """Tensor parallelism by hand: ``a`` is divided, ``b`` is the same on all ranks, which share batches and numbers."""
+    apart = 100 * row.rank
+    shared = replace(row, samples=(row.step,), rng=row.step, summed=True) if row.step else row
+    weights, gradients = (row.weights[0] + apart, row.weights[1]), (row.step + apart, -row.step)
+    return replace(shared, weights=weights, gradients=gradients if row.step else (), moments=(apart, None), reduced=())
+
+
+def test_shards_are_no_replicas_and_the_rest_is_compared() -> None:
+    assert codes(compared(divided)) == []
+    drifting = compared(
+        lambda row: replace(divided(row), weights=(row.rank, 7 * row.rank)) if row.step > 3 else divided(row)
+    )
+    assert [each.what for each in drifting.disagreements] == ["weights"]
+    assert drifting.disagreements[0].names == ("b.weight",)
