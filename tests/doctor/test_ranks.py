@@ -10,7 +10,6 @@ from dataclasses import replace
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.measure.ranks.compare import Comparison
 from trainwright.doctor.facts.ranks import (
     ExchangeFacts,
     NonfiniteFacts,
@@ -19,6 +18,7 @@ from trainwright.doctor.facts.ranks import (
     RankStep,
     WeightsChange,
 )
+from trainwright.doctor.measure.ranks.compare import Comparison
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Found, construct, from_json, to_json
 
