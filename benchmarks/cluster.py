@@ -178,7 +178,7 @@ def kill(nodes: list[Node], place: Path, wanted: str) -> dict[str, Any]:
 def slow(nodes: list[Node], place: Path) -> dict[str, Any]:
     codes = ended([node.train("slow", READ_S="0.002" if node.number == 0 else "0.015") for node in nodes])
     log = [json.loads(line) for line in (place / "slow/run/log.jsonl").read_text().splitlines()]
-    found = [each["symptom"] for each in log if each["kind"] == "found" and each["code"] == "perf.straggler"]
+    found = [each["symptom"] for each in log if each["kind"] == "found" and each["code"] == "ranks.straggler"]
     ok = codes == [0, 0] and any("ranks 2, 3 (machine node1)" in each for each in found)
     return {"case": "slow", "ok": ok, "found": found}
 

@@ -20,7 +20,7 @@ from tests import forked
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.resolve import imported
-from trainwright.doctor.precision.measure.formats import NO_MASTER_WEIGHTS
+from trainwright.doctor.measure.mixed_precision import MOMENTS
 from trainwright.errors import RecipeError, UsageError, install_remedy
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import find_device, known_devices, load_devices
@@ -292,7 +292,7 @@ def test_the_state_of_an_optimizer_weighs_what_its_row_says(name: str, args: dic
     num_bytes = sum(value.nbytes for value in kept_values(optimizer).values())
     assert num_bytes / (4 * weights) == pytest.approx(optimizer_row(name).values_per_weight(args), abs=0.02)
     full = {key.split(".")[1] for key, value in kept_values(optimizer).items() if value.numel() == 256 * 256}
-    known = isinstance(optimizer, GuardedOptimizer) or full <= NO_MASTER_WEIGHTS
+    known = isinstance(optimizer, GuardedOptimizer) or full <= MOMENTS
     assert known, "a replay would take this state for a copy of the weights"
 
 

@@ -283,7 +283,7 @@ class BagOfWords(nn.Module):
         return self.head(self.pool(self.embedding(ids), (ids != 0).float()))
 
 
-@fault("D14", "num.div_by_zero", "data.empty_sample", delay="N", active=4)
+@fault("D14", "precision.division_by_zero", "data.empty_sample", delay="N", active=4)
 def empty_text(watch: Watch, seed: int) -> Mapping[str, Any]:
     """One text is empty: the mean over its tokens is 0 / 0."""
     torch.manual_seed(seed)

@@ -118,7 +118,7 @@ class Tagged(nn.Module):
         return self.body(x[:, :-1]) + self.source(x[:, -1:])
 
 
-@fault("G06", "grad.clip_spreads_nan", delay="N", active=8, fixable=False)
+@fault("G06", "gradient.clip_spreads_nan", delay="N", active=8, fixable=False)
 def one_nan_gradient(watch: Watch, seed: int) -> Mapping[str, Any]:
     """The loop normalises one gradient, which is 0 in the batch without samples of the second source: 0 / 0."""
     torch.manual_seed(seed)

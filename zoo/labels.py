@@ -48,7 +48,7 @@ def likelihood_of_probabilities(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("L04", "num.log_of_zero", delay="N")
+@fault("L04", "precision.log_of_zero", delay="N")
 def log_of_softmax(watch: Watch, seed: int) -> Mapping[str, Any]:
     """Sharpened logits: some probabilities are 0, so is their target, and 0 times log(0) is NaN."""
     torch.manual_seed(seed)
@@ -270,7 +270,7 @@ def loss_made_anew(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("L16", "num.inf_logit_smoothing", delay="N")
+@fault("L16", "loss.smoothing_over_masked_class", delay="N")
 def smoothing_over_a_forbidden_class(watch: Watch, seed: int) -> Mapping[str, Any]:
     """A class that cannot occur gets -inf, and label smoothing gives it a share of the target."""
     torch.manual_seed(seed)

@@ -29,7 +29,7 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-@fault("K01", "mem.graph_retained_by_scalar", delay="M", fixable=False)
+@fault("K01", "resources.graphs_kept", delay="M", fixable=False)
 def total_keeps_graphs(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = Deep()
@@ -46,7 +46,7 @@ def total_keeps_graphs(watch: Watch, seed: int) -> None:
                 total += loss
 
 
-@fault("K02", "mem.outputs_accumulated", delay="M", fixable=False)
+@fault("K02", "resources.outputs_kept", delay="M", fixable=False)
 def outputs_kept(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(classes=256)
@@ -82,7 +82,7 @@ class EchoState(nn.Module):
         return self.head(h), h
 
 
-@fault("K03", "mem.graph_grows", delay="M", active=2, fixable=False)
+@fault("K03", "resources.graph_grows", delay="M", active=2, fixable=False)
 def state_carries_its_graph(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = EchoState()
@@ -119,7 +119,7 @@ def collate(samples: list[tuple[int, list[float], int]]) -> tuple[Tensor, Tensor
     return torch.tensor(index), torch.tensor(rows), torch.tensor(y)
 
 
-@fault("K04", "mem.worker_copy_on_write", delay="M", fixable=False)
+@fault("K04", "resources.workers_copy_dataset", delay="M", fixable=False)
 def workers_copy_on_write(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(features=4, classes=2)
@@ -136,7 +136,7 @@ def workers_copy_on_write(watch: Watch, seed: int) -> None:
             optimizer.step()
 
 
-@fault("K06", "mem.model_copies", delay="M", active=8, fixable=False)
+@fault("K06", "resources.model_copies_grow", delay="M", active=8, fixable=False)
 def copies_of_every_epoch(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(width=512)

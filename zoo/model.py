@@ -118,7 +118,7 @@ def batchnorm_of_two(watch: Watch, seed: int) -> None:
     train(watch, model, loader(*images(seed, n=240), seed, batch=2), lr=3e-3, epochs=1)
 
 
-@fault("M09", "model.bn_stats_poisoned", delay="N", active=6)
+@fault("M09", "model.running_statistics_nonfinite", delay="N", active=6)
 def nan_in_running_stats(watch: Watch, seed: int) -> Mapping[str, Any]:
     """The loop skips the loss that is not finite, but the forward pass had moved the running statistics already."""
     torch.manual_seed(seed)
@@ -174,7 +174,7 @@ class KeyMasked(nn.Module):
         return scores.masked_fill(~there[:, None], -torch.inf).softmax(-1) @ v
 
 
-@fault("M11", "num.softmax_all_masked", delay="N", active=5)
+@fault("M11", "precision.softmax_over_masked_row", delay="N", active=5)
 def every_key_masked(watch: Watch, seed: int) -> Mapping[str, Any]:
     torch.manual_seed(seed)
     ids = sequences(seed, n=1024)
@@ -226,7 +226,7 @@ def contrast(model: nn.Module, pairs: Tensor, alike: Tensor) -> Tensor:
     return (alike * distance.pow(2) + (1 - alike) * F.relu(1 - distance).pow(2)).mean()
 
 
-@fault("M16", "num.sqrt_grad_at_zero", delay="N", active=9)
+@fault("M16", "gradient.infinite_derivative", delay="N", active=9)
 def distance_of_equals(watch: Watch, seed: int) -> Mapping[str, Any]:
     """Pairs, one of which holds the same sample twice: a finite loss, a NaN gradient."""
     torch.manual_seed(seed)
@@ -245,7 +245,7 @@ def poisson(model: nn.Module, x: Tensor, count: Tensor) -> Tensor:
     return (rate - torch.where(rate > 0, count * rate.log(), 0.0)).mean()
 
 
-@fault("M17", "num.where_branch_grad", delay="N", active=7)
+@fault("M17", "gradient.where_hides_nan", delay="N", active=7)
 def log_behind_where(watch: Watch, seed: int) -> Mapping[str, Any]:
     torch.manual_seed(seed)
     x = torch.randn(1024, 21)
@@ -288,7 +288,7 @@ def elbo(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
     return F.mse_loss(decoded, x.flatten(1)) + kl
 
 
-@fault("M18", "num.exp_overflow", delay="N")
+@fault("M18", "precision.exp_overflow", delay="N")
 def variance_overflows(watch: Watch, seed: int) -> Mapping[str, Any]:
     torch.manual_seed(seed)
     train(watch, VAE(), loader(*images(seed), seed), elbo)

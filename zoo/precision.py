@@ -41,7 +41,7 @@ class ResidualNet(nn.Module):
         return self.head(self.norm(x))
 
 
-@fault("P01", "prec.fp16_overflow", delay="N")
+@fault("P01", "precision.fp16_overflow", delay="N")
 def activations_overflow(watch: Watch, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model, hot = ResidualNet(), seed % 3
@@ -61,7 +61,7 @@ def activations_overflow(watch: Watch, seed: int) -> dict[str, Any]:
     return {"module": f"blocks.{hot}.down", "op": "linear", "dtype": "float16"}
 
 
-@fault("P02", "prec.fp16_underflow", delay="S")
+@fault("P02", "precision.fp16_underflow", delay="S")
 def gradients_underflow(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = TinyGPT()
@@ -108,7 +108,7 @@ class SoftMaskAttention(nn.Module):
         return scores.softmax(-1) @ v
 
 
-@fault("P03", "prec.mask_overflow", delay="N", active=5)
+@fault("P03", "precision.mask_overflow", delay="N", active=5)
 def mask_overflows(watch: Watch, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     ids = sequences(seed)
@@ -132,7 +132,7 @@ def mask_overflows(watch: Watch, seed: int) -> dict[str, Any]:
     return {"sample_ids": [blank], "module": "attend", "dtype": "float16"}
 
 
-@fault("P04", "prec.eps_underflow", delay="N")
+@fault("P04", "precision.eps_underflow", delay="N")
 def eps_underflows(watch: Watch, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = mlp().half()
@@ -148,7 +148,7 @@ def eps_underflows(watch: Watch, seed: int) -> dict[str, Any]:
     return {"dtype": "float16"}
 
 
-@fault("P05", "prec.lost_updates", delay="S")
+@fault("P05", "precision.lost_updates", delay="S")
 def updates_lost(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp().bfloat16()
@@ -173,7 +173,7 @@ def contrast(z: Tensor, temperature: float = 0.07) -> Tensor:
     return -(together / others.sum(1)).log().mean()
 
 
-@fault("P07", "prec.scaler_collapse", "prec.fp16_overflow", delay="S")
+@fault("P07", "precision.scaler_collapse", "precision.fp16_overflow", delay="S")
 def scaler_collapses(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(classes=32)
@@ -192,7 +192,7 @@ def scaler_collapses(watch: Watch, seed: int) -> None:
                 scaler.update()
 
 
-@fault("P08", "prec.cancellation", delay="S")
+@fault("P08", "precision.cancellation", delay="S")
 def divergence_cancels(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     teacher = mlp(classes=256)
@@ -214,7 +214,7 @@ def divergence_cancels(watch: Watch, seed: int) -> None:
                 optimizer.step()
 
 
-@fault("P10", "prec.lost_accumulation", delay="S")
+@fault("P10", "precision.lost_accumulation", delay="S")
 def accumulation_lost(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp().bfloat16()
@@ -231,7 +231,7 @@ def accumulation_lost(watch: Watch, seed: int) -> None:
                     optimizer.zero_grad()
 
 
-@fault("P12", "prec.autocast_stale_cache", delay="S", fixable=False)
+@fault("P12", "precision.autocast_stale_cache", delay="S", fixable=False)
 def autocast_round_the_loop(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
@@ -275,7 +275,7 @@ class Mixture(nn.Module):
         return self.head(y), aux
 
 
-@fault("P13", "prec.fp16_underflow", delay="S")
+@fault("P13", "precision.fp16_underflow", delay="S")
 def balance_loss_underflows(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = Mixture()

@@ -37,7 +37,7 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-@rank_fault("X01", "dist.ddp_bypassed")
+@rank_fault("X01", "ranks.ddp_bypassed")
 def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -47,7 +47,7 @@ def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(call(x), y))
 
 
-@rank_fault("X01b", "dist.ddp_bypassed")
+@rank_fault("X01b", "ranks.ddp_bypassed")
 def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model.module), batches(seed, rank)
@@ -56,7 +56,7 @@ def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> N
             update(optimizer, F.cross_entropy((model.module if step % 2 else model)(x), y))
 
 
-@rank_fault("X02", "dist.stale_buckets")
+@rank_fault("X02", "ranks.stale_buckets")
 def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     model.double().float()  # as .cpu().cuda() does, it makes each parameter forget its hook
@@ -76,7 +76,7 @@ def no_set_epoch(watch: Watch, seed: int, rank: int) -> None:
                 update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X05", "dist.identical_batches")
+@rank_fault("X05", "ranks.identical_batches")
 def no_sampler(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, own=False)
@@ -85,7 +85,7 @@ def no_sampler(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X06", "dist.nonfinite_on_rank", "data.nonfinite_input", guilty=1)
+@rank_fault("X06", "ranks.nonfinite_loss", "data.nonfinite_input", guilty=1)
 def nan_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -106,7 +106,7 @@ class TwoHeads(nn.Module):
         return self.head(hidden) + self.extra(hidden) if both else self.head(hidden)
 
 
-@rank_fault("X09", "dist.unused_params", guilty=1)
+@rank_fault("X09", "ranks.unused_parameters", guilty=1)
 def a_branch_is_skipped(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
     model = DistributedDataParallel(TwoHeads())
@@ -116,7 +116,7 @@ def a_branch_is_skipped(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x, both=rank == 0 or step < 8), y))
 
 
-@rank_fault("X10", "dist.uneven_steps", guilty=1)
+@rank_fault("X10", "ranks.uneven_steps", guilty=1)
 def one_batch_fewer(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), list(batches(seed, rank))
@@ -125,7 +125,7 @@ def one_batch_fewer(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X11", "dist.no_sync_at_boundary")
+@rank_fault("X11", "ranks.no_sync_at_boundary")
 def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, batch=8)
@@ -138,7 +138,7 @@ def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
                 optimizer.zero_grad()
 
 
-@rank_fault("X11b", "dist.no_sync_at_boundary")
+@rank_fault("X11b", "ranks.no_sync_at_boundary")
 def forward_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -154,7 +154,7 @@ def replica(seed: int) -> nn.Sequential:
     return net()
 
 
-@rank_fault("X12", "dist.sum_not_mean")
+@rank_fault("X12", "ranks.gradients_summed")
 def sum_without_division(watch: Watch, seed: int, rank: int) -> None:
     model = replica(seed)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
@@ -167,7 +167,7 @@ def sum_without_division(watch: Watch, seed: int, rank: int) -> None:
             optimizer.step()
 
 
-@rank_fault("X14", "hw.silent_corruption", guilty=1)
+@rank_fault("X14", "resources.silent_corruption", guilty=1)
 def a_bit_is_flipped(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -179,7 +179,7 @@ def a_bit_is_flipped(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X15", "dist.same_rng")
+@rank_fault("X15", "ranks.same_random_numbers")
 def same_seed_everywhere(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, 0, 0.2)
     optimizer, data = adam(model), batches(seed, rank)
@@ -188,7 +188,7 @@ def same_seed_everywhere(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X16", "dist.replicas_diverged")
+@rank_fault("X16", "ranks.replicas_diverged")
 def each_rank_makes_its_own_weights(watch: Watch, seed: int, rank: int) -> None:
     model = replica(100 * seed + rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -202,7 +202,7 @@ def each_rank_makes_its_own_weights(watch: Watch, seed: int, rank: int) -> None:
             optimizer.step()
 
 
-@rank_fault("X17", "dist.replicas_diverged")
+@rank_fault("X17", "ranks.replicas_diverged")
 def learning_rates_differ(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
@@ -213,7 +213,7 @@ def learning_rates_differ(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X18", "dist.rank_stalled", guilty=1)
+@rank_fault("X18", "ranks.stalled", guilty=1)
 def one_rank_hangs(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -224,7 +224,7 @@ def one_rank_hangs(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("R09", "perf.straggler", guilty=1)
+@rank_fault("R09", "ranks.straggler", guilty=1)
 def one_rank_is_slow(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, n=1024)

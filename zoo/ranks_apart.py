@@ -25,7 +25,7 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *,
     optimizer.step()
 
 
-@rank_fault("Y01", "dist.programs_differ", "loop.trains_in_eval_mode", guilty=0)
+@rank_fault("Y01", "ranks.programs_differ", "loop.trains_in_eval_mode", guilty=0)
 def the_rank_that_evaluates_stays_in_eval_mode(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, 0.2)
     optimizer, data = adam(model), batches(seed, rank)
@@ -38,7 +38,7 @@ def the_rank_that_evaluates_stays_in_eval_mode(watch: Watch, seed: int, rank: in
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y02", "dist.programs_differ", "dist.gradients_differ")
+@rank_fault("Y02", "ranks.programs_differ", "ranks.gradients_differ")
 def one_rank_does_not_clip(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -47,7 +47,7 @@ def one_rank_does_not_clip(watch: Watch, seed: int, rank: int) -> None:
             clipped(model, optimizer, F.cross_entropy(model(x), y), clips=rank == 0)
 
 
-@rank_fault("Y03", "dist.replicas_diverged")
+@rank_fault("Y03", "ranks.replicas_diverged")
 def one_rank_steps_its_schedule_twice(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -76,7 +76,7 @@ class Scaled(nn.Module):
         return x / self.spread
 
 
-@rank_fault("Y04", "dist.replicas_diverged")
+@rank_fault("Y04", "ranks.replicas_diverged")
 def a_buffer_of_each_rank(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
     model = DistributedDataParallel(nn.Sequential(Scaled(), net()), broadcast_buffers=False)
@@ -86,7 +86,7 @@ def a_buffer_of_each_rank(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y05", "dist.programs_differ")
+@rank_fault("Y05", "ranks.programs_differ")
 def one_rank_computes_in_bf16(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -97,7 +97,7 @@ def one_rank_computes_in_bf16(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, loss)
 
 
-@rank_fault("Y06", "dist.averaged_twice")
+@rank_fault("Y06", "ranks.averaged_twice")
 def the_mean_is_divided_again(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
@@ -106,7 +106,7 @@ def the_mean_is_divided_again(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y) / RANKS)
 
 
-@rank_fault("Y07", "dist.replicas_diverged", guilty=0)
+@rank_fault("Y07", "ranks.replicas_diverged", guilty=0)
 def weights_are_loaded_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -120,7 +120,7 @@ def weights_are_loaded_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y08", "dist.uneven_steps", guilty=1)
+@rank_fault("Y08", "ranks.uneven_steps", guilty=1)
 def one_rank_drops_its_last_batch(watch: Watch, seed: int, rank: int) -> None:
     data = Rows(*table(seed, n=500))
     sampler = DistributedSampler[object](data, RANKS, rank, seed=seed)
@@ -134,7 +134,7 @@ def one_rank_drops_its_last_batch(watch: Watch, seed: int, rank: int) -> None:
                 update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y09", "dist.gradients_differ")
+@rank_fault("Y09", "ranks.gradients_differ")
 def the_loss_is_reduced_and_not_the_gradients(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
     model = net()
@@ -146,7 +146,7 @@ def the_loss_is_reduced_and_not_the_gradients(watch: Watch, seed: int, rank: int
             update(optimizer, loss)
 
 
-@rank_fault("Y10", "dist.replicas_diverged")
+@rank_fault("Y10", "ranks.replicas_diverged")
 def moments_are_loaded_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -159,7 +159,7 @@ def moments_are_loaded_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y11", "dist.uneven_steps", "dist.nonfinite_on_rank", guilty=1)
+@rank_fault("Y11", "ranks.uneven_steps", "ranks.nonfinite_loss", guilty=1)
 def one_rank_leaves_a_batch_out(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -170,7 +170,7 @@ def one_rank_leaves_a_batch_out(watch: Watch, seed: int, rank: int) -> None:
                 update(optimizer, loss)
 
 
-@rank_fault("Y12", "dist.stale_buckets", "dist.gradients_differ")
+@rank_fault("Y12", "ranks.stale_buckets", "ranks.gradients_differ")
 def the_head_is_replaced_after_wrapping(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, find_unused=True)
     torch.manual_seed(seed)
@@ -181,7 +181,7 @@ def the_head_is_replaced_after_wrapping(watch: Watch, seed: int, rank: int) -> N
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y13", "dist.gradients_differ")
+@rank_fault("Y13", "ranks.gradients_differ")
 def each_rank_clips_by_the_norm_of_its_part(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
     model = net()

@@ -10,8 +10,7 @@ from dataclasses import replace
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.ranks.compare import Comparison
-from trainwright.doctor.ranks.facts import (
+from trainwright.doctor.facts.ranks import (
     ExchangeFacts,
     NonfiniteFacts,
     RanksFacts,
@@ -19,6 +18,7 @@ from trainwright.doctor.ranks.facts import (
     RankStep,
     WeightsChange,
 )
+from trainwright.doctor.measure.ranks.compare import Comparison
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Found, construct, from_json, to_json
 
@@ -99,24 +99,24 @@ def test_facts_come_back_from_json() -> None:
 @each_row(
     ("change", "code", "since"),
     [
-        (on(1, 0, weights=(1, 2)), "dist.replicas_diverged", 1),
-        (on(2, 4, weights=(1, 2)), "hw.silent_corruption", 4),
-        (on(1, 2, groups=({"lr": 0.2},)), "dist.replicas_diverged", 2),
-        (on(1, 2, micro_batches=2), "dist.replicas_diverged", 2),
-        (on(1, 2, buffers=(8, 9)), "dist.replicas_diverged", 2),
-        (drifting(ExchangeFacts(calls=1)), "dist.ddp_bypassed", 3),
-        (drifting(replace(SYNCED, synced_calls=0, last_synced=False)), "dist.no_sync_at_boundary", 3),
-        (drifting(SYNCED), "dist.stale_buckets", 3),
-        (on(1, 3, without_gradient=("b.weight",)), "dist.unused_params", None),
-        (on_all(samples=(1, 2)), "dist.identical_batches", 1),
-        (on_all(rng=5), "dist.same_rng", 1),
-        (on_all(summed=True), "dist.sum_not_mean", 1),
-        (on(1, 1, own_s=0.019), "perf.straggler", 4),
-        (on(1, 3, gradients=(3, 4), weights=(1, 2)), "dist.gradients_differ", 3),
-        (on(1, 4, moments=(8, None), weights=(1, 2)), "dist.replicas_diverged", 4),
-        (on(0, 2, program={**TRAITS, "modes": "1 of 3 modules in training mode"}), "dist.programs_differ", 2),
-        (on_all(shrunk=True), "dist.averaged_twice", 1),
-        (on(1, 1, factor=0.41), "dist.gradients_differ", 1),
+        (on(1, 0, weights=(1, 2)), "ranks.replicas_diverged", 1),
+        (on(2, 4, weights=(1, 2)), "resources.silent_corruption", 4),
+        (on(1, 2, groups=({"lr": 0.2},)), "ranks.replicas_diverged", 2),
+        (on(1, 2, micro_batches=2), "ranks.replicas_diverged", 2),
+        (on(1, 2, buffers=(8, 9)), "ranks.replicas_diverged", 2),
+        (drifting(ExchangeFacts(calls=1)), "ranks.ddp_bypassed", 3),
+        (drifting(replace(SYNCED, synced_calls=0, last_synced=False)), "ranks.no_sync_at_boundary", 3),
+        (drifting(SYNCED), "ranks.stale_buckets", 3),
+        (on(1, 3, without_gradient=("b.weight",)), "ranks.unused_parameters", None),
+        (on_all(samples=(1, 2)), "ranks.identical_batches", 1),
+        (on_all(rng=5), "ranks.same_random_numbers", 1),
+        (on_all(summed=True), "ranks.gradients_summed", 1),
+        (on(1, 1, own_s=0.019), "ranks.straggler", 4),
+        (on(1, 3, gradients=(3, 4), weights=(1, 2)), "ranks.gradients_differ", 3),
+        (on(1, 4, moments=(8, None), weights=(1, 2)), "ranks.replicas_diverged", 4),
+        (on(0, 2, program={**TRAITS, "modes": "1 of 3 modules in training mode"}), "ranks.programs_differ", 2),
+        (on_all(shrunk=True), "ranks.averaged_twice", 1),
+        (on(1, 1, factor=0.41), "ranks.gradients_differ", 1),
     ],
 )
 def test_a_broken_law_has_one_finding(change: Change, code: str, since: int | None) -> None:
@@ -134,7 +134,7 @@ def test_a_slow_machine_is_named_by_its_ranks() -> None:
     facts = compared(lambda row: replace(row, own_s=0.019) if row.rank > 1 else row, size=4)
     hosts = [RankStatus(rank=rank, host=f"node{rank // 2}") for rank in range(4)]
     [found] = findings(replace(facts, statuses=tuple(hosts)))
-    assert found.code == "perf.straggler" and found.where.rank is None
+    assert found.code == "ranks.straggler" and found.where.rank is None
     assert "wait for ranks 2, 3 (machine node1)" in found.symptom
     alone = replace(facts, statuses=tuple(replace(each, host="node0") for each in hosts))
     assert "machine" not in findings(alone)[0].symptom
@@ -180,21 +180,21 @@ def test_a_rank_that_hangs_is_named_with_its_line() -> None:
     )
     facts = with_statuses(replace(AT_6, stalled=True), late)
     [found] = findings(facts)
-    assert (found.code, found.severity, found.where.rank) == ("dist.rank_stalled", "warning", 1)
+    assert (found.code, found.severity, found.where.rank) == ("ranks.stalled", "warning", 1)
     assert "train.py:3" in found.symptom and "70 s" in found.symptom
     failed = with_statuses(replace(AT_6, ended="RuntimeError: timed out"), late)
-    assert [(each.code, each.severity) for each in findings(failed)] == [("dist.rank_stalled", "critical")]
+    assert [(each.code, each.severity) for each in findings(failed)] == [("ranks.stalled", "critical")]
 
 
 def test_a_rank_that_is_not_heard_of_is_named() -> None:
     [found] = findings(with_statuses(AT_6, RankStatus(rank=1, step=5, silent_s=20.0)))
-    assert (found.code, found.severity, found.where.rank) == ("dist.rank_stalled", "critical", 1)
+    assert (found.code, found.severity, found.where.rank) == ("ranks.stalled", "critical", 1)
 
 
 def test_a_rank_that_ended_early_is_named() -> None:
     ended = RankStatus(rank=1, step=6, ended="finished")
-    assert statuses(replace(AT_6, stalled=True), ended) == ["dist.uneven_steps"]
-    assert statuses(replace(AT_6, ended="RuntimeError: closed"), ended) == ["dist.uneven_steps"]
+    assert statuses(replace(AT_6, stalled=True), ended) == ["ranks.uneven_steps"]
+    assert statuses(replace(AT_6, ended="RuntimeError: closed"), ended) == ["ranks.uneven_steps"]
     assert statuses(AT_6, ended) == []
     assert statuses(replace(AT_6, phase="evaluation", stalled=True), ended) == []
 
@@ -202,16 +202,16 @@ def test_a_rank_that_ended_early_is_named() -> None:
 def test_parameters_that_one_rank_does_not_use_are_named() -> None:
     failed = RankStatus(rank=1, step=6, ended="RuntimeError: Expected to have finished", unused=("b.weight",))
     [found] = findings(with_statuses(replace(AT_6, ended="RuntimeError: closed"), failed))
-    assert (found.code, found.where.rank, found.where.module) == ("dist.unused_params", 1, "b")
+    assert (found.code, found.where.rank, found.where.module) == ("ranks.unused_parameters", 1, "b")
     both = [replace(failed, rank=rank) for rank in (0, 1)]
-    assert statuses(*both) == ["dist.stale_buckets"]
+    assert statuses(*both) == ["ranks.stale_buckets"]
 
 
 def test_the_rank_whose_own_loss_is_not_finite_is_named() -> None:
     nan = NonfiniteFacts(step=6, own_loss=math.nan, inputs_finite=False, samples=(3, 4))
     told = replace(nan, own_loss=0.3, inputs_finite=True)
     [found] = findings(with_statuses(replace(AT_6, nonfinite=told), RankStatus(rank=1, step=6, nonfinite=nan)))
-    assert (found.code, found.where.rank, found.where.sample_ids) == ("dist.nonfinite_on_rank", 1, (3, 4))
+    assert (found.code, found.where.rank, found.where.sample_ids) == ("ranks.nonfinite_loss", 1, (3, 4))
     assert statuses(replace(AT_6, nonfinite=nan), RankStatus(rank=1, step=6, nonfinite=nan)) == []
 
 
@@ -222,7 +222,12 @@ def test_a_flipped_bit_is_named_with_its_rank_and_parameter() -> None:
     assert facts.disagreements[0].one_bit and facts.disagreements[0].ranks == ()
     told = replace(facts, statuses=(RankStatus(rank=0), RankStatus(rank=1, changes=(change,))))
     [found] = findings(told)
-    assert (found.code, found.where.rank, found.where.module, found.since_step) == ("hw.silent_corruption", 1, "b", 4)
+    assert (found.code, found.where.rank, found.where.module, found.since_step) == (
+        "resources.silent_corruption",
+        1,
+        "b",
+        4,
+    )
     both = replace(facts, statuses=tuple(RankStatus(rank=rank, changes=(change,)) for rank in (0, 1)))
     assert findings(both)[0].where.rank is None
 
@@ -232,7 +237,7 @@ def test_a_rank_whose_code_writes_to_its_weights_is_named() -> None:
     changes = tuple(WeightsChange(step=3, parameter=name, one_bit=False) for name in NAMES)
     facts = compared(on(1, 4, weights=(1, 2)), size=2)
     [found] = findings(replace(facts, statuses=(RankStatus(rank=0), RankStatus(rank=1, changes=changes))))
-    assert (found.code, found.where.rank, found.since_step) == ("dist.replicas_diverged", 1, 3)
+    assert (found.code, found.where.rank, found.since_step) == ("ranks.replicas_diverged", 1, 3)
     assert "the weights of rank 1 changed" in found.symptom
 
 
@@ -241,5 +246,22 @@ def test_a_rank_in_another_mode_is_named_and_clips_are_told_apart() -> None:
     assert findings(compared(on(0, 2, program=off), size=2))[0].where.rank == 0
     unclipped = on(1, 2, program={**TRAITS, "changes of the gradients": "none"}, gradients=(3, 4), weights=(1, 2))
     [found] = findings(compared(unclipped, size=2))
-    assert (found.code, found.severity) == ("dist.programs_differ", "critical")
+    assert (found.code, found.severity) == ("ranks.programs_differ", "critical")
     assert "rank 0: clipped by norm at 1; rank 1: none" in found.symptom
+
+
+def divided(row: RankStep) -> RankStep:
+    """Tensor parallelism by hand: ``a`` is divided, ``b`` is the same on all ranks, which share batches and numbers."""
+    apart = 100 * row.rank
+    shared = replace(row, samples=(row.step,), rng=row.step, summed=True) if row.step else row
+    weights, gradients = (row.weights[0] + apart, row.weights[1]), (row.step + apart, -row.step)
+    return replace(shared, weights=weights, gradients=gradients if row.step else (), moments=(apart, None), reduced=())
+
+
+def test_shards_are_no_replicas_and_the_rest_is_compared() -> None:
+    assert codes(compared(divided)) == []
+    drifting = compared(
+        lambda row: replace(divided(row), weights=(row.rank, 7 * row.rank)) if row.step > 3 else divided(row)
+    )
+    assert [each.what for each in drifting.disagreements] == ["weights"]
+    assert drifting.disagreements[0].names == ("b.weight",)

@@ -245,7 +245,7 @@ def test_other_bits_are_a_finding(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     done = rerun(whole, model=f"{tmp_path / 'mine.py'}:made")
     assert done.exit_code == 1 and not done.replayed.same_bits and "losses was" in done.outcome
-    found = [each for each in done.findings if each.code == "hw.not_reproducible"]
+    found = [each for each in done.findings if each.code == "resources.not_reproducible"]
     assert found and "two runs in this process agree" in found[0].cause and found[0].evidence
     assert explain(found[0].code)
 

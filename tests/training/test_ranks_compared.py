@@ -51,7 +51,7 @@ def findings(folder: Path, fault: str) -> tuple[list[Found], str]:
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [("nan", "dist.nonfinite_on_rank"), ("flip", "hw.silent_corruption"), ("slow", "perf.straggler")],
+    [("nan", "ranks.nonfinite_loss"), ("flip", "resources.silent_corruption"), ("slow", "ranks.straggler")],
 )
 def test_a_fault_of_one_rank_is_named(tmp_path: Path, fault: str, code: str) -> None:
     found, printed = findings(tmp_path, fault)

@@ -25,7 +25,7 @@ def trainwright(*arguments: str) -> forked.Forked:
 NAMED = {
     "lr": "optim.lr_too_high",
     "nan": "data.nonfinite_input",
-    "fp16": "prec.fp16_overflow",
+    "fp16": "precision.fp16_overflow",
     "labels": "data.label_out_of_range",
     "zero-grad": "optim.missing_zero_grad",
     "sign": "loss.wrong_sign",

@@ -193,7 +193,7 @@ def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
     run = train()
     done = rerun(run.path, 7, settings=["optimizer.lr=0.5"])
     assert done.exit_code == 1 and "with optimizer.lr=0.5" in done.outcome
-    assert all(each.code != "hw.not_reproducible" for each in done.findings)
+    assert all(each.code != "resources.not_reproducible" for each in done.findings)
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_a_changed_dataset_is_told(folder: Path) -> None:
     sys.modules.pop("parts", None)
     done = rerun(run.path, 7)
     assert done.exit_code == 1
-    assert [each.code for each in done.findings if each.code == "hw.not_reproducible"], done.lines()
+    assert [each.code for each in done.findings if each.code == "resources.not_reproducible"], done.lines()
     assert done.notes, "the code is another, and that is said"
 
 

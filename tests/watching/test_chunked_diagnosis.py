@@ -147,7 +147,7 @@ def better(found: list[Any]) -> list[bool]:
 FAULTS: list[tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = [
     (unshifted, "loss.no_shift"),
     (shifted_twice, "loss.no_shift"),
-    (all_ignored, "num.div_by_zero"),
+    (all_ignored, "precision.division_by_zero"),
     (beyond_the_classes, "data.label_out_of_range"),
     (padded, "data.pad_in_loss"),
     (of_turns, "loss.eos_ignored"),

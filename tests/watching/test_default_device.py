@@ -36,7 +36,7 @@ def test_a_watched_loop_is_judged_as_ever() -> None:
             output = model(inputs) * (torch.inf if step == 80 else 1.0)
             F.cross_entropy(output, labels).backward()
             optimizer.step()
-    assert [(found.code, found.step) for found in watch.findings()] == [("num.overflow", 80)]
+    assert [(found.code, found.step) for found in watch.findings()] == [("precision.overflow", 80)]
     assert not watch.session.failures
 
 

@@ -41,10 +41,10 @@ def test_faults_of_ranks_are_named(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
     """The first rank says so while it stands, and at the end."""
     [[first, second]] = told(tmp_path, ["X18"])
-    assert [[f[0], f[4]] for f in first["found"] if f[1] != "info"] == [["dist.rank_stalled", 1]]
+    assert [[f[0], f[4]] for f in first["found"] if f[1] != "info"] == [["ranks.stalled", 1]]
     assert "one_rank_hangs" in (tmp_path / "X18-0-1/stack-rank-1.txt").read_text()
     log = [json.loads(line) for line in (tmp_path / "X18-0-0/log.jsonl").read_text().splitlines()]
-    severities = [each["severity"] for each in log if each["kind"] == "found" and each["code"] == "dist.rank_stalled"]
+    severities = [each["severity"] for each in log if each["kind"] == "found" and each["code"] == "ranks.stalled"]
     assert severities == ["warning", "critical"] and second["error"]
 
 

@@ -43,7 +43,10 @@ def test_no_look_communicates(tmp_path: Path) -> None:
             assert [each["weights"] for each in mine] == [alone["weights"]] * 2, alone["program"]
             assert watched["collectives"] == alone["collectives"] > 0, alone["program"]
             assert [each["weights"] for each in theirs] == [theirs[0]["weights"]] * 2, alone["program"]
-        faults = {"nan": ("num.nonfinite", "data.nonfinite_input"), "no_zero_grad": ("optim.missing_zero_grad",)}
+        faults = {
+            "nan": ("precision.nonfinite_step", "data.nonfinite_input"),
+            "no_zero_grad": ("optim.missing_zero_grad",),
+        }
         assert set(watched["codes"]) <= {"loop.unseen", *faults.get(alone["program"], ())}
         assert len(watched["codes"]) == (2 if alone["program"] in faults else 1), alone["program"]
 

@@ -6,14 +6,5 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.precision import FAMILY as PRECISION
-from trainwright.doctor.ranks import FAMILY as RANKS
-from trainwright.doctor.resources import FAMILY as RESOURCES
-from trainwright.doctor.resume import FAMILY as RESUME
 
-FAMILIES: tuple[Family, ...] = (
-    PRECISION,
-    RANKS,
-    RESOURCES,
-    RESUME,
-)
+FAMILIES: tuple[Family, ...] = ()

@@ -73,7 +73,7 @@ CALLS: Mapping[str, Callable[[Sequence[CallLine]], Iterable[str]]] = {
     "gradient.clip_before_unscale": _all("clip"),
     "gradient.clip_no_effect": _all("clip"),
     "gradient.clip_always_active": _all("clip"),
-    "grad.clip_spreads_nan": _all("clip"),
+    "gradient.clip_spreads_nan": _all("clip"),
     "gradient.accumulation_not_normalised": _all("backward"),
     "gradient.accumulation_discarded": _dropped_before("backward"),
     "schedule.unit_mismatch": _all("schedule"),

@@ -6,12 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
-from trainwright.doctor.precision import measure as precision
-from trainwright.doctor.precision import remedy as _try_precision  # noqa: F401  registers its trials
-from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.remedies import TRIALS
-from trainwright.doctor.resources import measure as resources
-from trainwright.doctor.resume import measure as resume
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.replay import trials
 from trainwright.replay.experiments import EXPERIMENTS
@@ -31,12 +26,7 @@ class Measures(NamedTuple):
     needs_live_loop: bool
 
 
-MEASURES: tuple[Measures, ...] = (
-    Measures(precision.probes, needs_live_loop=True),
-    Measures(ranks.probes, needs_live_loop=True),
-    Measures(resources.probes, needs_live_loop=True),
-    Measures(resume.probes, needs_live_loop=True),
-)
+MEASURES: tuple[Measures, ...] = ()
 """In the order of ``doctor.FAMILIES``, for those that listen."""
 
 

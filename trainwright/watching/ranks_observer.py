@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainwright.doctor.ranks.facts import RanksFacts
-from trainwright.doctor.ranks.measure.alarm import findings_of, raise_alarm, record_of
-from trainwright.doctor.ranks.measure.engine import EngineRows
-from trainwright.doctor.ranks.measure.exchange import Exchange, Meeting, Site
-from trainwright.doctor.ranks.measure.replica import Replica
+from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm, record_of
+from trainwright.doctor.measure.ranks.engine import EngineRows
+from trainwright.doctor.measure.ranks.exchange import Exchange, Meeting, Site
+from trainwright.doctor.measure.ranks.replica import Replica
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import text_of

@@ -158,7 +158,7 @@ def test_no_time_is_no_fault() -> None:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_raises_no_false_alarm(name: str) -> None:
     found = checked(HEALTHY[name])
-    waits = "law.resources.data_are_there_in_time"  # on a busy machine that is so
+    waits = "resources.waits_for_data"  # on a busy machine that is so
     alarms = [v for v in found.verdicts if v.word in ("warn", "fail") and v.what != "loading" and v.code != waits]
     assert [f"{v.word} {v.what}: {v.seen} [{v.code}]" for v in alarms] == []
     assert found.exit_code == 0 and len(found.verdicts) >= 10

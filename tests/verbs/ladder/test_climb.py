@@ -80,7 +80,7 @@ def test_it_adopts_what_pays_and_stops_where_float16_overflows(climbed: Ladder) 
         ("fp16", "breaks"),
     ]
     broken = climbed.rungs[-1]
-    assert [each.code for each in broken.findings] == ["prec.fp16_overflow"]
+    assert [each.code for each in broken.findings] == ["precision.fp16_overflow"]
     assert broken.measured is not None and broken.measured.skipped == 16
     assert (climbed.best, climbed.exit_code) == ("bf16", 3)
     text = "\n".join(climbed.lines())
@@ -116,7 +116,7 @@ def test_finished_rungs_are_read(recipe: Path, climbed: Ladder) -> None:
 def test_the_page_needs_nothing_else(climbed: Ladder) -> None:
     page = (climbed.folder / "ladder.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
-    assert "prec.fp16_overflow" in page
+    assert "precision.fp16_overflow" in page
     assert "https://" not in page.partition("</style>")[2].partition("<script")[0]
 
 

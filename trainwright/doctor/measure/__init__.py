@@ -7,22 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.doctor.measure import batches, loss_calls, loss_terms, tokens
+from trainwright.doctor.measure import batches, formats, loss_calls, loss_terms, nonfinite, tokens
 from trainwright.doctor.measure.accumulation import accumulation
 from trainwright.doctor.measure.averages import Averages
+from trainwright.doctor.measure.batch_digits import BatchDigits
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.custom_functions import check_functions
 from trainwright.doctor.measure.derivative import derivative
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
+from trainwright.doctor.measure.growth import Growth
+from trainwright.doctor.measure.held import Memory
 from trainwright.doctor.measure.kept import KeptStates
 from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaded import LoadedWeights
 from trainwright.doctor.measure.loaders import Loaders
+from trainwright.doctor.measure.loading import ResumeProbe
+from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.names import Names
+from trainwright.doctor.measure.nonfinite import NonfiniteListener
+from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import Rows
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
@@ -37,6 +44,8 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
 LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    Memory,
+    NonfiniteListener,
     Calls,
     LayerLooks,
     Modes,
@@ -48,6 +57,11 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    BatchDigits,
+    Growth,
+    MixedPrecision,
+    ResumeProbe,
+    make_ranks_probe,
     Averages,
     Evaluations,
     KeptStates,
@@ -62,6 +76,9 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Those to which steps of the engine that are replayed show nothing."""
 REPLAYS: tuple[Experiment, ...] = (
+    formats.formats,
+    formats.loss_in_fp32,
+    nonfinite.trace,
     accumulation,
     activation_between,
     again,

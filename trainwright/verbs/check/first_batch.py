@@ -269,7 +269,7 @@ def gradients(seen: FirstBatch) -> Iterator[Verdict]:
         )
     elif seen.bad_grad:
         message = f"not finite in {first_of(seen.bad_grad)}"
-        yield Verdict("fail", "gradients", message, "look for sqrt, log or division at 0", "num.nonfinite")
+        yield Verdict("fail", "gradients", message, "look for sqrt, log or division at 0", "precision.nonfinite_step")
     elif seen.without_grad:
         share = seen.values_without / seen.trained
         yield Verdict(

@@ -32,7 +32,7 @@ def _not_reproducible(done: Rerun) -> Found:
     remedy = "set deterministic: true (torch.use_deterministic_algorithms), and draw random numbers from torch only"
     where = [] if not done.notes else [("what is different by now", "; ".join(done.notes[:4]))]
     return finding(
-        "hw.not_reproducible",
+        "resources.not_reproducible",
         "warning",
         done.step,
         symptom=f"step {done.step} run again is not the same bits",

@@ -6,29 +6,31 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.wiring import WiringFacts
+from trainwright.doctor.facts.precision import FormatFacts
+from trainwright.doctor.finding import RemedyTrial
 from trainwright.runlog.records import Where
 
 
-@check(stage="forward", confidence=0.95, needs=WiringFacts)
+@check(stage="forward", confidence=0.95, needs=FormatFacts)
 def positions_low_precision(run: RunContext) -> Iterator[Result]:
-    """Positions are computed in 16 bits, so neighbouring positions have equal angles.
+    """Neighbouring positions have equal angles: positions or angles pass through a 16-bit type.
 
-    How it is detected: the arguments of `sin` and `cos` on a replay: rows above position 256 that equal their
-    neighbour.
+    Why it matters: bfloat16 cannot tell whole numbers above 256 apart, so rotary or sinusoidal embeddings are wrong in
+    long sequences only.
 
-    Usual cause: positions or angles pass through bfloat16, which counts exactly to 256 only.
+    How it is detected: the arguments of `sin` and `cos` in a replayed forward pass: a tenth of the rows above 256 equal
+    their neighbour.
+
+    Usual cause: positions in the dtype of the model, or their product under autocast.
 
     Fix: positions and angles in float32, outside of autocast; cast the sine and cosine afterwards.
-
-    Sources: huggingface/transformers PR #29285, Megatron-LM#535.
     """
-    facts = run.latest(WiringFacts)
-    if facts is not None and facts.aliases:
-        alias = facts.aliases[0]
-        yield run.finding(
-            run.every(WiringFacts)[-1][0],
-            symptom=f"{alias.same} of {alias.far} positions above 256 have the same angles as their neighbour",
-            where=Where(module=alias.module, op="sin", dtype=alias.dtype),
-            evidence=[("positions with the angles of their neighbour", alias.same, 0)],
-        )
+    for step, facts in run.every(FormatFacts)[-1:]:
+        for first in facts.aliased[:1]:
+            yield run.finding(
+                step,
+                symptom=f"{first.same} of {first.far} positions above 256 have the same angles as their neighbour",
+                where=Where(module=first.module, op="sin", dtype=first.dtype),
+                evidence=[("positions with the angles of their neighbour", first.same, 0)],
+                trial=RemedyTrial("positions_in_fp32"),
+            )

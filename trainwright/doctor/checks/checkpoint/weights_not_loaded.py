@@ -1,0 +1,39 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.checkpoint import ResumeFacts
+
+
+@check(stage="input", confidence=0.95, needs=ResumeFacts)
+def weights_not_loaded(run: RunContext) -> Iterator[Result]:
+    """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
+
+    How it is detected: the names that `load_state_dict` misses: they differ from those of the state by a prefix only,
+    or are half of the model.
+
+    Exceptions: a part that is new, such as a head; the state of an adapter without its frozen weights.
+
+    Usual cause: names that differ by `module.`, `_orig_mod.` or `model.`.
+
+    Fix: add the prefix or take it off, and load with `strict=True`.
+
+    Sources: lightning #4333.
+    """
+    facts = run.latest(ResumeFacts)
+    for load in facts.loads if facts else ():
+        if load.prefix is None and 2 * len(load.missing) < load.tensors:
+            continue
+        yield run.finding(
+            max(1, load.step),
+            symptom=f"{len(load.missing)} of {load.tensors} tensors of the model were not in the state that was loaded",
+            cause=f"the names differ by {load.prefix!r}" if load.prefix else "the state is of another model",
+            severity="critical" if len(load.missing) == load.tensors else None,
+            sure=None if load.prefix is not None else 0.8,
+            since_step=max(1, load.step),
+            evidence=[("missing", list(load.missing[:4])), ("without a place", list(load.unexpected[:4]))],
+        )

@@ -1,0 +1,39 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import MAX_IDS, traces, where_of, without_samples
+
+
+@check(stage="input", severity="critical", confidence=0.84, needs=TraceFacts)
+def empty_sample(run: RunContext) -> Iterator[Result]:
+    """A sample is empty: every element of its input is the same padding value, and its mean or attention is 0/0.
+
+    How it is detected: the samples that each make a step non-finite alone are those whose input holds a single value.
+
+    Usual cause: an empty document, or one that is cut to nothing.
+
+    Looks like: data.nonfinite_input, where the input itself is not finite.
+
+    Fix: leave such samples out when the dataset is built (`keep = lengths > 0`), or clamp the count:
+    `(h * mask).sum(1) / mask.sum(1).clamp(min=1)`.
+
+    Sources: Automodel PR 2468.
+    """
+    for step, trace, first in traces(run):
+        if first.kind == "op" and first.empty is not None:
+            yield run.finding(
+                step,
+                symptom=f"a sample of step {step} is empty",
+                cause=f"every element of its input is {first.empty:g}, so nothing in it is counted or attended to "
+                f"in {first.op}",
+                where=where_of(trace, first, list(first.ids[:MAX_IDS])),
+                evidence=[("the value of every element", first.empty)],
+                trial=without_samples(trace, first),
+            )
+            return

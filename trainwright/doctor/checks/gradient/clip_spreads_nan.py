@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.finding import listed
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, traced_at
+from trainwright.runlog.records import Where
+
+
+@check(stage="clip", severity="critical", confidence=0.9, needs=SeenNonfinite, explains=CONSEQUENCES)
+def clip_spreads_nan(run: RunContext) -> Iterator[Result]:
+    """Clipping makes all gradients NaN, because one of them was: each is divided by a total norm that is NaN.
+
+    How it is detected: the gradients are read before and after the clip of a step whose norm is not finite.
+
+    Usual cause: the loop or a hook writes a bad gradient after the backward pass, or another finding says where the
+    first non-finite value came from.
+
+    Fix: `clip_grad_norm_(params, 1.0, error_if_nonfinite=True)`, or `if torch.isfinite(norm): optimizer.step()`; then
+    find the code that writes the first one.
+
+    Sources: pytorch/pytorch #46849, habitat-lab #2226.
+    """
+    for step, seen in run.every(SeenNonfinite):
+        if seen.num_after_clip is None or not 0 < seen.num_gradients < seen.num_after_clip:
+            continue
+        trace = traced_at(run, step)
+        came = "the replay of the step is finite, so the loop or a hook wrote it after the backward pass"
+        if not isinstance(trace, TraceFacts):
+            came = "its origin is not known: the step was not replayed"
+        elif trace.first:
+            came = "another finding says where it began"
+        yield run.finding(
+            step,
+            symptom=f"clipping made {seen.num_after_clip} gradients non-finite in step {step}",
+            cause=f"before it that of {listed(seen.gradients)} was not finite, and so the total norm; {came}",
+            where=Where(module=seen.gradients[0].rpartition(".")[0], dtype=seen.dtype),
+            evidence=[
+                ("non-finite gradients before clipping", seen.num_gradients, 0),
+                ("non-finite gradients after clipping", seen.num_after_clip, 0),
+            ],
+        )
+        return

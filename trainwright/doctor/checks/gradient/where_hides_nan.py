@@ -1,0 +1,37 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+
+
+@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+def where_hides_nan(run: RunContext) -> Iterator[Result]:
+    """`torch.where` or `masked_fill` discards a bad value, but not its gradient: 0 times infinity is NaN.
+
+    How it is detected: the step is replayed operation by operation; the first non-finite gradient belongs to a value
+    that a selection has discarded in the forward pass.
+
+    Usual cause: `torch.where(x > 0, x.log(), 0)`: both branches are differentiated.
+
+    Looks like: gradient.infinite_derivative, without a selection.
+
+    Fix: make the input safe before the operation: `torch.where(x > 0, torch.where(x > 0, x, 1.0).log(), 0.0)`.
+
+    Sources: pytorch/pytorch #68425, #52248.
+    """
+    yield from traced_by(
+        run,
+        {
+            "where_branch_backward": Way(
+                "{hidden_by} discards what {op}{place} gives there, but not its derivative: 0 times infinity in "
+                "backward",
+                guard="guarded",
+            ),
+        },
+    )

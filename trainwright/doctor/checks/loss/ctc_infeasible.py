@@ -1,0 +1,31 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+
+
+@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+def ctc_infeasible(run: RunContext) -> Iterator[Result]:
+    """A CTC target is longer than its input can spell: no alignment exists, so the loss is infinite.
+
+    How it is detected: the step is replayed operation by operation; `ctc_loss` is infinite for finite
+    log-probabilities.
+
+    Usual cause: `input_length < target_length + repeats` for a sample, often after subsampling.
+
+    Fix: `nn.CTCLoss(zero_infinity=True)`, or leave such samples out, by the length after subsampling.
+
+    Sources: wenet #2299.
+    """
+    yield from traced_by(
+        run,
+        {
+            "ctc_infeasible": Way("a target is too long for its input: no alignment exists", guard="zero_infinity"),
+        },
+    )

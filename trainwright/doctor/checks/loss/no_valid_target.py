@@ -1,0 +1,36 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+
+
+@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+def no_valid_target(run: RunContext) -> Iterator[Result]:
+    """All targets of a batch are ignored: the loss is a mean over nothing, 0/0.
+
+    How it is detected: the step is replayed operation by operation; the first NaN comes from a cross-entropy without a
+    single target other than `ignore_index`. The gradients are exactly 0.
+
+    Usual cause: a prompt that is cut before its answer, or a micro-batch of padding.
+
+    Looks like: every other NaN, where the gradients are bad as well.
+
+    Fix: divide the sum by `max(1, valid)`: `F.cross_entropy(z, t, reduction="sum") / max(1, valid)`; leave such a batch
+    out of the mean that is logged.
+
+    Sources: pytorch/pytorch #70348, #116349.
+    """
+    yield from traced_by(
+        run,
+        {
+            "no_valid_target": Way(
+                "every target is ignored: {op} is a mean over nothing, 0 / 0", guard="valid_targets"
+            ),
+        },
+    )

@@ -1,0 +1,34 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+
+
+@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+def smoothing_over_masked_class(run: RunContext) -> Iterator[Result]:
+    """Cross-entropy with label smoothing meets a logit of -inf: smoothing gives that class some weight, so the loss is
+    inf.
+
+    How it is detected: the step is replayed operation by operation; a log_softmax with -inf is summed by a smoothed
+    loss.
+
+    Usual cause: classes that are masked with -inf, and `label_smoothing` above 0.
+
+    Looks like: precision.overflow, where the gradients are bad as well. Here they are finite.
+
+    Fix: mask with a finite number such as -1e4, or spread the smoothing over the allowed classes only.
+    """
+    yield from traced_by(
+        run,
+        {
+            "inf_logit_smoothing": Way(
+                "label smoothing gives a share of the target to classes whose logit is -inf", guard="finite_mask"
+            ),
+        },
+    )

@@ -1,0 +1,51 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.doctor.shared_nonfinite import traced_at
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="buffers", severity="critical", confidence=0.99, needs=SeenNonfinite, explains=("precision.nonfinite_step",)
+)
+def running_statistics_nonfinite(run: RunContext) -> Iterator[Result]:
+    """The running mean or variance of a BatchNorm is not finite: every evaluation from now on is NaN.
+
+    How it is detected: running statistics are read after a step that was not finite, and after forward passes in
+    training mode that no backward pass follows.
+
+    Usual cause: a forward pass in training mode over a bad batch. Skipping the update does not help: the forward pass
+    has written the statistics already. Training does not read them, so the loss shows nothing.
+
+    Fix: find the batch (look at the input, not at the loss) and skip it before the forward pass;
+    `bn.reset_running_stats()`, then some forward passes in training mode over good batches.
+
+    Sources: pytorch/pytorch #1206, SparseConvNet #190.
+    """
+    for step, seen in run.every(SeenNonfinite):
+        if not seen.poisoned:
+            continue
+        trace = traced_at(run, step)
+        first = trace.first if isinstance(trace, TraceFacts) else None
+        rows = first.rows if first else None
+        yield run.finding(
+            step,
+            symptom=f"running statistics of {listed(seen.poisoned)} are not finite since step {step}",
+            cause="a forward pass in training mode updated them"
+            + (": non-finite values in the input" if first and first.kind == "input" else ""),
+            where=Where(
+                module=seen.poisoned[0],
+                dtype=first.dtype if first else "float32",
+                sample_ids=first.ids if first else (),
+            ),
+            evidence=[("modules with non-finite statistics", len(seen.poisoned), 0)],
+            trial=RemedyTrial("statistics_without_samples", {"rows": rows}) if rows else None,
+        )
+        return

@@ -1,0 +1,41 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.precision import MixedPrecisionFacts
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.99,
+    needs=MixedPrecisionFacts,
+    explains=("gradient.*", "optim.*", "resources.not_reproducible"),
+)
+def autocast_stale_cache(run: RunContext) -> Iterator[Result]:
+    """One autocast block spans several steps, and its cache still holds the weights of the first.
+
+    Why it matters: the float32 weights move, and the forward pass goes on with the old 16-bit copies.
+
+    How it is detected: at an update inside of autocast, a small weight of Trainwright is cast and then changed; at the
+    next update the cache of autocast still gives its old value.
+
+    Usual cause: `with torch.autocast(...)` around the loop, not in each step.
+
+    Looks like: optim.lr_too_low, where the weights hardly move.
+
+    Fix: enter autocast in each step, around forward and loss only; `cache_enabled=False` where the block must be long.
+
+    Sources: PyTorch documentation of automatic mixed precision.
+    """
+    facts = run.latest(MixedPrecisionFacts)
+    if facts is not None and facts.stale_since is not None:
+        yield run.finding(
+            max(facts.stale_since, 1),
+            symptom="the model computes with weights of an earlier step, which autocast has kept",
+            since_step=facts.stale_since,
+        )

@@ -1,0 +1,59 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.precision import FormatFacts, LossInFp32Facts
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, listed
+from trainwright.doctor.shared_requests import is_due
+from trainwright.runlog.records import Where
+
+OFF = 0.05
+"""Relative distance of the gradients."""
+
+
+@check(stage="loss", needs=FormatFacts)
+def cancellation(run: RunContext) -> Iterator[Result]:
+    """The loss subtracts numbers that are close together in 16 bits, and little but rounding is left of its gradient.
+
+    Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. Nothing is infinite, so nothing
+    is noticed.
+
+    How it is detected: a step is replayed with everything after the models in float32: its gradients are off by more
+    than 5 %, in two steps. Rounding alone moves them by 1 or 2 %.
+
+    Usual cause: `log_softmax`, KL divergence, means, variances or long sums on 16-bit outputs.
+
+    Looks like: precision.fp16_underflow, where the gradients are exactly 0.
+
+    Fix: compute the loss in float32: `F.log_softmax(z.float(), dim=-1)`, and everything from there on.
+
+    Sources: speculators #788.
+    """
+    formats = run.latest(FormatFacts)
+    if formats is None or not formats.loss_ops:
+        return
+    if is_due(run, LossInFp32Facts):
+        yield ExperimentRequest(LossInFp32Facts.experiment)
+    seen = run.every(LossInFp32Facts)
+    if not seen or (seen[-1][1].error or 0.0) < OFF:
+        return
+    step, facts = seen[-1]
+    if len(seen) > 1 and (seen[-2][1].error or 0.0) < OFF:
+        yield ExperimentRequest(LossInFp32Facts.experiment, max(1, step - 4))  # one batch may cancel by chance
+        return
+    dtype, ops = (formats.values or ("bfloat16",))[0], formats.loss_ops
+    yield run.finding(
+        step,
+        symptom=f"the gradients are {facts.error:.0%} off because the loss is computed in {dtype}",
+        cause=f"{listed(ops)} in {dtype} subtract numbers that differ by less than its precision",
+        where=Where(op=ops[-1] if len(ops) == 1 else None, dtype=dtype),
+        evidence=[
+            ("distance of the gradients from those of a float32 loss", facts.error, "< 0.02"),
+            ("loss", facts.loss, facts.loss_in_fp32),
+        ],
+        trial=RemedyTrial("loss_in_fp32"),
+    )

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.97,
+    needs=TraceFacts,
+    explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"),
+)
+def fp16_overflow(run: RunContext) -> Iterator[Result]:
+    """A number becomes larger than 65504, the largest number of float16; in float32 the step is finite.
+
+    How it is detected: the step is replayed operation by operation and once in float32; the first operation that is not
+    finite in float16 is finite in float32. Without the loss scale: skips while a scaler finds its scale are no finding.
+
+    Usual cause: large activations or exponentials, such as those of a model that was trained in bfloat16.
+
+    Looks like: precision.overflow, where float32 is not finite either.
+
+    Fix: bfloat16, which has the range of float32 and needs no scaler; or this operation in float32, inside of
+    `torch.autocast("cuda", enabled=False)`.
+
+    Sources: huggingface/transformers #5651.
+    """
+    yield from traced_by(
+        run,
+        {
+            "fp16_overflow": Way(
+                "{op}{place} gives more than 65504, the largest number of {dtype}; in fp32 the step is finite",
+                guard="in_fp32",
+            ),
+            "exp_overflow": Way(
+                "{op}{place} of {highest:.4g} is more than {dtype} can represent; in fp32 it is finite", guard="in_fp32"
+            ),
+        },
+        lambda first: first.dtype == "float16" and (first.what == "fp16_overflow" or bool(first.fp32_finite)),
+    )

@@ -1,0 +1,67 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.precision import FormatFacts, MixedPrecisionFacts
+from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.runlog.records import Where
+
+FEW_STEPS = 64
+"""Six bits: rounding costs a percent of the weights' gradients, and more of those of activations, which are smaller."""
+
+
+@check(
+    stage="backward", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low", "gradient.vanishing")
+)
+def fp16_underflow(run: RunContext) -> Iterator[Result]:
+    """Numbers in float16 are so small that they are exactly 0: below 6e-8 there is nothing left.
+
+    Why it matters: a large part of the weights gets no gradient, without an error. It can be one term only, such as the
+    balance loss of a router.
+
+    How it is detected: the gradients of a float16 step without a loss scale are multiples of 6e-8, the smallest number
+    of float16, and their root mean square is below 64 times that: it has less than six bits. Or all results of an
+    operation in a replayed forward pass are 0 in float16, and not in float32.
+
+    Exceptions: single values that vanish beside larger ones, such as the tail of a softmax.
+
+    Usual cause: float16 without a GradScaler, or with `enabled=False`.
+
+    Looks like: gradient.vanishing, where gradients are small in float32 as well.
+
+    Fix: `scaler = torch.amp.GradScaler("cuda")`, then `scaler.scale(loss).backward()`, `scaler.step(optimizer)`,
+    `scaler.update()`; or bfloat16. Small terms in float32.
+
+    Sources: gpt-neox #477, huggingface/transformers #43543, Micikevicius et al. 2018.
+    """
+    live, facts = run.latest(MixedPrecisionFacts), run.latest(FormatFacts)
+    for first in facts.emptied[:1] if facts else ():
+        yield run.finding(
+            run.every(FormatFacts)[-1][0],
+            symptom=f"{first.op} in {in_words(first.module)} gives only 0; in float32 it gives up to "
+            f"{first.largest:.2g}",
+            cause="the values are smaller than float16 can represent (6e-8)",
+            remedy="compute this part in float32",
+            sure=0.9,
+            stage="forward" if first.module is not None else "loss",
+            where=Where(module=first.module, op=first.op, dtype="float16"),
+            evidence=[("largest value in float32", first.largest, ">= 6e-8")],
+            trial=RemedyTrial("everything_in_fp32"),
+        )
+    if live is not None and live.rms_in_steps < FEW_STEPS:
+        yield run.finding(
+            run.last_step,
+            symptom=f"{live.zeros:.0%} of the gradients are 0 in float16, and the others are nearly",
+            severity="critical" if live.zeros >= 0.5 else None,
+            since_step=1,
+            where=Where(dtype="float16"),
+            evidence=[
+                ("root mean square of the gradients, in steps of 6e-8", live.rms_in_steps, f"> {FEW_STEPS}"),
+                ("fraction of gradients that are 0", round(live.zeros, 4)),
+            ],
+            trial=RemedyTrial("loss_scale"),
+        )

@@ -1,0 +1,41 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.precision import MixedPrecisionFacts
+
+TIMES_ROUNDING = 4
+"""A few micro-batches lose little more than one rounding does."""
+
+
+@check(stage="backward", needs=MixedPrecisionFacts)
+def lost_accumulation(run: RunContext) -> Iterator[Result]:
+    """Gradients of many micro-batches are summed in 16 bits, where what is small next to the sum is lost.
+
+    Why it matters: the later micro-batches of a step count for less than the first ones.
+
+    How it is detected: a sample of the gradients of the first steps is summed in float32 beside; the sum in 16 bits is
+    four times further away than one rounding is.
+
+    Usual cause: weights, and so gradients, in bfloat16 and many micro-batches.
+
+    Looks like: gradient.accumulation_not_normalised, which is wrong in float32, too.
+
+    Fix: weights in float32 with autocast for the arithmetic; or a float32 buffer, `main_grad.add_(p.grad.float())`
+    after each backward pass; or fewer and larger micro-batches.
+
+    Sources: trl #2175.
+    """
+    facts = run.latest(MixedPrecisionFacts)
+    if facts is None or not facts.sum_error or facts.sum_error < TIMES_ROUNDING * facts.sum_rounding:
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"adding up {facts.micro_batches} micro-batches puts the gradients {facts.sum_error:.1%} off",
+        since_step=1,
+        evidence=[("distance from the float32 sum", facts.sum_error, facts.sum_rounding)],
+    )

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.precision import MixedPrecisionFacts
+from trainwright.doctor.finding import RemedyTrial
+
+MIN_UPDATES, STILL = 4, 0.5
+"""Updates, and the fraction of weights that stand still in half of them."""
+
+
+@check(stage="update", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low",))
+def lost_updates(run: RunContext) -> Iterator[Result]:
+    """Updates are smaller than half of the last digit of a 16-bit weight, so the weight does not change.
+
+    Why it matters: an update below about 0.2 % of a bfloat16 weight is lost. At a learning rate of 1e-5 that is most of
+    them, and the loss stalls early.
+
+    How it is detected: a sample of the 16-bit weights is compared before and after the update, at a learning rate of at
+    least half of the highest one: half of those with a gradient stand still, in the median of four updates.
+
+    Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
+
+    Usual cause: `model.bfloat16()` with a plain optimizer.
+
+    Looks like: optim.lr_too_low, where float32 weights hardly move either.
+
+    Fix: weights in float32 and the arithmetic under `torch.autocast("cuda", dtype=torch.bfloat16)`; or an optimizer
+    with float32 copies, Kahan summation or stochastic rounding.
+
+    Sources: torchao #1124, torchtune #2254.
+    """
+    facts = run.latest(MixedPrecisionFacts)
+    if facts is None or facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < STILL:
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"an update leaves {facts.still:.0%} of the weights that have a gradient unchanged",
+        severity="critical" if facts.still >= 0.9 else None,
+        since_step=1,
+        evidence=[("fraction of weights that an update does not change", round(facts.still, 4), "< 0.2")],
+        trial=RemedyTrial("fp32_weights"),
+    )

@@ -1,0 +1,63 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.finding import listed
+from trainwright.doctor.shared_nonfinite import Way, finding_of, skipped_by_scaler, traced_at, traces
+from trainwright.runlog.records import Where
+
+
+@check(stage="backward", severity="critical", confidence=0.5, needs=SeenNonfinite)
+def nonfinite_step(run: RunContext) -> Iterator[Result]:
+    """A loss, a gradient or an update is NaN or infinite, and no operation of the step explains it.
+
+    How it is detected: the step is replayed operation by operation. Here the replay is finite, is not possible, or
+    meets a weight or a state that was not finite before the step.
+
+    Usual cause: code that writes to weights or gradients outside of the backward pass, or randomness that the replay
+    does not have.
+
+    Looks like: the other checks of steps that are not finite, each of which names an operation.
+
+    Fix: go back to a checkpoint whose weights are finite; `torch.autograd.set_detect_anomaly(True)` for one run names
+    the backward operation; look for code that writes to gradients, and for unseeded randomness.
+    """
+    for found in traces(run):
+        first = found[2]
+        if first.kind == "op" and first.what in ("nan_written", "inf_written"):
+            yield finding_of(run, found, Way("{op}{place} writes a value that is not finite", fix="look at that line"))
+            return
+        if first.kind not in ("op", "input", "target") and not (
+            first.kind == "buffer" and ".running_" in f".{first.name}"
+        ):
+            fix = "look for the code that last wrote it"
+            yield finding_of(run, found, Way("{kind} {name} was {what} before the step", fix=fix))
+            return
+    for step, seen in run.every(SeenNonfinite):
+        trace = traced_at(run, step)
+        if not seen.bad or seen.inputs or trace is None or skipped_by_scaler(run, step):
+            continue
+        if isinstance(trace, TraceFacts) and (trace.first or trace.finite_without_scale):
+            continue
+        if (
+            isinstance(trace, TraceFacts)
+            and not seen.num_gradients
+            and all(map(math.isfinite, trace.losses or (math.nan,)))
+        ):
+            continue  # precision.overflow
+        names = seen.gradients
+        why = "the replay of the step is finite" if isinstance(trace, TraceFacts) else f"it was not replayed: {trace}"
+        yield run.finding(
+            step,
+            symptom=f"step {step} is not finite",
+            cause=why + (f"; not finite were the gradients of {listed(names)}" if names else ""),
+            where=Where(module=names[0].rpartition(".")[0] if len(names) == 1 else None),
+            evidence=[("non-finite gradients", seen.num_gradients, 0)],
+        )
+        return

@@ -1,0 +1,53 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, skipped_by_scaler, traced_at, traced_by
+
+
+@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+def overflow(run: RunContext) -> Iterator[Result]:
+    """An operation makes infinity of finite numbers: they are larger than their dtype can hold, in float32 too.
+
+    How it is detected: the step is replayed operation by operation; the first that makes a value non-finite has finite
+    inputs and gives infinity. Where every gradient is finite and only their norm is not, the norm has overflowed.
+
+    Usual cause: weights or activations that grow, a product over many factors, a mean that is left out, a learning rate
+    that is too high.
+
+    Looks like: precision.fp16_overflow and precision.mask_overflow, where the same step is finite in float32.
+
+    Fix: find where the size comes from; work with logarithms (`torch.logsumexp`), normalise before the operation, or
+    clamp its input.
+    """
+    found = [
+        *traced_by(
+            run,
+            {
+                "overflow": Way("{op}{place} gives more than {dtype} can represent (inputs up to {largest:.4g})"),
+                "inf_in_softmax": Way("an input of {op}{place} is +inf: inf / inf"),
+            },
+        )
+    ]
+    yield from found
+    for step, seen in run.every(SeenNonfinite) if not found else ():
+        trace = traced_at(run, step)
+        is_known = isinstance(trace, TraceFacts) and not trace.first and not trace.finite_without_scale
+        if not is_known or not seen.bad or seen.inputs or seen.num_gradients or skipped_by_scaler(run, step):
+            continue
+        if isinstance(trace, TraceFacts) and trace.losses and all(map(math.isfinite, trace.losses)):
+            yield run.finding(
+                step,
+                symptom=f"the gradient norm of step {step} is not finite",
+                cause="every gradient is finite, but the sum of their squares is not",
+                sure=0.6,
+                stage="backward",
+                evidence=[("non-finite gradients", 0, 0)],
+            )
+            return

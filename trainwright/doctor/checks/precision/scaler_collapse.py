@@ -1,0 +1,58 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.shared_nonfinite import traces, where_of
+from trainwright.runlog.records import Watched, Where
+
+COLLAPSED = 20
+"""Skips in a row after which a scaler finds no scale: it has been divided by 2**20."""
+
+
+@check(stage="update")
+def scaler_collapse(run: RunContext) -> Iterator[Result]:
+    """The gradient scaler skips one update after the other and halves its scale: nothing is trained.
+
+    Why it matters: the loop runs at full speed without an error. After 60 skips the scale is 5.7e-14.
+
+    How it is detected: 20 skipped updates in a row, or two where the replay shows an operation that is not finite at
+    any scale. The first skips of a run, while the scale is found, end after some ten steps.
+
+    Usual cause: the gradients are not finite at any loss scale.
+
+    Looks like: precision.fp16_overflow, which names the operation.
+
+    Fix: find the operation that overflows: the scale is not the fault. bfloat16 needs no scaler.
+
+    Sources: WSL-Images #9, Chinese-LLaMA #534.
+    """
+    skipped = [step for step in run.steps if any(kind == "scaler_skipped" for kind, _ in step.events)]
+    if not skipped and not any(kind == "scaler_update" for step in run.steps for kind, _ in step.events):
+        yield NotApplicable("no gradient scaler")
+    row: list[Watched] = []
+    for step in skipped:
+        row = [*row, step] if row and step.step == row[-1].step + 1 else [step]
+        begun, ended = row[0].step, row[-1].step
+        within = [each for each in traces(run) if begun <= each[0] <= ended and each[2].kind == "op"]
+        if len(row) < COLLAPSED and len(within) < 2:
+            continue
+        scales = [
+            value for each in run.steps if each.step <= ended for kind, value in each.events if kind == "scaler_update"
+        ]
+        first = within[0] if within else None
+        yield run.finding(
+            ended,
+            symptom=f"the gradient scaler skipped {len(row)} updates in a row; nothing is trained",
+            severity="critical" if len(row) >= COLLAPSED else None,
+            since_step=begun,
+            where=where_of(first[1], first[2], []) if first else Where(),
+            evidence=[
+                ("skips in a row", len(row), "a few at the start"),
+                ("loss scale", scales[-1] if scales else None),
+            ],
+        )
+        return

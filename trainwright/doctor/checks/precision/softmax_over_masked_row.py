@@ -1,0 +1,36 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import TraceFacts
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+
+
+@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+def softmax_over_masked_row(run: RunContext) -> Iterator[Result]:
+    """A softmax over a row in which every entry is masked with -inf is 0/0: NaN.
+
+    How it is detected: the step is replayed operation by operation; the first NaN comes from a softmax with a row of
+    -inf.
+
+    Exceptions: a causal mask, whose rows keep at least their own position.
+
+    Usual cause: a sample that is all padding, or a mask that is inverted.
+
+    Looks like: precision.mask_overflow, where -1e9 became -inf in float16.
+
+    Fix: let each row keep one key, or mask with `torch.finfo(scores.dtype).min` and drop the output of that row.
+    `nan_to_num` after the softmax repairs the forward pass only: the gradient is still NaN.
+
+    Sources: pytorch/pytorch #103963, #41508, PR 131060.
+    """
+    yield from traced_by(
+        run,
+        {
+            "softmax_all_masked": Way("every entry of a row of {op}{place} is -inf: 0 / 0", guard="finite_mask"),
+        },
+    )

@@ -1,0 +1,49 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", severity="critical", needs=RanksFacts)
+def nonfinite_loss(run: RunContext) -> Iterator[Result]:
+    """The loss of one rank was not finite before any exchange, while that of another was.
+
+    Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks guilty; this is the one.
+
+    How it is detected: each rank reports its own loss of the first step that is not finite, at once.
+
+    Usual cause: the samples of that rank.
+
+    Looks like: precision.nonfinite_step without this finding: all ranks, or none by its own loss.
+
+    Fix: see the findings of that rank in its own run folder; leave such an update out on all ranks at once.
+
+    Sources: WeatherGenerator #2718, habitat-lab #2226.
+    """
+    facts = run.latest(RanksFacts)
+    if facts is None:
+        return
+    for status in facts.guilty_of_nonfinite[:1]:
+        found = status.nonfinite
+        assert found is not None
+        own = f"; others had a finite loss of their own in step {found.step}"
+        yield run.finding(
+            found.step,
+            symptom=f"the loss of rank {status.rank} was {found.own_loss:g} before any exchange{own}",
+            cause=f"what rank {status.rank} computed is not finite, and the reduction brings it to all ranks"
+            + ("" if found.inputs_finite else ": its inputs are not finite"),
+            remedy=f"look at the findings of rank {status.rank} in its own run folder; leave such an update out on "
+            "all ranks at once",
+            sure=0.95,
+            stage="forward" if found.inputs_finite else "input",
+            since_step=found.step,
+            where=Where(rank=status.rank, sample_ids=found.samples[:64]),
+            evidence=[("own loss of the rank", found.own_loss), ("its inputs are finite", found.inputs_finite, True)],
+            explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
+        )

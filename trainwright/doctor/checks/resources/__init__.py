@@ -1,0 +1,1 @@
+"""Checks of memory, time, files and hooks."""

@@ -1,0 +1,43 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.runlog.records import Telemetry
+
+OFTEN, IN_A_ROW = 0.25, 3
+"""Flushes in a step: fewer may come from a single large batch; and intervals that each show them."""
+
+
+@check(stage="forward")
+def allocator_thrashes(run: RunContext) -> Iterator[Result]:
+    """The allocator of the GPU flushes its cache again and again, and waits for the device each time.
+
+    How it is detected: the counter of retries rises by a quarter of the steps or more between each of four readings.
+
+    Exceptions: some flushes in the first steps, at an evaluation, or after a step that ran out of memory.
+
+    Usual cause: the memory is nearly full, or its free blocks are too small (fragmentation).
+
+    Fix: a smaller micro-batch; `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`; samples of similar length, or padded
+    to a few lengths.
+
+    Sources: PyTorch documentation of CUDA memory management.
+    """
+    read = [each for each in run.records if isinstance(each, Telemetry)]
+    for name in sorted({name for each in read for name in each.values if name.endswith("/allocator_retries")}):
+        seen = [(each.step, each.values[name]) for each in read if name in each.values]
+        flushes = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen)][-IN_A_ROW:]
+        steps, count = sum(each[0] for each in flushes), sum(each[1] for each in flushes)
+        if len(flushes) == IN_A_ROW and all(num > 0 and some >= OFTEN * num for num, some in flushes):
+            yield run.finding(
+                seen[-1][0],
+                since_step=seen[-1][0] - steps + 1,
+                symptom=f"the allocator flushed its cache {count:.0f} times in {steps} steps",
+                evidence=[("flushes of the allocator's cache in a step", round(count / steps, 3), 0)],
+            )
+            return

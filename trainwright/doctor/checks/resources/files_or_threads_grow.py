@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.resources import GrowthFacts
+from trainwright.doctor.shared_growth import READINGS, has_grown
+
+MIN_FILES, MIN_THREADS = 16, 4
+
+
+@check(stage="loop", confidence=0.85, needs=GrowthFacts)
+def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
+    """Open files or threads grow from step to step, until the process may have no more.
+
+    How it is detected: they are counted every 16 steps, later less often; four readings in a row rise, by 16 files or
+    by four threads in all.
+
+    Usual cause: files, sockets or executors that are opened in the loop and not closed; iterators of a loader with
+    workers that are kept.
+
+    Looks like: resources.workers_restart, where the workers end and are started again.
+
+    Fix: open with a `with` statement; one executor for the whole run; `persistent_workers=True`.
+
+    Sources: pytorch/pytorch #11201.
+    """
+    facts = run.latest(GrowthFacts)
+    held = facts.held if facts else ()
+    kinds = (
+        ("files", [each.files for each in held], MIN_FILES),
+        ("threads", [each.threads for each in held], MIN_THREADS),
+    )
+    for name, counts, least in kinds:
+        if has_grown(counts, least):
+            yield run.finding(
+                held[-1].step,
+                symptom=f"open {name} grow: {counts[-READINGS]} after step {held[-READINGS].step}, {counts[-1]} "
+                f"after step "
+                f"{held[-1].step}",
+                evidence=[(f"{name}, by step", [[h.step, n] for h, n in zip(held, counts)][-8:], "constant")],
+            )
+            return
+    if held:
+        yield Compared(f"{held[-1].files} files and {held[-1].threads} threads after step {held[-1].step}")

@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.resources import MemoryFacts
+
+
+@check(
+    stage="loop",
+    confidence=0.95,
+    needs=MemoryFacts,
+    explains=("resources.graphs_kept", "resources.outputs_kept", "resources.memory_grows", "resources.steps_slow_down"),
+)
+def graph_grows(run: RunContext) -> Iterator[Result]:
+    """The graph of a step reaches back into earlier steps, and is longer in each.
+
+    How it is detected: the nodes of the graph behind the loss are counted in some steps: they rise at a steady rate, to
+    twice as many, and some of them are of earlier steps.
+
+    Usual cause: a state that is carried from step to step is not detached; `retain_graph=True` hides the error that
+    says so.
+
+    Looks like: resources.graphs_kept, where old graphs are kept and not walked through.
+
+    Fix: `hidden = hidden.detach()` between steps, for an LSTM `tuple(h.detach() for h in hidden)`; drop
+    `retain_graph=True`.
+
+    Sources: pytorch/examples (`repackage_hidden` of the word language model).
+    """
+    facts = run.latest(MemoryFacts)
+    rows = facts.graphs if facts else ()
+    rates = [(b.nodes - a.nodes) / (b.step - a.step) for a, b in pairwise(rows)]
+    if len(rows) < 5 or min(rates) <= 0 or max(rates) > 2 * min(rates):
+        return
+    if not rows[-1].goes_back or rows[-1].nodes < 2 * rows[0].nodes:
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"the graph of the loss grows by {rates[-1]:.0f} nodes in each step: {rows[0].nodes} -> "
+        f"{rows[-1].nodes}",
+        severity="critical" if any(each.retained for each in rows) else None,
+        evidence=[("nodes in the graph of the loss, by step", [[each.step, each.nodes] for each in rows], "constant")],
+    )

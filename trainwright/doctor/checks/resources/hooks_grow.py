@@ -1,0 +1,41 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.resources import GrowthFacts
+from trainwright.doctor.shared_growth import READINGS, has_grown
+from trainwright.runlog.records import Where
+
+MIN_HOOKS = 4
+
+
+@check(stage="loop", confidence=0.95, needs=GrowthFacts)
+def hooks_grow(run: RunContext) -> Iterator[Result]:
+    """Hooks are registered in the loop and not removed: each call runs all of them.
+
+    How it is detected: the hooks of modules and parameters are counted every 16 steps, later less often; four readings
+    in a row rise, by four in all. Hooks of the watch do not count.
+
+    Usual cause: `register_forward_hook` in each step or evaluation, whose handle is dropped.
+
+    Fix: register once before the loop, or `handle.remove()` after use.
+
+    Sources: PyTorch documentation of `register_forward_hook`.
+    """
+    facts = run.latest(GrowthFacts)
+    counts = [each.hooks for each in facts.held] if facts else []
+    if facts is None or not has_grown(counts, MIN_HOOKS):
+        yield Compared(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
+        return
+    begin, end = facts.held[-READINGS], facts.held[-1]
+    yield run.finding(
+        end.step,
+        symptom=f"the hooks of the model grow: {begin.hooks} after step {begin.step}, {end.hooks} after step "
+        f"{end.step}",
+        where=Where(module=facts.most_hooks),
+        evidence=[("hooks, by step", [[each.step, each.hooks] for each in facts.held][-8:], "constant")],
+    )

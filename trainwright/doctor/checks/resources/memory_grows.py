@@ -1,0 +1,54 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.resources import GrowthFacts
+from trainwright.doctor.shared_growth import READINGS
+
+MIB = 2**20
+SETTLED = 64
+"""Steps after which the recorder holds as much as it will, and caches have been filled."""
+MIN_BYTES, MIN_FRACTION = 64 * MIB, 0.1
+
+
+@check(stage="loop", confidence=0.75, needs=GrowthFacts)
+def memory_grows(run: RunContext) -> Iterator[Result]:
+    """Memory grows from step to step, once caches are filled.
+
+    How it is detected: bytes that are allocated and not freed, on the GPU and in the process: over at least eight
+    readings after step 64 by 64 MiB and a tenth, rising in three of four, and still in the second half.
+
+    Exceptions: freed blocks that the allocator keeps and pages of mapped files do not count. A buffer that is filled to
+    its bound looks the same until it is full.
+
+    Usual cause: something is kept of every step: outputs, batches, histories, caches without a bound.
+
+    Looks like: resources.graphs_kept, resources.outputs_kept.
+
+    Fix: look for lists and dicts that the loop appends to; keep numbers, not tensors.
+
+    Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
+    """
+    facts = run.latest(GrowthFacts)
+    held = [each for each in facts.held if each.step >= SETTLED] if facts else []
+    if len(held) < 2 * READINGS:
+        return
+    kinds = (("GPU memory", [each.device_bytes for each in held]), ("memory", [each.memory_bytes for each in held]))
+    for name, sizes in kinds:
+        rising = sum(b > a for a, b in pairwise(sizes)) >= 0.75 * (len(sizes) - 1)
+        grown, lately = sizes[-1] - sizes[0], sizes[-1] - sizes[len(sizes) // 2]
+        if rising and grown > max(MIN_BYTES, MIN_FRACTION * sizes[0]) and lately > 0.25 * grown:
+            yield run.finding(
+                run.last_step,
+                symptom=f"{name} grows by {grown / MIB / (held[-1].step - held[0].step):.3g} MiB a step: "
+                f"{sizes[0] / MIB:.0f} MiB after step {held[0].step}, {sizes[-1] / MIB:.0f} after step {held[-1].step}",
+                since_step=held[0].step,
+                evidence=[("MiB, by step", [[h.step, s // MIB] for h, s in zip(held, sizes)][-8:], "constant")],
+            )
+            return
+    yield Compared(f"{held[-1].memory_bytes / MIB:.0f} MiB after step {held[-1].step}")

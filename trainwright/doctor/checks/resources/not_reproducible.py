@@ -1,0 +1,25 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+
+
+@check(stage="loop", confidence=0.5)
+def not_reproducible(run: RunContext) -> Iterator[Result]:
+    """A step that is replayed from its bundle does not give the recorded bits.
+
+    How it is detected: `trainwright replay` compares losses, gradients and weights of the replay with the recorded
+    ones.
+
+    Usual cause: another machine, library or code; an operation that is not deterministic; random numbers that torch
+    does not draw; or hardware that errs, where two replays in the same process differ.
+
+    Fix: `torch.use_deterministic_algorithms(True)`, and draw random numbers from torch only.
+
+    Sources: PyTorch documentation, "Reproducibility".
+    """
+    yield NotApplicable("it is found by `trainwright replay`, not in a run")

@@ -1,0 +1,43 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.context import RunContext
+
+HALF, MIN_WAIT_S = 0.5, 0.01
+"""A batch of small samples takes less to collate."""
+
+
+@check(stage="input")
+def waits_for_data(run: RunContext) -> Iterator[Result]:
+    """A large part of each step is waited for its data.
+
+    How it is detected: the median of the last 64 steps waits for the loader for half of its time, and for 10 ms.
+
+    Usual cause: the loader reads or prepares slower than the model computes.
+
+    Fix: time a loop over the loader alone, with `num_workers=0` and with more. Where a sample is read fast, handing
+    batches over from workers costs more than it saves; where it is slow, add workers or prepare the data.
+
+    Sources: Mohan et al. 2021, Analyzing and mitigating data stalls in DNN training.
+    """
+    steps = [each for each in run.steps if each.step > 8 and "step_s" in each.values and "lines" not in each.values][
+        -64:
+    ]
+    waits = [each.values["wait_s"] for each in steps if each.values.get("wait_s")]
+    if len(steps) < 16 or len(waits) < len(steps) // 2:
+        yield NotApplicable("no DataLoader was waited for in 16 steps")
+        return
+    wait, step = statistics.median(waits), statistics.median(each.values["step_s"] for each in steps)
+    if wait < HALF * step or wait < MIN_WAIT_S:
+        yield Compared(f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data")
+        return
+    yield run.finding(
+        run.last_step,
+        symptom=f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data",
+        evidence=[("fraction of a step that is waited", round(wait / step, 2), f"below {HALF:g}")],
+    )

@@ -1,0 +1,84 @@
+"""Reads now and then what the process holds: memory, files, threads, hooks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.facts.resources import GrowthFacts, HeldResources
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.names import named_modules
+from trainwright.world.memory import unfreed_bytes
+
+EVERY, KEPT = 16, 64
+"""Steps between two readings at the least, which double when there are more than KEPT."""
+FIRST, SHARE = 192, 0.004
+"""Until this step all of these are taken; of the time of later ones they take this share at most, as the looks do."""
+_FILES = "/proc/self/fd"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Growth(Probe):
+    """A reading costs about 50 us, and 2 us for each module."""
+
+    name = GrowthFacts.experiment
+    closes_late = hears_last = True
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._modules = dict(named_modules(watched.subject.roots))
+        self._parameters = watched.subject.parameters
+        self._held: list[HeldResources] = []
+        self._every, self._next_s = EVERY, 0.0
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if step.step % self._every:
+            return
+        begin_s = time.perf_counter()
+        if step.step > FIRST and begin_s < self._next_s:
+            return
+        self._held.append(self._reading(step.step))
+        if len(self._held) > KEPT:
+            self._held, self._every = self._held[1::2], 2 * self._every
+        end_s = time.perf_counter()
+        self._next_s = end_s + (end_s - begin_s) / SHARE
+
+    def values(self) -> Facts | None:
+        if not self._held:
+            return None
+        most = max(self._modules, key=lambda name: _hooks_of(self._modules[name]), default="")
+        return dict(strict(vars(GrowthFacts(held=tuple(self._held), most_hooks=most))))
+
+    def _reading(self, step: int) -> HeldResources:
+        on_device = any(p.is_cuda for p in self._parameters[:1])
+        return HeldResources(
+            step=step,
+            memory_bytes=unfreed_bytes(),
+            device_bytes=torch.cuda.memory_allocated() if on_device else 0,
+            files=_num_files(),
+            threads=threading.active_count(),
+            hooks=sum(map(_hooks_of, self._modules.values())) + sum(map(_hooks_of_tensor, self._parameters)),
+        )
+
+
+def _num_files() -> int:
+    try:
+        return len(os.listdir(_FILES))  # noqa: PTH208  without an object for each
+    except OSError:  # no such system
+        return 0
+
+
+def _hooks_of(module: nn.Module) -> int:
+    """Without those of a recorder."""
+    tables = [getattr(module, name, None) for name in _HOOKS]
+    return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())
+
+
+def _hooks_of_tensor(parameter: Tensor) -> int:
+    tables = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())

@@ -1,0 +1,249 @@
+"""Listens to 16-bit weights, loss scales and autocast: updates that are lost, unscaled or made from old weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.doctor.facts.precision import MixedPrecisionFacts
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.program import Backward, Multiply, OptimizerStep, RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.mechanism import HALF_DTYPES
+from trainwright.runlog.json_values import Facts, strict
+
+SAMPLED_TENSORS, SAMPLED_ELEMENTS = 8, 256
+LOOKED_AT = 64
+"""Updates that are looked at one after the other; later every 16th."""
+KEPT = 64
+MIN_STILL_SCALED, MIN_STEPS = 4, 2
+MAX_WINDOWS, MAX_STEPS_OF_SUMS = 3, 16
+"""Steps of several micro-batches whose sums are compared; and the step after which no more are waited for."""
+REPORTED_AT = 6
+"""The step after which the first findings are made."""
+SMALLEST_FP16 = 2.0**-24
+"""All numbers of float16 are multiples of it."""
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "step", "mu", "eta", "ax", "prev", "step_size"}
+)
+"""Keys of optimizer state that is neither a float32 copy of the weights nor their rounding error."""
+
+
+class MixedPrecision(Probe):
+    """Samples some elements of some tensors. Costs nothing but a comparison for a loop in float32."""
+
+    name = MixedPrecisionFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._optimizers = watched.subject.optimizers
+        parameters = [p for p in watched.subject.parameters if p.numel() and p.is_floating_point()]
+        self._device = next((p.device for p in parameters), torch.device("cpu"))
+        self._halves = [p for p in parameters if p.dtype in HALF_DTYPES and p.requires_grad][:SAMPLED_TENSORS]
+        self._matrices = [p for p in parameters if p.dim() > 1][:SAMPLED_TENSORS]
+        self._is_fp16 = any(p.dtype == torch.float16 for p in self._halves)
+        self._steps = 0
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a weight, and its samples: of it, of its gradient
+        self._rng = torch.empty(0)
+        self._highest_lr = 0.0
+        self._still: list[tuple[float, Tensor]] = []  # the learning rate, and the fraction that stood still
+        self._kept_elsewhere = False
+        self._is_unscaled = False
+        self._still_scaled, self._scale = 0, 1.0
+        self._sentinel: Tensor | None = None
+        self._stale_since: int | None = None
+        self._small: list[Tensor] = []  # of the gradients of each step: see _smallness
+        self._small_now: Tensor | None = None
+        self._sums: dict[int, Tensor] = {}
+        self._summed: list[tuple[Tensor, Tensor]] = []  # samples of gradients as they were summed, and their sums
+        self._micro_batches = 0
+        self._windows: list[tuple[int, Tensor, Tensor]] = []
+        self._handles: list[RemovableHandle] = []
+        self._told: MixedPrecisionFacts | None = None
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return self._steps < LOOKED_AT or self._steps % 16 == 0
+
+    # sums over micro-batches
+
+    def begin(self, site: WatchSite) -> None:
+        for parameter in self._halves:
+            self._handles.append(parameter.register_hook(self._adder(parameter)))  # type: ignore[no-untyped-call]
+
+    def end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _adder(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        def add(grad: Tensor) -> None:
+            if not grad.is_sparse:
+                before = self._sums.get(id(parameter))
+                if before is None and parameter.grad is not None:
+                    before = _sample(parameter.grad).float()
+                self._sums[id(parameter)] = _sample(grad).float() + (0.0 if before is None else before)
+
+        add.is_recorders = True  # type: ignore[attr-defined]
+        return add
+
+    # gradients
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            self._is_fp16 = torch.get_autocast_dtype(kind) == torch.float16
+
+    def on_gradients(self) -> None:
+        self._micro_batches += 1
+        if self._handles:
+            both = [(p.grad, self._sums.get(id(p))) for p in self._halves]
+            self._summed = [(_sample(g), s) for g, s in both if g is not None and s is not None and not g.is_sparse]
+        if self._is_fp16 and self._is_looked_at:
+            grads = [p.grad for p in self._matrices if p.grad is not None and not p.grad.is_sparse]
+            self._small_now = _smallness(grads) if grads else None
+
+    # lost updates
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if not self._is_looked_at or optimizer not in self._optimizers:
+            return
+        self._look_into_autocast()
+        if self._halves:
+            owned = {id(p) for p in owned_by(optimizer)}
+            both = [(p, p.grad) for p in self._halves if id(p) in owned]
+            self._before = [(p, _sample(p), _sample(g)) for p, g in both if g is not None and not g.is_sparse]
+            self._rng = self._generator()
+
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        before, self._before = self._before, []
+        if not before:
+            return
+        lr = float(optimizer.param_groups[0].get("lr", 0.0))
+        has_grad = torch.cat([grad != 0 for _, _, grad in before])
+        same = torch.cat([weight == _sample(p) for p, weight, _ in before])
+        self._kept_elsewhere |= not torch.equal(self._rng, self._generator())
+        self._kept_elsewhere |= any(_keeps_copies(optimizer, p) for p, _, _ in before)
+        self._highest_lr = max(self._highest_lr, lr)
+        fraction = (same & has_grad).sum() / has_grad.sum().clamp(min=1)
+        self._still = [*self._still[-KEPT:], (lr, fraction)]
+
+    def _generator(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    # loss scales
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._is_unscaled = True
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
+        self._is_unscaled = True
+
+    def on_closed(self, step: RecordedStep) -> None:
+        is_unscaled, self._is_unscaled = self._is_unscaled, False
+        if self._is_looked_at:
+            scales = [each.scale_at for each in step.program if isinstance(each, Backward)]
+            updates = [each for each in step.program if isinstance(each, OptimizerStep) and each.grad_scale is None]
+            is_scaled = any(isinstance(each, Tensor) or each != 1.0 for each in scales)
+            is_changed = is_unscaled or step.values.get("edited") or any(isinstance(x, Multiply) for x in step.program)
+            if updates and is_scaled and not is_changed:
+                self._still_scaled, self._scale = self._still_scaled + 1, float(scales[-1])
+            if self._small_now is not None and not is_scaled:
+                self._small = [*self._small[-KEPT:], self._small_now]
+        self._small_now = None
+        self._close_window(step.step)
+        self._steps = step.step
+        if step.step == REPORTED_AT and (self._halves or self._is_fp16 or self._sentinel is not None):
+            self.urgent = True
+
+    def _close_window(self, step: int) -> None:
+        """The gradients of a step are complete: the last chance to compare them before they are clipped is over."""
+        if self._handles:
+            if self._micro_batches > 1 and self._summed:
+                sums, exact = (torch.cat([pair[n].float() for pair in self._summed]) for n in (0, 1))
+                rounded = exact.to(self._halves[0].dtype).float()
+                errors = torch.stack([(sums - exact).norm(), (rounded - exact).norm()]) / exact.norm().clamp(min=1e-30)
+                self._windows.append((self._micro_batches, errors[0], errors[1]))
+            if len(self._windows) >= MAX_WINDOWS or step >= MAX_STEPS_OF_SUMS:
+                self.end(None)
+        self._sums, self._summed, self._micro_batches = {}, [], 0
+
+    # autocast
+
+    def _look_into_autocast(self) -> None:
+        """Cast a weight of our own within autocast and change it: a cache that is still there has its old value."""
+        kind = self._device.type
+        if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+            self._sentinel = None
+            return
+        sentinel = self._sentinel
+        if sentinel is not None and self._stale_since is None and float(_cast(sentinel)) != float(sentinel.detach()):
+            self._stale_since = self._steps + 1
+        self._sentinel = torch.ones(1, 1, device=self._device, requires_grad=True)
+        _cast(self._sentinel)
+        self._sentinel.data.fill_(2.0)
+
+    def values(self) -> Facts | None:
+        at_full_rate = [float(still) for lr, still in self._still if lr >= 0.5 * self._highest_lr > 0]
+        small = torch.stack(self._small).median(0).values.tolist() if len(self._small) >= MIN_STEPS else [0.0, math.inf]
+        worst = max(self._windows, key=lambda each: float(each[1]), default=(0, 0.0, 0.0))
+        self.urgent = False
+        facts = MixedPrecisionFacts(
+            still=statistics.median(at_full_rate) if at_full_rate else 0.0,
+            updates=len(at_full_rate),
+            kept_elsewhere=self._kept_elsewhere,
+            still_scaled=self._still_scaled if self._still_scaled >= MIN_STILL_SCALED else 0,
+            scale=self._scale,
+            stale_since=self._stale_since,
+            zeros=small[0],
+            rms_in_steps=small[1],
+            micro_batches=worst[0],
+            sum_error=float(worst[1]),
+            sum_rounding=float(worst[2]),
+        )
+        if facts == self._told:
+            return None
+        self._told = facts
+        return dict(strict(vars(facts)))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].clone()
+
+
+def _smallness(grads: Sequence[Tensor]) -> Tensor:
+    """The fraction of 0, and the root mean square in steps of float16, of the gradients that are such steps.
+
+    The second is infinite where there are none.
+    """
+    in_steps = [_sample(grad).float().abs() / SMALLEST_FP16 for grad in grads]
+    is_fp16 = torch.stack([(each == each.round()).all() for each in in_steps]).float()
+    zeros = torch.stack([(each == 0).float().mean() for each in in_steps])
+    squares = torch.stack([each.square().mean() for each in in_steps])
+    number = is_fp16.sum()
+    return torch.stack(
+        [zeros @ is_fp16 / number.clamp(min=1), (squares @ is_fp16 / number).sqrt().nan_to_num(torch.inf)]
+    )
+
+
+def _keeps_copies(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether the optimizer keeps something in the shape of a parameter that may be master weights."""
+    state: Kwargs = optimizer.state.get(parameter, {})
+    return not type(optimizer).__module__.startswith("trainwright.") and any(
+        isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0 and key not in MOMENTS
+        for key, value in state.items()
+    )
+
+
+def _cast(sentinel: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return torch.mm(sentinel, torch.ones_like(sentinel, requires_grad=False)).detach()

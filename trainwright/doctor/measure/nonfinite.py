@@ -1,0 +1,305 @@
+"""What makes a step non-finite: heard in the live loop, and traced operation by operation in a replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.facts.nonfinite import BadInput, FirstNonfinite, SeenNonfinite, TraceFacts, ValueRange
+from trainwright.doctor.measure.formats import has_half_parameters
+from trainwright.recorder.numbers import Numbers
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
+from trainwright.recorder.ranks import own_part
+from trainwright.recorder.user_types import TorchFunction
+from trainwright.replay.bisect import guilty_rows
+from trainwright.replay.experiments import replay
+from trainwright.replay.mechanism import Range
+from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResult, Upto
+from trainwright.replay.session import ReplaySession, without_veto
+from trainwright.replay.suspects import Bad, Op
+from trainwright.replay.trace import Tracing
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.names import named_modules, named_parameters, named_roots
+
+MAX_NAMES = 64
+MAX_ROWS = 8
+"""If so many samples each break the step alone, the fault is not in the samples."""
+LOWERED = {
+    "addmm": "linear", "mm": "matmul", "bmm": "matmul", "baddbmm": "matmul", "dot": "matmul", "mv": "matmul",
+    "convolution": "conv", "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss",
+    "nll_loss_nd": "nll_loss", "native_layer_norm": "layer_norm", "native_batch_norm": "batch_norm",
+    "native_group_norm": "group_norm", "cudnn_ctc_loss": "ctc_loss", "safe_softmax": "softmax",
+}  # fmt: skip
+"""Names of ATen operations to the functions that users call, where the function was not recorded."""
+COMPOSITE = {"multi_head_attention_forward", "scaled_dot_product_attention"}
+"""Functions of several operations that a user would name one by one."""
+
+
+class NonfiniteListener(Probe):
+    """Reads tensors only after a norm or a loss was not finite, and marks such a step "nonfinite".
+
+    A forward pass in training mode that no backward pass follows moves the running statistics of BatchNorm unseen:
+    these are read after such a step, too, and at every examination.
+    """
+
+    name = SeenNonfinite.experiment
+    closes_late = hears_last = True
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        subject = watched.subject
+        self._parameters = list(subject.parameters)
+        self._names = {id(p): name for name, p in named_parameters(subject.roots)}
+        paths = {module: path for path, module in named_modules(subject.roots)}
+        self._statistics = [(paths[m], m, n) for m, n in subject.buffers() if n.startswith("running_")]
+        self._before_clip: list[str] | None = None
+        self._newest = 0
+        self._poisoned: set[str] = set()
+        self._facts: SeenNonfinite | None = None
+
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
+        if norm is not None and norm.is_cpu and self._before_clip is None and not math.isfinite(norm):
+            self._before_clip = self._bad_gradients()
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._newest = step.step
+
+    def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
+        before, self._before_clip = self._before_clip, None
+        is_vetoed = step.values.get("vetoed") in ("gradients", "update")
+        if before is not None or is_vetoed or not numbers.are_finite:
+            now = self._bad_gradients() if step.step == self._newest else []  # else they are of another step
+            bad = now if before is None else before
+            dtypes = [p.dtype for p in self._parameters if bad and self._names.get(id(p)) == bad[0]]
+            self._facts = SeenNonfinite(
+                bad=True,
+                inputs=tuple(_bad_inputs(step)),
+                gradients=tuple(bad[:MAX_NAMES]),
+                num_gradients=len(bad),
+                num_after_clip=None if before is None else len(now),
+                dtype=str(dtypes[0]).removeprefix("torch.") if dtypes else None,
+            )
+        if (self._facts or self._has_loose_forward(step)) and (poisoned := self._newly_poisoned()):
+            self._facts = replace(self._facts or SeenNonfinite(), poisoned=tuple(poisoned))
+        if self._facts is not None:
+            step.values["nonfinite"] = True
+
+    def values(self) -> Facts | None:
+        facts, self._facts = self._facts, None
+        if facts is None and (poisoned := self._newly_poisoned()):
+            facts = SeenNonfinite(poisoned=tuple(poisoned))
+        return None if facts is None else dict(strict(vars(facts)))
+
+    def _has_loose_forward(self, step: RecordedStep) -> bool:
+        trained = sum(kind == "forward" and value[1] for kind, value in step.events) if self._statistics else 0
+        return bool(trained > sum(kind == "backward" for kind, _ in step.events))
+
+    def _newly_poisoned(self) -> list[str]:
+        """Paths of modules whose running statistics are not finite and were not reported yet."""
+        held = [(path, b) for path, m, n in self._statistics if (b := m._buffers[n]) is not None]
+        held = [(path, b) for path, b in held if b.is_floating_point()]
+        if not held or bool(torch.stack(torch._foreach_norm([b for _, b in held])).isfinite().all()):
+            self._poisoned.clear()
+            return []
+        bad = dict.fromkeys(path for path, b in held if not bool(b.isfinite().all()))
+        new = [path for path in bad if path not in self._poisoned]
+        self._poisoned.update(new)
+        return new
+
+    def _bad_gradients(self) -> list[str]:
+        return [self._names.get(id(p), "?") for p in self._parameters if p.grad is not None and not is_finite(p.grad)]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of this process's part are finite."""
+    values = tensor.detach()
+    values = values.coalesce().values() if values.is_sparse else own_part(values)
+    return bool(values.isfinite().all())
+
+
+def _bad_inputs(step: RecordedStep) -> Iterable[BadInput]:
+    for call in step.calls:
+        ids = step.ids[call.batch] if 0 <= call.batch < len(step.ids) else None
+        for leaf in constants_of((call.args, call.kwargs)):
+            tensor = leaf.tensor.detach()
+            if not tensor.is_floating_point() or not leaf.is_unchanged or not tensor.dim() or is_finite(tensor):
+                continue
+            rows = ~tensor.isfinite().flatten(1).all(1) if tensor.dim() > 1 else ~tensor.isfinite()
+            known = ids if ids is not None and len(ids) == len(rows) else ()
+            yield BadInput(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                nan=int(tensor.isnan().sum()),
+                inf=int(tensor.isinf().sum()),
+                ids=tuple(known[row] for row in rows.nonzero().flatten().tolist()[:MAX_NAMES] if known),
+            )
+
+
+# the replay
+
+
+def measure_trace(session: ReplaySession) -> TraceFacts:
+    """Find the first operation that made the step non-finite, or the outcome of the replay if that is finite."""
+    scale, micro_batches = loss_scale(session.recorded_step), num_backward(session.recorded_step)
+    has_finite_losses = all(math.isfinite(each) for each in session.recorded_step.losses)
+    if scale != 1.0 and has_finite_losses and all_finite(session.run(Intervention(loss_scale=1 / scale))):
+        return TraceFacts(micro_batches=micro_batches, finite_without_scale=True)
+    with session.live():
+        tracing = Tracing(dict(named_roots(session.roots)))
+        with tracing:
+            intervention = Intervention(loss_scale=1 / scale, ops=tracing.within)
+            upto: Upto = "step" if scale == 1.0 else "backward"
+            result = session.replayer.run(without_veto(session.recorded_step), intervention, upto=upto)
+    bad = tracing.first_bad
+    first = None if bad is None else _first(session, tracing, bad)
+    fp32 = None
+    if bad is not None and bad.kind == "op" and bad.op.phase != "update" and _uses_half(session):
+        fp32 = session.run(Intervention(dtype="fp32", loss_scale=1 / scale))
+    return TraceFacts(
+        micro_batches=micro_batches,
+        losses=tuple(float(each) for each in result.losses),
+        gradients=tuple(n for n, g in result.grads.items() if g is not None and not is_finite(g)),
+        first=first,
+        fp32=tuple(float(each) for each in fp32.losses) if fp32 else (),
+        fp32_finite=fp32 is not None and all_finite(fp32),
+    )
+
+
+def loss_scale(recorded: RecordedStep) -> float:
+    """The loss scale of a gradient scaler; 1 without one."""
+    scales = {each.scale for each in recorded.program if isinstance(each, Backward)}
+    return scales.pop() if len(scales) == 1 else 1.0
+
+
+def num_backward(recorded: RecordedStep) -> int:
+    """The number of backward passes."""
+    return sum(isinstance(each, Backward) for each in recorded.program)
+
+
+def all_finite(result: ReplayResult) -> bool:
+    """Whether the losses and the gradients are finite."""
+    grads = [g for g in result.grads.values() if g is not None]
+    return result.error is None and all(map(is_finite, (*result.losses, *grads)))
+
+
+def _uses_half(session: ReplaySession) -> bool:
+    program = session.recorded_step.program
+    autocast = any(each.autocast[0] for each in program if isinstance(each, Call | Operation))
+    return autocast or has_half_parameters(session)
+
+
+def _first(session: ReplaySession, tracing: Tracing, bad: Bad) -> FirstNonfinite:
+    op = tracing.ops[bad.op.forward_op] if bad.op.phase == "backward" and bad.op.forward_op is not None else bad.op
+    rows, ids = _samples(session, bad)
+    return FirstNonfinite(
+        kind=bad.kind,
+        what=bad.what,
+        name=bad.name,
+        reached=bad.reached,
+        op=_user_name(op),
+        kernel=bad.op.name,
+        phase=bad.op.phase,
+        module=bad.op.module,
+        source=bad.op.source,
+        dtype=bad.op.output.dtype if bad.kind == "op" else bad.op.dtype,
+        inputs=tuple(map(_range, op.inputs[:4])),
+        output=_range(bad.op.output),
+        fp32_finite=bad.fp32_finite,
+        hidden_by=None if bad.hidden_by is None else _user_name(tracing.ops[bad.hidden_by]),
+        micro_batch=bad.op.micro_batch,
+        eps=session.optimizers[0].param_groups[0].get("eps") if bad.op.phase == "update" else None,
+        rows=rows,
+        ids=ids,
+        empty=None if not rows else _empty(session, bad.op.call, rows),
+    )
+
+
+def _user_name(op: Op) -> str:
+    """That of the torch function, unless it is composite or only wraps the operation."""
+    function = (op.function or "").strip("_")
+    if function in COMPOSITE or not function:
+        return LOWERED.get(op.name, op.name)
+    return function if hasattr(nn.functional, function) or op.name in LOWERED else op.name
+
+
+def _range(values: Range) -> ValueRange:
+    return ValueRange(values.dtype, tuple(values.shape), values.min, values.max, values.nan, values.inf, values.zeros)
+
+
+def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """The rows that break the step alone, and their sample ids where they are known."""
+    if bad.op.phase == "update" or bad.kind in ("weight", "state", "gradient"):
+        return None, ()
+    calls = session.recorded_step.calls
+    batch = calls[bad.op.call].batch if bad.op.call < len(calls) else -1
+    ids = session.ids[batch] if 0 <= batch < len(session.ids) else None
+    if bad.what == "no_valid_target" and bad.reached != "buffer":
+        return None, tuple(ids or ())
+    rows = _guilty_rows(session, bad)
+    is_known = rows is not None and ids is not None and len(ids) == session.size
+    return rows, tuple(sorted(ids[row] for row in rows)) if is_known and rows and ids else ()
+
+
+def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | None:
+    """The one value that fills an input of exactly these samples, as padding does; None if there is none."""
+    values: list[float] = []
+
+    def collect(leaf: object) -> None:
+        if isinstance(leaf, Constant) and leaf.tensor.dim() > 1 and leaf.tensor.shape[0] == session.size:
+            flat = leaf.tensor.detach().flatten(1)
+            same = (flat == flat[:, :1]).all(1)
+            if flat.shape[1] > 1 and bool(same[list(rows)].all()) and int(same.sum()) == len(rows):
+                values.append(float(flat[rows[0], 0]))
+
+    mapped((session.recorded_step.calls[call].args, session.recorded_step.calls[call].kwargs), collect)
+    return values[0] if values else None
+
+
+def _guilty_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
+    """The rows that break the step alone, confirmed by replays; None where there are too many or it cannot be run."""
+    size = session.size
+    if not size:
+        return None
+
+    def is_bad(rows: Sequence[int]) -> bool:
+        return _breaks(session, bad, rows)
+
+    try:
+        suspected = list(bad.rows or ())
+        if 0 < len(suspected) < min(MAX_ROWS, size):
+            others = [row for row in range(size) if row not in suspected]
+            if all(is_bad([row]) for row in suspected) and not is_bad(others):
+                return tuple(suspected)
+        found = guilty_rows(is_bad, size, limit=MAX_ROWS)
+    except NotReplayable:
+        return None
+    return tuple(found) if 0 < len(found) < MAX_ROWS and len(found) < size else None
+
+
+def _breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
+    """Whether the step is non-finite with only these rows of its micro-batch."""
+    micro = [bad.op.micro_batch] if num_backward(session.recorded_step) > 1 else None
+    intervention = Intervention(rows=list(rows), micro=micro, loss_scale=1 / loss_scale(session.recorded_step))
+    with session.live():
+        upto: Upto = "forward" if bad.reached in ("loss", "buffer") else "backward"
+        result = session.replayer.run(session.recorded_step, intervention, upto=upto)
+        if result.error is not None and len(rows) == 1:  # BatchNorm needs two values
+            twice = replace(intervention, rows=[*rows, *rows])
+            result = session.replayer.run(session.recorded_step, twice, upto=upto)
+        if bad.reached == "buffer":
+            return non_finite_buffers(session) > 0
+    return not all(map(is_finite, (*result.losses, *(g for g in result.grads.values() if g is not None))))
+
+
+def non_finite_buffers(session: ReplaySession) -> int:
+    """The number of buffers with a value that is not finite. Must be called within ``session.live()``."""
+    buffers = [module._buffers[name] for module, name in session.replayer.subject.buffers()]
+    return sum(b is not None and b.is_floating_point() and not bool(b.isfinite().all()) for b in buffers)
+
+
+trace = replay(TraceFacts, when="incident", steps=4.0)(measure_trace)

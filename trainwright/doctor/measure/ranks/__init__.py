@@ -1,0 +1,1 @@
+"""What each rank of a run tells of its steps, and the comparison of all."""

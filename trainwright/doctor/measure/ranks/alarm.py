@@ -1,0 +1,33 @@
+"""What the facts mean while the loop that would ask the doctor stands still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.runlog import records
+from trainwright.runlog.json_values import strict
+from trainwright.runlog.records import Found, Record
+
+
+def record_of(facts: RanksFacts, step: int) -> records.Examined:
+    """The facts as a record of the log."""
+    values = strict(vars(facts))
+    return records.Examined(time_s=time.time(), step=step, experiment=RanksFacts.experiment, values=values)
+
+
+def findings_of(facts: RanksFacts) -> list[Found]:
+    """What the doctor says of these facts alone."""
+    return [each.found for each in diagnose(Case([record_of(facts, facts.newest)])).findings]
+
+
+def raise_alarm(facts: RanksFacts, write: Callable[[Record], None], say: Callable[[str], None]) -> None:
+    """Writes the facts and the findings, and says the latter."""
+    write(record_of(facts, facts.newest))
+    for found in findings_of(facts):
+        write(replace(found, time_s=time.time()))
+        say(f"{found.code}: {found.symptom}")

@@ -1,0 +1,125 @@
+"""What one rank tells of the steps of our own engine: no hook, and no exchange beside those of the step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.doctor.facts.ranks import ExchangeFacts, NonfiniteFacts, RankStep
+from trainwright.doctor.measure.ranks.exchange import Exchange
+from trainwright.doctor.measure.ranks.replica import EVERY, Replica, RowSums, is_due
+from trainwright.engine.clip import ClipFn
+from trainwright.engine.step import StepResult
+from trainwright.recorder.numbers import late, lateness
+from trainwright.state.checksums import no_checksums
+from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import exchanged_s
+
+
+class EngineRows:
+    """Makes the rows of this rank's steps, and hands them to the exchange. It is the witness of each step.
+
+    ``has_own_samples``: no other rank trains on the samples of this one.
+    """
+
+    def __init__(self, state: TrainState, replica: Replica, exchange: Exchange, *, has_own_samples: bool) -> None:
+        self._optimizer, self._replica, self._exchange = state.optimizer, replica, exchange
+        self._has_own_samples = has_own_samples
+        self._step = state.step
+        self._batch: StepBatch | None = None
+        self._losses: list[Tensor] = []
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=EVERY)  # by itself, and of the whole step
+        self._last_s, self._exchanged_s = time.perf_counter(), exchanged_s()
+        self._late = lateness(replica.parameters[0].device)
+        self._unread: deque[Callable[[], None]] = deque()
+        exchange.post(replica.first_row(exchange.rank))
+
+    # the witness
+
+    def memory_ran_out(self) -> bool:
+        return False
+
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
+        self._batch = batch
+        self._exchange.at(state.step, "forward")
+        if not self._losses:  # the exact mode tells of no loss: what its passes do to the weights is not seen
+            self._replica.before_update()
+
+    def gradients_are_cleared(self, optimizer: Optimizer) -> None:
+        self._losses.clear()
+
+    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        self._losses.append(loss.detach())
+        self._replica.before_update()
+        self._exchange.at(self._step, "backward")
+
+    def gradients_are_multiplied(self, factor: Tensor | float) -> None: ...
+    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
+
+    # after the step
+
+    def note(self, result: StepResult) -> None:
+        """The step is over; its numbers are read now, or on a GPU some steps later."""
+        self._step = result.step
+        self._exchange.at(result.step, "between")
+        now_s, in_exchanges_s = time.perf_counter(), exchanged_s()
+        whole_s = now_s - self._last_s
+        self._seconds.append((max(0.0, whole_s - in_exchanges_s + self._exchanged_s), whole_s))
+        weights, row, sums = self._replica.after_update(result.step, whole_s), None, None
+        if is_due(result.step):
+            row, gradients = self._row(result), [self._replica.gradients(self._optimizer)]
+            buffers, moments = self._replica.constant_buffers(), self._replica.moments()
+            sums = RowSums(weights, gradients, no_checksums, buffers, moments)
+        read, ids = late([result.loss, result.grad_norm, *self._losses]), self._ids()
+        self._unread.append(lambda: self._tell(result.step, row, sums, read(), ids))
+        self._read_all_but(self._late)
+        self._last_s, self._exchanged_s = time.perf_counter(), exchanged_s()
+
+    def end(self) -> None:
+        """What was not told yet is told now."""
+        self._read_all_but(0)
+
+    def _read_all_but(self, count: int) -> None:
+        while len(self._unread) > count:
+            self._unread.popleft()()
+
+    def _ids(self) -> tuple[int, ...]:
+        """The first sample ids of this rank; enough to tell whether another has the same."""
+        batch = self._batch
+        if batch is None or not self._has_own_samples or not is_due(self._step):
+            return ()
+        return tuple(int(each) for micro in batch.micro[:4] for each in micro.ids[:64])
+
+    def _row(self, result: StepResult) -> RankStep:
+        own, whole = zip(*self._seconds)
+        self._seconds.clear()
+        return RankStep(
+            rank=self._exchange.rank,
+            step=result.step,
+            groups=self._replica.groups(),
+            samples=self._ids(),
+            exchange=ExchangeFacts(calls=len(self._losses)),
+            steps=len(own),
+            own_s=statistics.median(own),
+            step_s=statistics.median(whole),
+        )
+
+    def _tell(
+        self, step: int, row: RankStep | None, sums: RowSums | None, numbers: list[float], ids: tuple[int, ...]
+    ) -> None:
+        if row is not None and sums is not None:
+            self._exchange.post(self._replica.completed(row, sums))
+        if changes := self._replica.changes(step):
+            self._exchange.tell_changes(changes)
+        loss, norm, *own = numbers
+        if own and not (math.isfinite(loss) and math.isfinite(norm)):
+            bad = [each for each in own if not math.isfinite(each)]
+            self._exchange.tell_nonfinite(NonfiniteFacts(step=step, own_loss=(bad or own)[0], samples=ids))

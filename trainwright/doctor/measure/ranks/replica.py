@@ -1,0 +1,208 @@
+"""What one rank tells of its copy of the model: checksums of weights, gradients and buffers, and hyperparameters."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from trainwright.doctor.facts.ranks import FOLDS, RankStep, WeightsChange
+from trainwright.doctor.measure.ranks.compare import is_power_of_two
+from trainwright.doctor.measure.ranks.exchange import Meeting
+from trainwright.state.checksums import Checksums, no_checksums, start_checksums
+from trainwright.state.names import named_parameters
+from trainwright.state.shards import divides_layers
+from trainwright.state.snapshot import LiveObjects
+
+EARLY, EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24), 32
+"""Steps that every rank tells of, and then every so many: known to all without an exchange."""
+ALWAYS, SHARE = 64, 0.01
+"""After so many updates weights are kept until the next one; then as often as this share of the time allows."""
+
+KnownSums = Callable[[], Sequence[int | None]]
+"""Returns checksums as ``Checksums`` does; None where a tensor is not there, or need not be the same on all ranks."""
+
+
+def is_due(step: int) -> bool:
+    """Whether the ranks tell each other of this step."""
+    return step in EARLY or step % EVERY == 0
+
+
+class RowSums(NamedTuple):
+    """What reads the checksums of a row. Those of gradients are of each update of the step."""
+
+    weights: Checksums
+    gradients: Sequence[Checksums]
+    inputs: Checksums
+    buffers: KnownSums
+    moments: KnownSums
+    reduced: Checksums = no_checksums
+
+
+class Replica:
+    """The model of this rank. ``is_split``: it holds a part of the whole, and no checksums are compared.
+
+    ``has_own_data``: no other rank computes with the same samples and random numbers on purpose.
+    """
+
+    def __init__(self, subject: LiveObjects, *, is_split: bool = False) -> None:
+        self._subject = subject
+        named = {id(p): name for name, p in named_parameters(subject.roots)}
+        self.parameters = list(subject.parameters)
+        self.names = [named.get(id(p), f"<not in the model {n}>") for n, p in enumerate(self.parameters)]
+        self.is_split = is_split or any(is_traceable_wrapper_subclass(p) for p in self.parameters)
+        self.has_own_data = not any(divides_layers(root) for root in subject.roots)
+        self._buffers_at_begin = self._buffers()()
+        self._since: tuple[int, Checksums] | None = None  # weights after the last update
+        self._pairs: list[tuple[int, Checksums, Checksums]] = []  # after an update and before the next
+        self._cost_s = 0.0
+
+    def meeting(self) -> Meeting:
+        """What this rank is compared by, where nobody has seen to it that all ranks do the same."""
+        shapes = repr([(name, *p.shape) for name, p in zip(self.names, self.parameters)])
+        begun = distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        return Meeting(self.folded_names, hashlib.sha256(shapes.encode()).hexdigest()[:16], begun)
+
+    @property
+    def folded_names(self) -> tuple[str, ...]:
+        """What each checksum of a row is of."""
+        return tuple(folded_names(self.names))
+
+    def first_row(self, rank: int) -> RankStep:
+        """The state at the begin."""
+        return RankStep(rank=rank, step=0, weights=() if self.is_split else folded(self._weights()()))
+
+    def gradients(self, optimizer: Optimizer) -> Checksums:
+        """Of those parameters that ``optimizer`` updates; 0 for the others, and where there is none."""
+        if self.is_split:
+            return no_checksums
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return start_checksums([p.grad if id(p) in owned else None for p in self.parameters])
+
+    def groups(self) -> tuple[dict[str, float], ...]:
+        """The numbers in the optimizers' parameter groups."""
+        groups = [group for optimizer in self._subject.optimizers for group in optimizer.param_groups]
+        return tuple(_numbers_in(group) for group in groups[:8])
+
+    def moments(self) -> KnownSums:
+        """Of what the optimizers keep of each parameter."""
+        if self.is_split:
+            return no_checksums
+        kept: list[list[Tensor]] = []
+        for parameter in self.parameters:
+            states = [optimizer.state.get(parameter, {}) for optimizer in self._subject.optimizers]
+            kept.append([value for state in states for value in state.values() if isinstance(value, Tensor)])
+        read = start_checksums([each for of_one in kept for each in of_one])
+
+        def by_parameter() -> list[int | None]:
+            sums = iter(read())
+            return [sum(next(sums) for _ in of_one) if of_one else None for of_one in kept]
+
+        return by_parameter
+
+    def after_update(self, step: int, step_s: float) -> Checksums:
+        """What reads the checksums of the weights, where the step is due or they are kept."""
+        every = max(1, math.ceil(2 * self._cost_s / (SHARE * max(step_s, 1e-6))))
+        keeps = step <= ALWAYS or step % every == 0
+        weights = no_checksums
+        if not self.is_split and (keeps or is_due(step)):
+            begin_s = time.perf_counter()
+            weights = self._weights()
+            self._cost_s = time.perf_counter() - begin_s
+            self._since = (step, weights) if keeps else None
+        return weights
+
+    def constant_buffers(self) -> KnownSums:
+        """Of those that have not changed since the begin."""
+        if self.is_split:
+            return no_checksums
+        read = self._buffers()
+        return lambda: [now if now == then else None for now, then in zip(read(), self._buffers_at_begin)]
+
+    def shared_buffers(self) -> KnownSums:
+        """Of all but the running statistics of norms, which training does not read."""
+        if self.is_split:
+            return no_checksums
+        read, own = self._buffers(), [_is_statistic(*place) for place in self._subject.buffers()]
+        return lambda: [None if is_own else now for now, is_own in zip(read(), own)]
+
+    def before_update(self) -> None:
+        """Compares the weights with those after the last update, where these were kept."""
+        if self._since is not None:
+            step, weights = self._since
+            self._pairs.append((step, weights, self._weights()))
+            self._since = None
+
+    def changes(self, step: int) -> list[WeightsChange]:
+        """Weights that changed between two updates before ``step``; of each pair of updates the first few."""
+        done = [each for each in self._pairs if each[0] < step]
+        self._pairs = [each for each in self._pairs if each[0] >= step]
+        found: list[WeightsChange] = []
+        for at, before, after in done:
+            differing = [(n, b - a) for n, a, b in zip(self.names, before(), after()) if a != b]
+            is_flip = len(differing) == 1 and is_power_of_two(differing[0][1])
+            found += [WeightsChange(step=at, parameter=name, one_bit=is_flip) for name, _ in differing[:4]]
+        return found
+
+    def completed(self, row: RankStep, sums: RowSums) -> RankStep:
+        """The row with its checksums."""
+        inputs = sums.inputs() if self.has_own_data else []
+        return replace(
+            row,
+            weights=folded(sums.weights()),
+            gradients=folded([sum(column) for column in zip(*(each() for each in sums.gradients))]),
+            reduced=folded(sums.reduced()),
+            moments=folded_known(sums.moments()),
+            buffers=tuple(sums.buffers()),
+            batch=hash(tuple(inputs)) if inputs else None,
+        )
+
+    def _weights(self) -> Checksums:
+        return start_checksums(self.parameters)
+
+    def _buffers(self) -> Checksums:
+        return start_checksums([module._buffers[name] for module, name in self._subject.buffers()])
+
+
+def folded(sums: Sequence[int]) -> tuple[int, ...]:
+    """At most FOLDS numbers: neighbours are added up."""
+    width = max(1, math.ceil(len(sums) / FOLDS))
+    return tuple(_wrapped(sum(sums[at : at + width])) for at in range(0, len(sums), width))
+
+
+def folded_known(sums: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The same; None where one of those that are added up is not known."""
+    width = max(1, math.ceil(len(sums) / FOLDS))
+    known = folded([each or 0 for each in sums])
+    return tuple(None if None in sums[n * width : (n + 1) * width] else each for n, each in enumerate(known))
+
+
+def folded_names(names: Sequence[str]) -> list[str]:
+    """What each number of ``folded`` is of."""
+    width = max(1, math.ceil(len(names) / FOLDS))
+    runs = [names[at : at + width] for at in range(0, len(names), width)]
+    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+
+
+def _wrapped(number: int) -> int:
+    """As an integer of 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is a running statistic of a norm."""
+    is_tracked = bool(getattr(module, "track_running_stats", False))
+    return is_tracked and name in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _numbers_in(group: Mapping[str, object]) -> dict[str, float]:
+    """The hyperparameters of a parameter group that are numbers."""
+    values = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in group.items()}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

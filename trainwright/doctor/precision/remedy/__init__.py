@@ -1,7 +1,0 @@
-"""Remedies of the family that a replay tries before they are offered. Importing it registers them."""
-
-from __future__ import annotations
-
-from trainwright.doctor.precision.remedy import formats, nonfinite
-
-__all__ = ["formats", "nonfinite"]

@@ -1,0 +1,197 @@
+"""Findings from the trace of a step that was not finite: the checks of single mechanisms share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.nonfinite import FirstNonfinite, SeenNonfinite, TraceFacts
+from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Stage, in_words
+from trainwright.runlog.records import Examined, Where
+
+CONSEQUENCES = ("precision.nonfinite_step", "resources.not_reproducible")
+"""What follows from any operation that makes a step non-finite."""
+MAX_IDS = 16
+"""Sample ids that a finding names."""
+DIVERGED = 10.0
+"""Losses that are so many times the lowest one: then the run has diverged, and the operation is not the first cause."""
+SMALLEST_FP16_EPS = 3e-8
+"""Less is 0 in float16."""
+_BEFORE = ("weight", "buffer", "state", "gradient")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way in which an operation becomes non-finite. ``cause`` is formatted with the values of the trace.
+
+    ``guard`` is the trial of the remedy at the operation itself; ``fix`` replaces that of the docstring.
+    """
+
+    cause: str
+    guard: str | None = None
+    fix: str = ""
+
+
+Traced = tuple[int, TraceFacts, FirstNonfinite]
+
+
+def traces(run: RunContext) -> list[Traced]:
+    """The first non-finite value of each traced step. Weights that an earlier step has broken are left out."""
+    found: list[Traced] = []
+    for step, trace in run.every(TraceFacts):
+        first = trace.first
+        if first is None or (first.kind in _BEFORE and found):
+            continue
+        if first.reached == "buffer" and is_harmless(run, step, trace) and all(map(math.isfinite, trace.losses)):
+            continue  # the step itself was finite: see model.running_statistics_nonfinite
+        found.append((step, trace, first))
+    return found
+
+
+def traced_by(
+    run: RunContext, ways: Mapping[str, Way], accepts: Callable[[FirstNonfinite], bool] = lambda first: True
+) -> Iterator[Finding]:
+    """The finding of the first step whose operation became non-finite in one of these ways."""
+    for found in traces(run):
+        first = found[2]
+        if first.kind == "op" and first.what in ways and accepts(first) and not divides_by_eps(first):
+            yield finding_of(run, found, ways[first.what])
+            return
+
+
+def finding_of(run: RunContext, traced: Traced, way: Way) -> Finding:
+    """The finding of one trace: where it began, in which samples, and what it did to the step."""
+    step, trace, first = traced
+    same = [each for _, _, each in traces(run) if _place(each) == _place(first)]
+    ids = sorted({i for each in same for i in each.ids})
+    ids = ids if len(ids) <= MAX_IDS else list(first.ids)
+    harmless = is_harmless(run, step, trace)
+    symptom = f"step {step} is not finite"
+    if harmless:
+        symptom = f"the loss of step {step} is not finite, its gradients are: only the reported loss is affected"
+    return run.finding(
+        step,
+        symptom=symptom + (f" (so were {len(same) - 1} later ones)" if len(same) > 1 else ""),
+        cause=cause_of(first, way) + _in_which(first, len(ids)),
+        remedy=way.fix,
+        severity="warning" if harmless else None,
+        sure=0.7 if first.kind == "constant" or (first.kind == "op" and _was_diverging(run, step)) else None,
+        stage=_stage(first),
+        where=where_of(trace, first, ids),
+        evidence=_evidence(trace, first),
+        trial=trial_of(trace, first, way),
+    )
+
+
+def divides_by_eps(first: FirstNonfinite) -> bool:
+    """An optimizer in float16 with an eps that is 0 there."""
+    return first.phase == "update" and first.dtype == "float16" and 0 < (first.eps or 0) < SMALLEST_FP16_EPS
+
+
+def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
+    """The trace of a step; why it could not be replayed; None where that was not tried."""
+    outcomes = [e for e in run.records if isinstance(e, Examined) and e.experiment == TraceFacts.experiment]
+    tried = next((each for each in reversed(outcomes) if each.step == step), None)
+    if tried is None or "blind" not in tried.values:
+        return next((trace for at, trace in run.every(TraceFacts) if at == step), None)
+    return str(tried.values["blind"])
+
+
+def skipped_by_scaler(run: RunContext, step: int) -> bool:
+    """The loss was finite and the gradient scaler skipped the update, as it does while it searches for its scale."""
+    seen = next((each for each in run.steps if each.step == step), None)
+    return seen is not None and math.isfinite(seen.loss) and any(kind == "scaler_skipped" for kind, _ in seen.events)
+
+
+def cause_of(first: FirstNonfinite, way: Way) -> str:
+    """The cause in words."""
+    ranges = first.inputs
+    return way.cause.format(
+        op=first.op,
+        place=f" in {in_words(first.module)}" if first.phase != "update" else "",
+        dtype=first.dtype,
+        what=first.what,
+        kind=first.kind,
+        name=first.name,
+        eps=first.eps or 0.0,
+        hidden_by=first.hidden_by,
+        largest=max((max(-each.min, each.max) for each in ranges), default=0.0),
+        highest=max((each.max for each in ranges), default=0.0),
+        lowest=min((each.min for each in ranges), default=0.0),
+    )
+
+
+def where_of(trace: TraceFacts, first: FirstNonfinite, ids: list[int]) -> Where:
+    """The module, operation, dtype, micro-batch, samples and line."""
+    came_in = first.kind in ("input", "target")
+    module = first.module
+    if first.kind in ("weight", "buffer") and first.name:
+        module = first.name.rpartition(".")[0]
+    return Where(
+        module=None if came_in else module,
+        op=first.op if first.kind == "op" else None,
+        dtype=first.dtype,
+        micro_batch=first.micro_batch if trace.micro_batches > 1 else None,
+        sample_ids=tuple(ids),
+        source=None if came_in else first.source,
+    )
+
+
+def trial_of(trace: TraceFacts, first: FirstNonfinite, way: Way) -> RemedyTrial | None:
+    """The remedy at the operation; else float32, where the step is finite in it; else the step without the samples."""
+    if way.guard is not None:
+        return RemedyTrial(way.guard, {"op": first.op} if way.guard == "guarded" else {})
+    return RemedyTrial("in_fp32") if trace.fp32_finite else without_samples(trace, first)
+
+
+def without_samples(trace: TraceFacts, first: FirstNonfinite) -> RemedyTrial | None:
+    """The step without the samples that cause it."""
+    micro = first.micro_batch if trace.micro_batches > 1 else None
+    return RemedyTrial("without_these_samples", {"rows": first.rows, "micro": micro}) if first.rows else None
+
+
+def is_harmless(run: RunContext, step: int, trace: TraceFacts) -> bool:
+    """Every gradient of the step was finite, live and in the replay, and only the loss was not."""
+    live = next((seen for at, seen in run.every(SeenNonfinite) if at == step), None)
+    first = trace.first
+    return first is not None and first.phase != "update" and not trace.gradients and not (live and live.num_gradients)
+
+
+def _place(first: FirstNonfinite) -> tuple[object, ...]:
+    if first.kind != "op":
+        return (first.kind,)
+    return first.kind, first.what, first.module, first.op, first.reached
+
+
+def _was_diverging(run: RunContext, step: int) -> bool:
+    losses = [abs(each.loss) for each in run.steps if each.step < step and math.isfinite(each.loss)]
+    return len(losses) > 1 and max(losses[-3:]) > DIVERGED * min(losses[:-1])
+
+
+def _stage(first: FirstNonfinite) -> Stage:
+    if first.kind in ("input", "target"):
+        return "input" if first.kind == "input" else "label"
+    if first.phase != "forward":
+        return "backward" if first.phase == "backward" else "update"
+    return "forward" if first.module is not None else "loss"
+
+
+def _in_which(first: FirstNonfinite, num_ids: int) -> str:
+    num_rows = len(first.rows or ())
+    if num_ids == 1:
+        return "; without that one sample the step is finite"
+    if num_rows == 1:
+        return "; one sample of the batch causes it alone"
+    return f"; each of {num_rows} samples of the batch causes it alone" if num_rows else ""
+
+
+def _evidence(trace: TraceFacts, first: FirstNonfinite) -> Iterator[Measured]:
+    for number, seen in enumerate(first.inputs):
+        counts = (("zeros", seen.zeros), ("nan", seen.nan), ("inf", seen.inf))
+        text = f"{seen.dtype} {list(seen.shape)} in {seen.min:.4g}..{seen.max:.4g}"
+        yield f"input {number} of {first.op}", text + "".join(f", {count} {name}" for name, count in counts if count)
+    yield f"output of {first.kernel}", f"{first.output.nan} nan, {first.output.inf} inf", "none"
+    if trace.fp32:
+        yield "loss of the same step in fp32", ", ".join(f"{loss:.4g}" for loss in trace.fp32)

@@ -1,0 +1,26 @@
+"""Ranks in words, for the checks of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainwright.doctor.facts.ranks import Disagreement
+from trainwright.doctor.finding import listed
+from trainwright.runlog.records import Where
+
+
+def in_ranks(numbers: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2 and 5 more``."""
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {listed([str(each) for each in numbers], 6)}"
+
+
+def since(differing: Disagreement) -> str:
+    """Since when the ranks differ."""
+    if differing.agreed < 0:
+        return "from the begin" if differing.step == 0 else f"in step {differing.step}, the first that was compared"
+    return f"in step {differing.step}; after step {differing.agreed} they were still the same"
+
+
+def one_rank(ranks: Sequence[int]) -> Where:
+    """The rank, where it is one."""
+    return Where(rank=ranks[0] if len(ranks) == 1 else None)
