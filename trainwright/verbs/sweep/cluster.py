@@ -96,7 +96,8 @@ def kubernetes_sweep(
 ) -> JobFile:
     """A manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
 
-    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace and for a budget in USD.
+    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short
+    grace and for a budget in USD.
     """
     require_grace(grace_s)
     sweep.require_no_price()
