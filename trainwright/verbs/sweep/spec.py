@@ -159,10 +159,10 @@ def read_sweep(
 ) -> Sweep:
     """Reads a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
 
-    ``options`` are other keys of a sweep file, None for those that are not given; they replace those of the file.
+    ``options`` are other keys of a sweep file, None for those to leave; they replace those of the file.
     Raises RecipeError with every problem at once.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    replaced = {key: value for key, value in options.items() if value is not None}
     if (what / SPEC).is_file():
         what = what / SPEC
     elif what.is_dir():
@@ -173,9 +173,9 @@ def read_sweep(
         where = {f"over.{path}": Place(f"--over {path}") for path in over or {}}
         recipe = str(what.absolute() if what.is_file() else what)  # else the name of one in the box
         document = Document(str(what), {"recipe": recipe, "over": {}}, where)
-        given.setdefault("name", f"{what.stem}-sweep")
+        replaced.setdefault("name", f"{what.stem}-sweep")
     assert isinstance(document.value, dict)
-    value: dict[str, object] = {**document.value, **given}
+    value: dict[str, object] = {**document.value, **replaced}
     if over:
         written = value.get("over")
         value["over"] = {**(written if isinstance(written, dict) else {}), **over}
@@ -234,8 +234,8 @@ def without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _checked(file: SweepFile, document: Document, what: Path, settings: Sequence[str]) -> Sweep:
-    own = what.parent / file.recipe
-    path = own if what.is_file() and own.is_file() else Path(file.recipe)
+    beside = what.parent / file.recipe
+    path = beside if beside.is_file() else Path(file.recipe)  # else the name of a recipe in the box
     settings = [*(setting_of(path, value) for path, value in file.set.items()), *settings]
     loaded = load(path, overrides=settings, environ={})
     problems = Problems()
