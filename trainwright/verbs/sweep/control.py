@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -80,7 +80,7 @@ def run_one(sweep: Sweep, number: int, *, say: Say = print, environ: Mapping[str
     sweep.require_no_price()
     if not 0 <= number < sweep.trials:
         raise UsageError(f"the sweep has no trial {number}", remedy=f"give --trial 0 to --trial {sweep.trials - 1}")
-    return _run(sweep, number, say, environ)
+    return _run(replace(sweep, jobs=1), number, say, environ)
 
 
 def _run(sweep: Sweep, only: int | None, say: Say, environ: Mapping[str, str] | None) -> SweepResult:

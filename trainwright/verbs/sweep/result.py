@@ -81,7 +81,7 @@ class SweepResult:
         if self.why_ended and all(row.ended == "failed" for row in self.rows):
             lines.append(f"next        fix the error, remove the folder (rm -r {folder}), and start the sweep again")
         elif self.why_ended or any(row.ended == "stopped" for row in self.rows):
-            lines.append(f"next        trainwright sweep {folder}   # resumes")
+            lines.append(f"resume      trainwright sweep {folder}")
         return lines
 
     def __repr__(self) -> str:
