@@ -1,4 +1,4 @@
-"""``launch slurm SWEEP`` and ``launch kubernetes SWEEP``: a job for each trial, with one journal in a shared folder."""
+"""``launch slurm SWEEP`` and ``launch kubernetes SWEEP``: one job for each trial, one journal in a shared folder."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def slurm_sweep(
 ) -> JobFile:
     """An sbatch script with an array of jobs. ``arguments`` are those of ``trainwright sweep``.
 
-    Raises UsageError for wrong options.
+    Raises UsageError for wrong options and for a budget in USD.
     """
     require_grace(grace_s)
+    sweep.require_no_price()
     limit = f"%{at_once}" if at_once else ""
     own = {
         "job-name": f"job-name={sweep.name}",
@@ -95,9 +96,11 @@ def kubernetes_sweep(
 ) -> JobFile:
     """A manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
 
-    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace.
+    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short
+    grace and for a budget in USD.
     """
     require_grace(grace_s)
+    sweep.require_no_price()
     name = dns_label(sweep.name)
     inside = replace(sweep, recipe=Path("recipe.yaml"), folder=Path("/runs") / sweep.folder.name)
     container: dict[str, object] = {
