@@ -95,7 +95,7 @@ class EncoderBlock(nn.Module):
 
 
 def init_layers(model: nn.Module) -> None:
-    """Initialises linear layers and embeddings from normal(0, 0.02) cut at two standard deviations, biases with 0."""
+    """Initialize weights from normal(0, 0.02), truncated at two standard deviations, and biases with 0."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
             nn.init.trunc_normal_(module.weight, std=INIT_STD, a=-2 * INIT_STD, b=2 * INIT_STD)
@@ -104,7 +104,7 @@ def init_layers(model: nn.Module) -> None:
 
 
 def require_divisible_heads(options: EncoderOptions) -> None:
-    """Raises UsageError unless the heads divide ``d_model``."""
+    """Raise UsageError unless the heads divide ``d_model``."""
     if options.d_model % options.heads:
         nearest = max(1, round(options.d_model / options.heads)) * options.heads
         raise UsageError(

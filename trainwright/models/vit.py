@@ -101,12 +101,12 @@ class ViT(nn.Module):
         return self.unembed(x_BTD) if self.head is not None else x_BTD
 
     def embed(self, pixels_BCHW: Tensor) -> Tensor:
-        """Returns x_BTD, the input of the first block."""
+        """Return x_BTD, the input of the first block."""
         x_BTD: Tensor = self.embedding(pixels_BCHW)
         return x_BTD
 
     def unembed(self, x_BTD: Tensor) -> Tensor:
-        """Returns logits_BK of the class token that the last block returned."""
+        """Return logits_BK of the class token that the last block returned."""
         logits_BK: Tensor = self.head(self.norm(x_BTD[:, 0]))
         return logits_BK
 
