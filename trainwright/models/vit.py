@@ -92,7 +92,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(options.d_model, options.classes)
         init_layers(self)
         for parameter in (self.embedding.class_token, self.embedding.positions):
-            nn.init.trunc_normal_(parameter, std=INIT_STD)
+            nn.init.normal_(parameter, std=INIT_STD)
 
     def forward(self, pixels_BCHW: Tensor) -> Tensor:
         x_BTD = self.embed(pixels_BCHW) if self.embedding is not None else pixels_BCHW
