@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import trainwright as tw
+from tests.pages.test_report import Page, curves_of
 from trainwright.data.episodes import episodes
 from trainwright.engine.policy_gradient import PPO, EpisodePlayer, Reinforce, Trajectories, discounted_sums, normalize
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.models.mlp import mlp
 from trainwright.models.policy import actor_critic
+from trainwright.pages.report import write_report
 
 gymnasium = pytest.importorskip("gymnasium")
 ENV = "CartPole-v1"
@@ -121,6 +125,28 @@ def test_the_loss_of_ppo_is_clipped() -> None:
     assert not torch.equal(bounded, ratio)
     expected = 0.5 * F.mse_loss(value, rollout.value_targets) - (bounded * gain).mean() - 0.1 * chosen.entropy().mean()
     torch.testing.assert_close(ppo.loss(model, rollout), expected)
+
+
+@pytest.mark.slow
+def test_the_page_has_a_learning_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the returns of training, by PPO, and those of the validation, which REINFORCE plays."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    result = tw.fit(
+        actor_critic(observations=4, actions=2),
+        episodes(count=8),
+        Reinforce(ENV),
+        advance=PPO(ENV, epochs=1),
+        val=episodes("val", count=2),
+        batch=2,
+        steps=2,
+        settings={"log.every": "1steps", "log.doctor": False},
+        quiet=True,
+    )
+    (run,) = curves_of(Page(write_report([result.run]).path.read_text()))
+    (curve,) = (each for each in run["figures"] if each["name"] == "episode_return")
+    lengths = {each["label"]: [value >= 8 for value in each["value"]] for each in curve["series"]}  # falls in 8 or more
+    assert lengths["train"] == [True, True] and lengths["validation"]
 
 
 def test_a_policy_and_a_value_for_any_leading_dimensions() -> None:
