@@ -208,7 +208,7 @@ class PPO:
         count = len(rollout.actions)
         total = torch.zeros((), device=seeds_B.device)
         for _ in range(self.epochs):
-            for rows in torch.randperm(count, device=seeds_B.device).split(self.minibatch):
+            for rows in torch.split(torch.randperm(count, device=seeds_B.device), self.minibatch):
                 loss = self.loss(model, rollout.minibatch(rows))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -88,7 +88,7 @@ class Experts(nn.Module):
         rows = x_ND[order // self.active]
         gate = None if self.gate is None else _grouped(rows, self.gate, ends_E)
         hidden = activated(_grouped(rows, self.up, ends_E), gate, self.activation)
-        out_NKD = _grouped(hidden, self.down, ends_E)[order.argsort()].unflatten(0, expert_NK.shape)
+        out_NKD = _grouped(hidden, self.down, ends_E)[order.argsort()].view(*expert_NK.shape, -1)
         out_BTD = (out_NKD * weight_NK[..., None].to(out_NKD.dtype)).sum(1).view_as(x_BTD)
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
 
