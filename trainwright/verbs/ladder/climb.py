@@ -101,11 +101,11 @@ def ladder(
         >>> found = tw.ladder("recipes/demo-digits.yaml", steps=100)
         >>> found.best_recipe
     """
-    if not isinstance(recipe, str | Path):
-        got = f"ladder takes the path or name of a recipe, not a {type(recipe).__name__}"
-        raise UsageError(
-            got, remedy="each rung is a process of its own: write a recipe with model.use: module:callable"
-        )
+    given: object = recipe
+    if not isinstance(given, str | Path):
+        rule = f"ladder takes the path or name of a recipe, not a {type(given).__name__}"
+        remedy = "each rung is a process of its own: write a recipe with model.use: module:callable"
+        raise UsageError(rule, remedy=remedy)
     loaded = load(recipe, overrides=settings)
     count = steps_of(loaded.recipe, steps, samples)
     name = f"{loaded.recipe.name[:80]}-ladder"
