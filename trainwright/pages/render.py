@@ -49,7 +49,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
             {
                 **curves_of(view, buckets),
                 "readings": readings_of(view),
-                "layers": view.log.layers.to_json() if len(views) == 1 else {},
+                "layers": view.log.heat_maps if len(views) == 1 else [],
                 "id": name,
             }
             for view, name in zip_longest(views, names)

@@ -457,6 +457,12 @@ class Log(Section):
         default=True, description="Metrics also of the training batches, over the steps since the last record."
     )
     layers: bool = Field(default=True, description="Statistics by layer now and then: gradients, updates, activations.")
+    retain_grad: Texts = Field(
+        default=(),
+        description="Glob patterns of module names: now and then, norms and histograms of the gradients with respect "
+        "to their outputs.",
+        examples=[["blocks.3.*"]],
+    )
     doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")
     examine: Literal["budget", "all"] = Field(
         default="budget",

@@ -76,10 +76,11 @@ class Band:
 
 @dataclass(frozen=True)
 class RungVerdict:
-    """What became of a rung, and why."""
+    """What became of a rung, and why. ``finding`` is the one that broke it; None: it broke otherwise, or did not."""
 
     outcome: Outcome
     why: str = ""
+    finding: Found | None = None
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.why}" if self.why else self.outcome
@@ -129,9 +130,15 @@ def _relative(one: float, two: float) -> float:
     return abs(one - two) / max(one, two) if one > 0 and two > 0 else 0.0
 
 
+def new_finding(rung: MeasuredRung, known: Collection[str] = ()) -> Found | None:
+    """The first serious finding whose code is not in ``known``, the codes that the runs below have, too."""
+    return next((each for each in rung.serious if each.code not in known), None)
+
+
 def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
     """Why a run is broken whatever its loss; "" where it is not. ``known``: codes that the runs below have, too."""
-    reasons = [f"{each.code}: {each.symptom}" for each in rung.serious if each.code not in known][:1]
+    found = new_finding(rung, known)
+    reasons = [f"{found.code}: {found.symptom}"] if found else []
     if rung.ended != "finished":
         reasons.append(f"it {rung.ended} at step {rung.steps}: {rung.reason}")
     bad = sum(not math.isfinite(loss) for loss in rung.curve)
@@ -202,7 +209,7 @@ def judge(
         )
     broken = broken or worse(rung, below, anchor, band, with_curve=kind == "numerics")
     if broken:
-        return RungVerdict("breaks", broken)
+        return RungVerdict("breaks", broken, new_finding(rung, known))
     return RungVerdict("adopted", saved) if saved else RungVerdict("does not pay", no_gain)
 
 

@@ -155,7 +155,7 @@ class Ladder:
         broken = self.broke_at
         if broken:
             yield f"stopped  at {broken.name}: {broken.verdict.why}"
-            for found in broken.findings[:1]:
+            if found := broken.verdict.finding:
                 yield f"         cause: {found.cause}"
                 yield f"         do: {found.remedy}"
             if broken.run:
