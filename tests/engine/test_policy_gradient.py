@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import trainwright as tw
-from tests.pages.test_report import Page, curves_of
+from tests.pages.reading import Page, curves_of
 from trainwright.data.episodes import episodes
 from trainwright.engine.policy_gradient import PPO, EpisodePlayer, Reinforce, Trajectories, discounted_sums, normalize
 from trainwright.errors import MissingExtra, UsageError

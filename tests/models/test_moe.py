@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits
-from tests.pages.test_report import Page, curves_of
+from tests.pages.reading import Page, curves_of
 from trainwright.build.split_plan import model_shape, split_plan
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
