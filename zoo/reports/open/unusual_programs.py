@@ -28,7 +28,7 @@ class BinarizeLinear(nn.Linear):
 )
 def binary_weights(watch: Watch, seed: int) -> Outcome:
     x = torch.randn(2560, 24)
-    y = (x @ torch.randn(24, 6)).argmax(1)
+    y = (x @ torch.randn(24, 5)).argmax(1)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
     model = nn.Sequential(
         BinarizeLinear(24, 128),
@@ -37,12 +37,12 @@ def binary_weights(watch: Watch, seed: int) -> Outcome:
         BinarizeLinear(128, 128),
         nn.BatchNorm1d(128),
         nn.Hardtanh(),
-        nn.Linear(128, 6),
+        nn.Linear(128, 5),
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     losses = []
     with watch(model, optimizer, loader=loader):
-        for _epoch in range(6):
+        for _epoch in range(10):
             for data, target in loader:
                 loss = F.cross_entropy(model(data), target)
                 optimizer.zero_grad()
