@@ -30,7 +30,7 @@ class EmbedVector(nn.Module):
         outputs, _state = self.lstm(x)
         attn_weights = self.attention(x, outputs)
         attn_applied = (attn_weights * torch.cat((x, outputs), 2)).sum(0)
-        return self.hidden2tag(attn_applied)  # type: ignore[no-any-return]
+        return self.hidden2tag(attn_applied)
 
 
 @fault(
@@ -86,7 +86,7 @@ class PartNet(nn.Module):
         x = F.relu(x + self.layer1(x))
         x = self.layer2(x).mean((2, 3))
         x = nn.Dropout(p=0.5)(x) if self.functional else self.dropout(x)
-        return self.fc(x)  # type: ignore[no-any-return]
+        return self.fc(x)
 
 
 @fault(
@@ -113,7 +113,7 @@ def dropout_in_evaluation(watch: Watch, seed: int, faulty: bool) -> Outcome:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     losses, test_accuracies = [], []
     with watch(net, optimizer, loader=trainloader):
-        for _epoch in range(5):
+        for _epoch in range(8):
             net.train()
             for img, label in trainloader:
                 optimizer.zero_grad()

@@ -144,7 +144,7 @@ def advantage_of_one_sample(watch: Watch, seed: int, faulty: bool) -> Outcome:
     n_steps, batch_size, n_epochs = 129, 64, 4
     losses, rewards = [], []
     with watch(policy, optimizer):
-        for _update in range(20):
+        for _update in range(40):
             states, actions, returns, reward = rollout(env, policy, n_steps)
             rewards.append(reward)
             with torch.no_grad():
@@ -195,7 +195,7 @@ def ppo_ratio_always_one(watch: Watch, seed: int, faulty: bool) -> Outcome:
     optimizer = torch.optim.Adam(act.parameters(), lr=2e-3)
     losses, rewards, away = [], [], []
     with watch(act, optimizer):
-        for _update in range(20):
+        for _update in range(36):
             states, actions, returns, reward = rollout(env, act, 192)
             rewards.append(reward)
             with torch.no_grad():
@@ -235,7 +235,7 @@ def ppo_ratio_always_one(watch: Watch, seed: int, faulty: bool) -> Outcome:
         r"target & (never|not (updated|mov)|stale|frozen|initial|constant|unchanged|still|stays|own state|itself)",
         r"load state dict & (own|itself|same|no effect)",
     ],
-    where=[Place(line=r"load_state_dict|target"), Place(module="target")],
+    where=[Place(line=r"load_state_dict|target_net"), Place(module="target")],
     onset=50,
 )
 def target_network_copies_itself(watch: Watch, seed: int, faulty: bool) -> Outcome:

@@ -26,8 +26,8 @@ def rows(count: int, features: int, classes: int, noise: float = 0.5) -> tuple[T
 )
 def gradual_unfreezing(watch: Watch, seed: int) -> Outcome:
     x, y = rows(4800, 16, 5)
-    trunk = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU())
-    learner = nn.Sequential(trunk, nn.Linear(48, 5))
+    trunk = nn.Sequential(nn.Linear(16, 160), nn.ReLU(), nn.Linear(160, 160), nn.ReLU())
+    learner = nn.Sequential(trunk, nn.Linear(160, 5))
     pretraining = torch.optim.Adam(learner.parameters(), lr=3e-3)
     for start in range(0, 960, 32):
         pretraining.zero_grad()
@@ -35,7 +35,7 @@ def gradual_unfreezing(watch: Watch, seed: int) -> Outcome:
         pretraining.step()
     pretraining.zero_grad()
     trunk.requires_grad_(False)
-    learner[1] = nn.Linear(48, 5)
+    learner[1] = nn.Linear(160, 5)
     loader = DataLoader(TensorDataset(x[960:], y[960:]), batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW([{"params": learner[1].parameters(), "lr": 2e-3}])
     losses: list[float] = []
@@ -135,7 +135,7 @@ class SAM:
             parameter.add_(climb)
         self.base_optimizer.zero_grad()
         with torch.enable_grad():
-            closure().backward()  # type: ignore[no-untyped-call]
+            closure().backward()
         for parameter, climb in self.ascent:
             parameter.sub_(climb)
         self.base_optimizer.step()
@@ -150,7 +150,7 @@ class SAM:
 def sharpness_aware(watch: Watch, seed: int) -> Outcome:
     x, y = rows(4096, 20, 8, noise=1.0)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sam = SAM(optimizer)
     losses = []
@@ -162,7 +162,7 @@ def sharpness_aware(watch: Watch, seed: int) -> Outcome:
                     return F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 
                 loss = closure()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 sam.step(closure)
                 losses.append(loss.item())
     return Outcome(losses, fell(losses, 0.85), {"last_loss": mean(losses[-20:])})
@@ -177,7 +177,7 @@ def sharpness_aware(watch: Watch, seed: int) -> Outcome:
 def weight_average_and_restarts(watch: Watch, seed: int) -> Outcome:
     x, y = rows(4800, 20, 6, noise=1.0)
     loader = DataLoader(TensorDataset(x[:3840], y[:3840]), batch_size=48, shuffle=True)
-    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 6))
+    model = nn.Sequential(nn.Linear(20, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=80, T_mult=2)
     swa_model = AveragedModel(model)

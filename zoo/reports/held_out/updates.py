@@ -30,7 +30,7 @@ def average_in_half_precision(watch: Watch, seed: int, faulty: bool) -> Outcome:
     latents = torch.randn(6400, 2) * torch.tensor([0.3, 1.0])
     latents[:, 0] += latents[:, 1].square() - 1
     loader = DataLoader(TensorDataset(latents), batch_size=32, shuffle=True)
-    unet = nn.Sequential(nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+    unet = nn.Sequential(nn.Linear(3, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 2))
     ema_unet = copy.deepcopy(unet).requires_grad_(False).eval()
     if faulty:
         ema_unet = ema_unet.to(torch.bfloat16)
@@ -70,7 +70,7 @@ class LoraAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.to_qkv(x) + x @ self.lora_down.T @ self.lora_up.T).chunk(3, -1)
-        return x + self.to_out(F.scaled_dot_product_attention(q, k, v))  # type: ignore[no-any-return]
+        return x + self.to_out(F.scaled_dot_product_attention(q, k, v))
 
 
 @fault(
@@ -142,8 +142,8 @@ def eval_mode_after_validation(watch: Watch, seed: int, faulty: bool) -> Outcome
     validate = Validator(x[2000:], y[2000:])
     train_loader = DataLoader(TensorDataset(x[:2000], y[:2000]), batch_size=40, shuffle=True)
     net = nn.Sequential(
-        nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Dropout(0.3), nn.ReLU(),
-        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 5),
+        nn.Linear(20, 192), nn.BatchNorm1d(192), nn.Dropout(0.3), nn.ReLU(),
+        nn.Linear(192, 192), nn.BatchNorm1d(192), nn.Dropout(0.3), nn.ReLU(), nn.Linear(192, 5),
     )  # fmt: skip
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     losses, modes, accuracies = [], [], []
@@ -177,7 +177,7 @@ class MultimodalTagger(nn.Module):
 
     def forward(self, ids: Tensor, picture: Tensor) -> Tensor:
         prompt = self.gates(self.encoder_conv(picture))
-        return self.fc(self.bert(ids) + prompt[:, None])  # type: ignore[no-any-return]
+        return self.fc(self.bert(ids) + prompt[:, None])
 
 
 @fault(
@@ -204,12 +204,12 @@ def head_not_in_optimizer(watch: Watch, seed: int, faulty: bool) -> Outcome:
     params = {"lr": 2e-3, "weight_decay": 1e-2, "params": []}
     for name, param in model.named_parameters():
         if "encoder_conv" in name or name.startswith("gates"):
-            params["params"].append(param)  # type: ignore[attr-defined]
+            params["params"].append(param)
     parameters.append(params)
     params = {"lr": 5e-3, "weight_decay": 1e-2, "params": []}
     for name, param in model.named_parameters():
         if "crf" in name or name.startswith("fc"):
-            params["params"].append(param)  # type: ignore[attr-defined]
+            params["params"].append(param)
     if not faulty:
         parameters.append(params)
     optimizer = torch.optim.AdamW(parameters)
@@ -245,7 +245,7 @@ def schedule_stepped_per_batch(watch: Watch, seed: int, faulty: bool) -> Outcome
     masks = (F.avg_pool2d(slices, 5, 1, 2, count_include_pad=False) > 0.05).float()
     train_loader = DataLoader(TensorDataset(slices, masks), batch_size=20, shuffle=True)
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1)
+        nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 1, 1)
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)

@@ -23,8 +23,8 @@ class BiLSTM(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         outputs, (hidden, _cell) = self.lstm(self.embedding(text))
         if self.last_output:
-            return self.fc(outputs[:, -1])  # type: ignore[no-any-return]
-        return self.fc(torch.cat([hidden[-2], hidden[-1]], dim=1))  # type: ignore[no-any-return]
+            return self.fc(outputs[:, -1])
+        return self.fc(torch.cat([hidden[-2], hidden[-1]], dim=1))
 
 
 @fault(
@@ -81,7 +81,7 @@ class MaskedAttention(nn.Module):
         sim = sim.masked_fill(hidden[:, None, None, :], -torch.finfo(sim.dtype).max)
         attn = sim.softmax(dim=-1)
         self.on_padding = (attn.detach() * (1 - mask)[:, None, None, :]).sum(-1).mean().item()
-        return self.to_out((attn @ v).transpose(1, 2).reshape(b, n, -1))  # type: ignore[no-any-return]
+        return self.to_out((attn @ v).transpose(1, 2).reshape(b, n, -1))
 
 
 class TextClassifier(nn.Module):
@@ -100,7 +100,7 @@ class TextClassifier(nn.Module):
         x = self.tokens(ids)
         x = x + self.attention(self.norm(x), mask)
         x = x + self.feed_forward(x)
-        return self.head((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))  # type: ignore[no-any-return]
+        return self.head((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
 @fault(
@@ -158,7 +158,7 @@ class Encoder(nn.Module):
         else:
             pos = torch.arange(x.size(1), device=x.device).unsqueeze(0)
         h = self.block(self.embed(x) + self.position(pos))
-        return self.out(h.mean(1))  # type: ignore[no-any-return]
+        return self.out(h.mean(1))
 
 
 @fault(

@@ -51,9 +51,9 @@ def augmented(img: Tensor) -> Tensor:
     shows=40,
 )
 def contrastive_positives_misplaced(watch: Watch, seed: int, faulty: bool) -> Outcome:
-    coarse = torch.randn(1536, 1, 4, 4)
+    coarse = torch.randn(2304, 1, 4, 4)
     pictures = F.interpolate(coarse, size=(12, 12), mode="bilinear", align_corners=True)
-    loader = DataLoader(TensorDataset(pictures), batch_size=32, shuffle=True, drop_last=True)
+    loader = DataLoader(TensorDataset(pictures), batch_size=48, shuffle=True, drop_last=True)
     model = SimCLR()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     losses, found = [], []
@@ -154,12 +154,12 @@ def ctc_of_raw_logits(watch: Watch, seed: int, faulty: bool) -> Outcome:
     where=[Place(line=r"judged = |g_loss1 = |g_loss1 \+"), Place(op="detach")],
 )
 def generator_step_detached(watch: Watch, seed: int, faulty: bool) -> Outcome:
-    rooms = torch.randn(3200, 6)
+    rooms = torch.randn(6400, 6)
     decay = torch.exp(-torch.arange(16) * (0.1 + rooms[:, :1].abs()))
-    reverbs = decay * (1 + 0.3 * torch.randn(3200, 16)) * rooms[:, 1:2].sign()
-    loader = DataLoader(TensorDataset(rooms, reverbs), batch_size=32, shuffle=True)
-    generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
-    discriminator = nn.Sequential(nn.Linear(22, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    reverbs = decay * (1 + 0.3 * torch.randn(6400, 16)) * rooms[:, 1:2].sign()
+    loader = DataLoader(TensorDataset(rooms, reverbs), batch_size=64, shuffle=True)
+    generator = nn.Sequential(nn.Linear(8, 160), nn.ReLU(), nn.Linear(160, 160), nn.ReLU(), nn.Linear(160, 16))
+    discriminator = nn.Sequential(nn.Linear(22, 160), nn.LeakyReLU(0.2), nn.Linear(160, 1))
     model = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
     g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=5e-4, betas=(0.5, 0.999))

@@ -31,13 +31,13 @@ def binary_weights(watch: Watch, seed: int) -> Outcome:
     y = (x @ torch.randn(24, 5)).argmax(1)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
     model = nn.Sequential(
-        BinarizeLinear(24, 128),
-        nn.BatchNorm1d(128),
+        BinarizeLinear(24, 256),
+        nn.BatchNorm1d(256),
         nn.Hardtanh(),
-        BinarizeLinear(128, 128),
-        nn.BatchNorm1d(128),
+        BinarizeLinear(256, 256),
+        nn.BatchNorm1d(256),
         nn.Hardtanh(),
-        nn.Linear(128, 5),
+        nn.Linear(256, 5),
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     losses = []
@@ -57,7 +57,7 @@ def binary_weights(watch: Watch, seed: int) -> Outcome:
 
 
 class RNNModel(nn.Module):
-    def __init__(self, ntoken: int, ninp: int = 32, nhid: int = 48):
+    def __init__(self, ntoken: int, ninp: int = 32, nhid: int = 96):
         super().__init__()
         self.encoder = nn.Embedding(ntoken, ninp)
         self.rnn = nn.LSTM(ninp, nhid)
@@ -85,7 +85,7 @@ def carried_hidden_state(watch: Watch, seed: int) -> Outcome:
     with watch(model, optimizer):
         for _epoch in range(5):
             model.train()
-            hidden = (torch.zeros(1, 16, 48), torch.zeros(1, 16, 48))
+            hidden = (torch.zeros(1, 16, 96), torch.zeros(1, 16, 96))
             for i in range(0, len(train) - 1, bptt):
                 length = min(bptt, len(train) - 1 - i)
                 hidden = (hidden[0].detach(), hidden[1].detach())
@@ -98,7 +98,7 @@ def carried_hidden_state(watch: Watch, seed: int) -> Outcome:
                 losses.append(loss.item())
             model.eval()
             with torch.no_grad():
-                output, _hidden = model(val[:-1], (torch.zeros(1, 16, 48), torch.zeros(1, 16, 48)))
+                output, _hidden = model(val[:-1], (torch.zeros(1, 16, 96), torch.zeros(1, 16, 96)))
                 val_losses.append(F.cross_entropy(output, val[1:].flatten()).item())
             if val_losses[-1] > min(val_losses):
                 for group in optimizer.param_groups:
@@ -152,9 +152,9 @@ def energy_model_with_langevin_samples(watch: Watch, seed: int) -> Outcome:
 )
 def head_reset_each_epoch(watch: Watch, seed: int) -> Outcome:
     prototypes = torch.randn(10, 24)
-    kind = torch.randint(10, (1600,))
-    data = prototypes[kind] + 0.5 * torch.randn(1600, 24)
-    features = nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16))
+    kind = torch.randint(10, (4800,))
+    data = prototypes[kind] + 0.5 * torch.randn(4800, 24)
+    features = nn.Sequential(nn.Linear(24, 192), nn.BatchNorm1d(192), nn.ReLU(), nn.Linear(192, 16))
     model = nn.ModuleDict({"features": features, "top_layer": nn.Linear(16, 10)})
     start = copy.deepcopy(features)
     optimizer = torch.optim.SGD(features.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-5)
@@ -176,7 +176,7 @@ def head_reset_each_epoch(watch: Watch, seed: int) -> Outcome:
             model["top_layer"] = top_layer
             optimizer_tl = torch.optim.SGD(top_layer.parameters(), lr=0.05, weight_decay=1e-5)
             features.train()
-            loader = DataLoader(TensorDataset(data, assigned), batch_size=32, shuffle=True)
+            loader = DataLoader(TensorDataset(data, assigned), batch_size=64, shuffle=True)
             for rows, labels in loader:
                 loss = F.cross_entropy(top_layer(features(rows)), labels)
                 optimizer.zero_grad()
