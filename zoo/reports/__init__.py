@@ -3,7 +3,8 @@
 ``python -m zoo.reports --watch null --twins`` checks that each fault shows its symptom and that no twin does.
 ``python -m zoo.reports --watch trainwright --twins`` judges what ``tw.watch`` finds.
 
-The cases are in two halves. ``open/`` is for work on checks. ``held_out/`` is measured once, at the end of a piece of
+The cases are in two halves. The list of reports was shuffled with a fixed seed and split before a program was written.
+``open/`` is for work on checks. ``held_out/`` is measured once, at the end of a piece of
 work; no check is changed because of what it shows.
 
 To add a case, write a function in a module of ``open/`` or ``held_out/``, and decorate it with `fault` or `healthy` of

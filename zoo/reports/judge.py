@@ -45,14 +45,15 @@ class Verdict:
 @cache
 def _parts(pattern: str) -> tuple[tuple[bool, re.Pattern[str]], ...]:
     parts = [part.strip() for part in pattern.split(" & ")]
-    return tuple((not part.startswith("!"), re.compile(part.removeprefix("!"))) for part in parts)
+    return tuple((not part.startswith("!"), re.compile(rf"\b(?:{part.removeprefix('!')})")) for part in parts)
 
 
 def is_named(diagnosis: Sequence[str], alarm: Alarm) -> bool:
     """True if the code and cause of the alarm match one of the patterns.
 
     The text is in lower case, and punctuation is replaced by spaces. The parts of a pattern are joined by `` & ``.
-    All of them must be found; a part that begins with ``!`` must not be found.
+    Each is a regular expression that matches from the start of a word. All of them must be found; a part that begins
+    with ``!`` must not be found.
     """
     text = re.sub(r"[\W_]+", " ", f"{alarm.code} {alarm.cause}".lower()).strip()
     return any(all((part.search(text) is not None) is wanted for wanted, part in _parts(each)) for each in diagnosis)
