@@ -1,4 +1,4 @@
-"""Faults of variational autoencoders and of reinforcement learning."""
+"""Faults of adversarial training and of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -13,59 +13,66 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.reports.case import Outcome, Place, Watch, fault, fell, mean
 
 
-class VAE(nn.Module):
-    def __init__(self, z_dim: int = 6):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(144, 96), nn.ReLU())
-        self.vae_z_mean, self.vae_z_log_var = nn.Linear(96, z_dim), nn.Linear(96, z_dim)
-        self.decoder = nn.Sequential(nn.Linear(z_dim, 96), nn.ReLU(), nn.Linear(96, 144))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = self.encoder(x)
-        z_mean, z_log_var = self.vae_z_mean(h), self.vae_z_log_var(h)
-        z = z_mean + torch.exp(z_log_var / 2) * torch.randn_like(z_mean)
-        return self.decoder(z).view_as(x), z_mean, z_log_var
+def network(inputs: int, outputs: int, width: int = 128) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, outputs),
+    )
 
 
 @fault(
-    "kl_outweighs_reconstruction",
-    "the reconstruction error is a mean over pixels and the KL term a sum, so the posterior collapses",
-    sources=["AppliedDataSciencePartners/WorldModels#12", "podgorskiy/VAE#1"],
-    stage="loss",
+    "generator_gradients_in_discriminator",
+    "the discriminator is updated with what the generator's step left in its gradients, too",
+    sources=["Lightning-AI/pytorch-lightning#557", "Adversarial-Deep-Learning/code-soup#69"],
+    stage="gradient",
     diagnosis=[
-        r"posterior & collaps",
-        r"\b(kl|kld|kullback)\b & (zero|\b0\b|vanish|collaps|dominat|outweigh|too large|too strong|weight)",
-        r"(latent|\bz\b|code|encoder)\w*"
-        r" & (not used|unused|ignored|no effect|collaps|no information|not matter|never read)",
-        r"(output|decoder|reconstruction|prediction)\w* & (ignore|independent|not depend|same for|constant|equal for)",
+        r"zero grad & (miss|without|not|never|before|late|add|accumul|left)",
+        r"gradients? & (left|leftover|stale|accumulat\w*|add(ed)? up|mixed|other (loss|optimi[sz]er)|generator)",
+        r"discriminator & gradient & (generator|not (zeroed|cleared|emptied)|accumulat)",
     ],
-    where=[Place(line=r"vae_kl_loss|vae_r_loss"), Place(module="encoder|vae_z|decoder")],
-    shows=60,
+    where=[
+        Place(line=r"d_loss\.backward|d_optimizer\.(step|zero_grad)|\(-g_logits|g_loss\.backward"),
+        Place(module="discriminator"),
+    ],
 )
-def kl_outweighs_reconstruction(watch: Watch, seed: int, faulty: bool) -> Outcome:
-    coarse = torch.rand(2400, 1, 3, 3)
-    frames = F.interpolate(coarse, size=(12, 12), mode="bilinear", align_corners=True)
-    loader = DataLoader(TensorDataset(frames), batch_size=40, shuffle=True)
-    vae = VAE()
-    optimizer = torch.optim.Adam(vae.parameters(), lr=2e-3)
-    losses, kls, errors = [], [], []
-    with watch(vae, optimizer, loader=loader):
-        for _epoch in range(10):
-            for (x,) in loader:
-                y, z_mean, z_log_var = vae(x)
-                error = (x - y).square().flatten(1)
-                vae_r_loss = error.mean(1) if faulty else 10 * error.sum(1)
-                vae_kl_loss = -0.5 * (1 + z_log_var - z_mean.square() - z_log_var.exp()).sum(1)
-                loss = (vae_r_loss + vae_kl_loss).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-                kls.append(vae_kl_loss.mean().item())
-                errors.append(error.mean().item())
-    collapsed = next((step for step, kl in enumerate(kls) if kl < 0.02), None)
+def generator_gradients_in_discriminator(watch: Watch, seed: int, faulty: bool) -> Outcome:
+    angle = torch.rand(12800) * 2 * torch.pi
+    points = torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(12800, 2)
+    loader = DataLoader(TensorDataset(points), batch_size=64, shuffle=True)
+    generator, discriminator = network(4, 2), network(2, 1)
+    g_optimizer = torch.optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.999))
+    d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=5e-4, betas=(0.5, 0.999))
+    losses, kept, radii = [], [], []
+    with watch(nn.ModuleList([generator, discriminator]), [g_optimizer, d_optimizer], loader=loader):
+        for _epoch in range(2):
+            for (real,) in loader:
+                fake = generator(torch.randn(len(real), 4))
+                radii.append(fake.detach().norm(dim=1).mean().item())
+                verdict = discriminator(fake)
+                g_loss = F.binary_cross_entropy_with_logits(verdict, torch.ones_like(verdict))
+                g_loss.backward()
+                g_optimizer.step()
+                g_optimizer.zero_grad()
+
+                if not faulty:
+                    d_optimizer.zero_grad()
+                kept.append(any(p.grad is not None and bool(p.grad.any()) for p in discriminator.parameters()))
+                on_real, on_fake = discriminator(real), discriminator(fake.detach())
+                d_loss = F.binary_cross_entropy_with_logits(on_real, torch.ones_like(on_real))
+                d_loss = d_loss + F.binary_cross_entropy_with_logits(on_fake, torch.zeros_like(on_fake))
+                d_loss.backward()
+                d_optimizer.step()
+                d_optimizer.zero_grad()
+                losses.append(d_loss.item())
+    radius = mean(radii[-50:])
     return Outcome(
-        losses, mean(kls[-20:]) < 0.02, {"kl": mean(kls[-20:]), "error": mean(errors[-20:])}, shows=collapsed
+        losses,
+        all(kept),
+        {"steps_with_foreign_gradients": sum(kept), "radius_of_samples": radius},
+        learned=0.6 < radius < 1.4,
     )
 
 

@@ -1,4 +1,4 @@
-"""Faults between the loss and the new weights: clipping, averages, parameter groups, modes, schedules."""
+"""Faults between the loss and the new weights: clipping, averages, parameter groups, schedules."""
 
 from __future__ import annotations
 
@@ -112,57 +112,56 @@ def clip_of_exhausted_generator(watch: Watch, seed: int, faulty: bool) -> Outcom
     return Outcome(losses, above > 20, {"steps_above_the_clip": above, "largest_norm": max(norms)})
 
 
-class Validator:
-    """Accuracy on the validation samples; the model is in evaluation mode afterwards."""
+class DynamicEmbedding(nn.Module):
+    """Embeds the nodes of a graph that changes, one snapshot after the other."""
 
-    def __init__(self, x: Tensor, y: Tensor):
-        self.x, self.y = x, y
+    def __init__(self, features: int, hidden: int = 48):
+        super().__init__()
+        self.gcn = nn.Linear(features, hidden)
+        self.rnn = nn.GRUCell(hidden, hidden)
+        self.decoder = nn.Linear(hidden, hidden)
 
-    def __call__(self, model: nn.Module) -> float:
-        model.eval()
-        with torch.no_grad():
-            return (model(self.x).argmax(1) == self.y).float().mean().item()
+    def forward(self, snapshots: Tensor, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), self.rnn.hidden_size)
+        for adjacency in snapshots:
+            h = self.rnn(F.relu(self.gcn(adjacency @ x)), h)
+        return 4 * self.decoder(h) @ h.T
 
 
 @fault(
-    "eval_mode_after_validation",
-    "the first validation in the middle of training leaves the model in evaluation mode for the rest of the run",
-    sources=["ermongroup/ncsn#2", "wkentaro/pytorch-fcn#57", "facebookresearch/clevr-iep#22"],
+    "clip_after_step",
+    "gradients are clipped after the optimizer's step, which has used them unclipped",
+    sources=["VGraphRNN/VGRNN#4"],
     stage="loop",
     diagnosis=[
-        r"\b(eval|evaluation)\b & (train|mode|forever|never|set back|stay|step|backward)",
-        r"(dropout|batch ?norm|running statistic)\w* & (off|inactive|frozen|stop|no longer|not updated|never)",
+        r"clip & (after|no effect|too late|late|order|never|not applied|unclipped|before (it|the optimi[sz]er))",
+        r"step & before & clip",
     ],
-    where=[Place(line=r"\.eval\(\)|validate\(net\)|net\(data\)"), Place(module=r"^[1256]$|norm|dropout")],
-    onset=50,
+    where=[Place(line=r"clip_grad_norm_"), Place(op="clip")],
 )
-def eval_mode_after_validation(watch: Watch, seed: int, faulty: bool) -> Outcome:
-    x = torch.randn(2400, 20)
-    y = (x @ torch.randn(20, 5) + torch.randn(2400, 5)).argmax(1)
-    validate = Validator(x[2000:], y[2000:])
-    train_loader = DataLoader(TensorDataset(x[:2000], y[:2000]), batch_size=40, shuffle=True)
-    net = nn.Sequential(
-        nn.Linear(20, 192), nn.BatchNorm1d(192), nn.Dropout(0.3), nn.ReLU(),
-        nn.Linear(192, 192), nn.BatchNorm1d(192), nn.Dropout(0.3), nn.ReLU(), nn.Linear(192, 5),
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-    losses, modes, accuracies = [], [], []
-    net.train()
-    with watch(net, optimizer, loader=train_loader):
-        for _epoch in range(10):
-            for data, target in train_loader:
-                modes.append(net.training)
-                loss = F.cross_entropy(net(data), target)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-                if len(losses) % 50 == 0:
-                    accuracies.append(validate(net))
-                    if not faulty:
-                        net.train()
-    steps = modes.count(False)
-    return Outcome(losses, steps == 450, {"steps_in_evaluation_mode": steps, "accuracies": accuracies})
+def clip_after_step(watch: Watch, seed: int, faulty: bool) -> Outcome:
+    group = torch.arange(48) % 4
+    likely = torch.where(group[:, None] == group[None, :], 0.5, 0.06)
+    x = F.one_hot(group, 4) + 0.8 * torch.randn(48, 4)
+    model = DynamicEmbedding(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses, norms = [], []
+    with watch(model, optimizer):
+        for _step in range(400):
+            graphs = torch.bernoulli(likely.expand(6, 48, 48)).triu(1)
+            graphs = graphs + graphs.transpose(1, 2) + torch.eye(48)
+            loss = F.binary_cross_entropy_with_logits(model(graphs[:5] / graphs[:5].sum(2, keepdim=True), x), graphs[5])
+            optimizer.zero_grad()
+            loss.backward()
+            if not faulty:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            norms.append(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item())
+            optimizer.step()
+            if faulty:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            losses.append(loss.item())
+    above = sum(norm > 0.202 for norm in norms)
+    return Outcome(losses, above > 20, {"steps_above_the_clip": above, "largest_norm": max(norms)})
 
 
 class MultimodalTagger(nn.Module):

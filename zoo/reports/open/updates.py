@@ -209,7 +209,8 @@ class FlowerNet(nn.Module):
     stage="optim",
     diagnosis=[
         r"require grad",
-        r"attribute & (parameter|tensor|not exist|unknown|typo|misspel|no effect|never read)",
+        r"attribute & (parameter|tensor|not exist|unknown|typo|misspel|no effect)",
+        r"(attribute|name|assign)\w* & (never|not|nothing|nobody|no code)\b.{0,12} reads?\b",
         r"(freez|frozen|froze)\w* & (not|typo|still|no effect|moves?|updated|misspel)",
     ],
     where=[Place(line=r"require_grad = "), Place(module="features")],
