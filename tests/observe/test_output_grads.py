@@ -33,7 +33,7 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
         self.head = nn.Linear(8, 3)
         self.checkpoints: bool | None = None
-        """Whether blocks are checkpointed in the reentrant way; None: not at all."""
+        """``use_reentrant`` of the checkpointed blocks; None: they are not checkpointed."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)

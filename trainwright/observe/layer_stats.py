@@ -117,7 +117,32 @@ class HostCopy:
         return values
 
 
-class LayerStats:
+class HookedStats:
+    """Statistics of single steps, from hooks that are registered for these steps only."""
+
+    def __init__(self) -> None:
+        self.hooks_s = 0.0
+        """Seconds that hooks took, in all."""
+        self._handles: list[RemovableHandle] = []
+        self._sampled: dict[int, Tensor] = {}
+        self._sample, self._copy = Sampler(), HostCopy()
+
+    @property
+    def is_pending(self) -> bool:
+        """True while a copy to the host has not been read."""
+        return self._copy.is_pending
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def close(self) -> None:
+        """Removes hooks that are still registered."""
+        self._unhook()
+
+
+class LayerStats(HookedStats):
     """The statistics of one step at a time.
 
     ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
@@ -133,17 +158,12 @@ class LayerStats:
         is_live: Callable[[], bool] = torch.is_grad_enabled,
         put_together: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
     ) -> None:
+        super().__init__()
         self.layers = layers_of(*models)
         self.paths = tuple(layer.path for layer in self.layers)
         self._with_activations, self._is_live, self._put_together = activations, is_live, put_together
-        self.hooks_s = 0.0
-        """Seconds that hooks took, in all."""
-        self._handles: list[RemovableHandle] = []
-        self._sampled: dict[int, Tensor] = {}
-        self._sample = Sampler()
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._stands_for: Tensor | None = None
-        self._copy = HostCopy()
         self._parameters = [p for layer in self.layers for p in layer.parameters]
         self._counts = [len(layer.parameters) for layer in self.layers]
 
@@ -223,11 +243,6 @@ class LayerStats:
         """A copy of all elements, or of SAMPLED of them."""
         return tensor.detach().reshape(-1).clone() if tensor.numel() <= SAMPLED else self._sample(tensor)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is something to read, now or soon."""
-        return self._copy.is_pending
-
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
         """The fields of a Layers record, once they are on the host; None before, and where there is nothing new."""
         values = self._copy.take(wait=wait)
@@ -239,15 +254,6 @@ class LayerStats:
         names = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
         fields: dict[str, object] = {name: tuple(map(short, column)) for name, column in zip(names, columns)}
         return fields | {"act_log2": tuple(map(without_ends, bins))}
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def close(self) -> None:
-        """Removes what is left of the hooks."""
-        self._unhook()
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:

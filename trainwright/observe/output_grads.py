@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from trainwright.engine.step import StepResult
 from trainwright.observe.layer_stats import (
     SAMPLED,
-    HostCopy,
+    HookedStats,
     LayerLog,
     LayerObserver,
-    Sampler,
     histogram,
     short,
     tensor_in,
@@ -28,7 +26,7 @@ from trainwright.state.train_state import TrainState
 from trainwright.state.transforms import is_transformed
 
 
-class OutputGradStats:
+class OutputGradStats(HookedStats):
     """Gradients with respect to the outputs of ``modules`` in one step, measured as ``LayerStats`` measures parameters.
 
     Norms are over all elements of all calls of a module in the step, those of all micro-batches included. Histograms
@@ -37,14 +35,11 @@ class OutputGradStats:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
         self.paths = tuple(modules)
-        self.hooks_s = 0.0
         self.factor: Tensor | float = 1.0
         self._modules = tuple(modules.values())
-        self._handles: list[RemovableHandle] = []
         self._norms: dict[int, Tensor] = {}
-        self._sampled: dict[int, Tensor] = {}
-        self._sample, self._copy = Sampler(), HostCopy()
 
     def begin(self) -> None:
         """Hooks the modules for one step."""
@@ -97,11 +92,6 @@ class OutputGradStats:
         """Forgets what the step gave so far."""
         self._norms, self._sampled = {}, {}
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is something to read, now or soon."""
-        return self._copy.is_pending
-
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
         """The fields of an OutputGrads record, once they are on the host; None before, and where nothing is new."""
         values = self._copy.take(wait=wait)
@@ -110,15 +100,6 @@ class OutputGradStats:
         count = len(self._modules)
         bins = values[count:].view(count, -1).mul(100 / SAMPLED).round().int().tolist()
         return {"norm": tuple(map(short, values[:count].tolist())), "log2": tuple(map(without_ends, bins))}
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def close(self) -> None:
-        """Removes the hooks that are left."""
-        self._unhook()
 
 
 class OutputGradObserver(LayerObserver):

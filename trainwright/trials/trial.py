@@ -39,7 +39,7 @@ _START = (
 
 @dataclass(frozen=True)
 class Trial:
-    """What the run folder of one trial holds.
+    """The result of one trial, read from its run folder.
 
     Args:
         folder: The run folder. It may not exist, where the recipe was refused.
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the trial came to an end by itself. One that a signal stopped, or a kill, can be resumed."""
+        """True if the trial ended by itself; a trial that a signal stopped or killed can be resumed."""
         is_interrupted = self.ended == "stopped" and self.reason.partition(" ")[0] in signal.Signals.__members__
         return self.ended in ("finished", "data_exhausted", "failed", "stopped") and not is_interrupted
 
@@ -207,7 +207,7 @@ class TrialProcess:
         return code
 
     def read(self) -> Trial:
-        """What the run folder says, once the process has ended."""
+        """Read the result from the run folder, after the process has ended."""
         trial = read_trial(self.folder)
         if self._asked_s != math.inf and trial.ended in ("killed", "no end record"):
             name = signal.Signals(-code).name if (code := self._process.returncode) < 0 else "SIGTERM"

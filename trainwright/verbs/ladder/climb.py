@@ -86,10 +86,10 @@ def ladder(
         settings: Overrides of the recipe, ``"path=value"``.
         steps: Optimizer steps of the baseline; by default those of the recipe, at most 200.
         samples: The same as a number of samples.
-        budget_s: No rung is started after so many seconds.
+        budget_s: Seconds after which no further rung starts.
         skip: Names of rungs to leave out, such as ``"fp16"``.
         folder: Where runs, table, page and best recipe are written; by default ``<name>-ladder`` in the folder of the
-            recipe's runs. A ladder that is there goes on.
+            recipe's runs. An unfinished ladder in it is resumed.
         threads: CPU threads of each run; by default ``OMP_NUM_THREADS``, or all cores.
         quiet: Prints nothing.
         say: Gets the lines of progress, instead of ``print``; then the table is not printed.
@@ -335,7 +335,7 @@ class _Climb:
         return found
 
     def _commands(self, length: Sequence[str]) -> tuple[str, str]:
-        """What trains the best recipe, and what trains it as its rung was trained, with the same threads and length."""
+        """Two commands: train the best recipe; repeat its rung, with the same threads and length."""
         has_modules = bool(modules_of(self._loaded.recipe.model_dump(mode="json")))
         beside = self._recipe_file().absolute().parent
         variables = [f"PYTHONPATH={shlex.quote(str(beside))}"] if has_modules else []

@@ -33,7 +33,7 @@ NOT_OF_THE_LOSS = ("resources.", "law.resources.")
 
 @dataclass(frozen=True)
 class MeasuredRung:
-    """What a rung is compared by.
+    """The measurements by which rungs are compared.
 
     ``loss`` is the final validation loss, or, without a validation set, the mean of the last sixteenth of the training
     losses. ``curve`` has the mean training losses of ``NUM_WINDOWS`` windows of equally many samples. ``sample_s`` is
@@ -76,7 +76,7 @@ class Band:
 
 @dataclass(frozen=True)
 class RungVerdict:
-    """What became of a rung, and why. ``finding`` is the one that broke it; None: it broke otherwise, or did not."""
+    """The outcome of a rung and its reason. ``finding`` is the finding that broke it, if one did."""
 
     outcome: Outcome
     why: str = ""
@@ -87,7 +87,7 @@ class RungVerdict:
 
 
 def measured(trial: Trial, steps: int, batch: int) -> MeasuredRung:
-    """What the records of a trial of ``steps`` steps say."""
+    """Measurements of a trial of ``steps`` steps with ``batch`` samples each."""
     curve = windows([loss for _, loss in trial.losses])
     later_s = trial.step_seconds[len(trial.step_seconds) // 2 :]
     return MeasuredRung(
@@ -174,7 +174,7 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
 
 
 def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
-    """What a rung saves: "1.42x as fast", "31 % less memory"; "" where it does not pay.
+    """The gain of a rung: "1.42x as fast", "31 % less memory"; "" where it does not pay.
 
     It pays where a sample takes less time, by more than the margin. It also pays where it needs less memory, by more
     than the margin, and the product of time and memory falls by as much: it costs less time than it saves memory.

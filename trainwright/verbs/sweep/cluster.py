@@ -13,6 +13,8 @@ from trainwright.recipe.yaml_core import write_all
 from trainwright.verbs.launch import (
     FAILURES_OF_A_POD,
     MARGIN_S,
+    SBATCH_SAVE,
+    SBATCH_WAIT,
     STOPPED_AND_SAVED,
     JobFile,
     dns_label,
@@ -29,30 +31,15 @@ _SBATCH = """\
 {header}
 
 export TRAINWRIGHT_GRACE_S={grace_s}
-trial=
-asked=
-
-# Before the time is over, and before a preemption: the trial saves and ends with {stopped}.
-save() {{
-    asked=yes
-    [ -n "$trial" ] && kill -USR1 "$trial"
-}}
-trap save USR1
-
-{program} --trial "$SLURM_ARRAY_TASK_ID" &
-trial=$!
-
-wait "$trial"
-code=$?
-while kill -0 "$trial" 2>/dev/null; do # `wait` ends when USR1 comes, and is then called again
-    wait "$trial"
-    code=$?
-done
-if [ "$code" -eq {stopped} ] && [ -n "$asked" ]; then # the same task again, which resumes the trial
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
 """
+_SBATCH += (
+    SBATCH_SAVE
+    + """
+{program} --trial "$SLURM_ARRAY_TASK_ID" &
+step=$!
+"""
+)
+_SBATCH += SBATCH_WAIT
 
 
 def slurm_sweep(

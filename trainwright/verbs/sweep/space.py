@@ -1,4 +1,4 @@
-"""What a sweep varies: one dimension for each path of the recipe, and how ranges and choices are written."""
+"""The search space of a sweep: one dimension for each path of the recipe, and how ranges and choices are written."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Sweep:
 
 
 def is_sweep_file(path: Path) -> bool:
-    """Whether a YAML file is a sweep and not a recipe: it has the key ``over``."""
+    """True for a sweep file: a YAML file with the key ``over``."""
     try:
         value = read(read_text(path, follow_links=True), str(path)).value if path.is_file() else None
     except (UnreadableError, UnreadableFile, OSError):  # reported by the caller that loads it as a recipe
