@@ -135,6 +135,9 @@ class Reinforce:
     Raises MissingExtra without gymnasium.
     """
 
+    measures_progress = False
+    """Its value need not fall: look at ``episode_return``."""
+
     def __init__(self, env: str, discount: float = 0.99) -> None:
         self.player, self.discount = EpisodePlayer(env), discount
 
