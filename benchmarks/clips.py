@@ -32,7 +32,7 @@ SPIKE, APART, WARMUP = 1000.0, 60, 25
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and batches of inputs and targets: rows to train on, and rows to validate with."""
+    """A model with batches (inputs, targets) to train on, and batches to validate with."""
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], Optimizer]

@@ -1,23 +1,26 @@
 """Sweeps: 24 trials killed five times by SIGKILL against an undisturbed sweep, and two trials at once against one.
 
     python -m benchmarks.sweep kills [--trials 24] [--kills 5]
-    python -m benchmarks.sweep speed [--trials 8]
+    python -m benchmarks.sweep speed [--trials 8] [--pairs 3]
 
-Each prints one JSON line. The trials are processes, as users run them; their models are tiny.
+Each prints two JSON lines: the machine, and the result. The trials are processes, as users run them; their models are
+tiny. Further options of the sweep follow after ``--``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.figures import about
 
 POINTS = """
 import torch
@@ -55,13 +58,13 @@ def command(recipe: Path, name: str, trials: int, *options: str) -> list[str]:
 
 
 def table(folder: Path) -> list[tuple[Any, ...]]:
-    """What of a table does not depend on the clock, the best trial first."""
+    """The columns of a table that do not depend on the clock, the best trial first."""
     rows = json.loads((folder / "sweep.json").read_text())["trials"]
     return [(row["trial"], sorted(row["params"].items()), row["value"], row["steps"], row["ended"]) for row in rows]
 
 
 def killed(arguments: list[str], kills: int, seed: int, *, longest_s: float) -> int:
-    """Runs a command to its end, and kills it ``kills`` times on the way. Returns how often that was possible."""
+    """Runs a command to its end, and kills it up to ``kills`` times on the way. Returns the number of kills."""
     draw = random.Random(seed)
     for done in range(kills):
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -87,6 +90,8 @@ def run_kills(trials: int, kills: int, seed: int, options: list[str]) -> dict[st
         expected, seen = table(recipe.parent / "undisturbed"), table(recipe.parent / "killed")
         journal = recipe.parent / "killed" / "journal.log"
         return {
+            "bench": "sweep",
+            "case": "kills",
             "trials": trials,
             "kills": times,
             "same_table": seen == expected,
@@ -110,8 +115,10 @@ def run_speed(trials: int, pairs: int) -> dict[str, Any]:
                 found.append(round(time.monotonic() - began_s, 2))
         same = table(recipe.parent / "jobs-1-0") == table(recipe.parent / "jobs-2-0")
     return {
+        "bench": "sweep",
+        "case": "speed",
         "trials": trials,
-        "cores": os.cpu_count(),
+        "ratio": round(statistics.median(one / two for one, two in zip(seconds["1"], seconds["2"], strict=True)), 2),
         "one_at_a_time_s": seconds["1"],
         "two_s": seconds["2"],
         "same_table": same,
@@ -119,15 +126,16 @@ def run_speed(trials: int, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints one JSON line."""
+    """Prints the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kills", "speed"))
     parser.add_argument("--trials", type=int, default=0)
     parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("options", nargs="*", help="further options of the sweep, after --")
     given = parser.parse_args()
+    about("sweep")
     if given.what == "kills":
         options = given.options or ["--sampler", "random", "--jobs", "2"]
         print(json.dumps(run_kills(given.trials or 24, given.kills, given.seed, options)))

@@ -1,4 +1,4 @@
-"""PPO on CartPole of gymnasium (pip install "trainwright[rl]"): the step is in the box, and so are model and data."""
+"""PPO on CartPole of gymnasium (pip install gymnasium): the step is in the box, and so are model and data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def main(steps: int = 60, resume: Path | None = None) -> tw.Result:
     return tw.fit(
         actor_critic(observations=4, actions=2),
         episodes(count=4096),
-        Reinforce("CartPole-v1"),  # of the validation
-        advance=PPO("CartPole-v1", passes=10, norm=10.0),
+        Reinforce("CartPole-v1"),  # evaluates the validation episodes
+        advance=PPO("CartPole-v1", epochs=10, max_grad_norm=10.0),
         val=episodes("val", count=20),
         batch=8,
         steps=steps,

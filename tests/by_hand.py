@@ -170,11 +170,11 @@ def cartpole(example: ModuleType, steps: int) -> nn.Module:
     optimizer = adamw(agent, 1e-3)
     for step, (seeds,) in enumerate(batches([torch.arange(4096)], 8, steps)):
         follow_cosine(optimizer, 1e-3, step, steps)
-        rollout = ppo.rollout(agent, ppo.arena.play(agent, seeds))
+        rollout = ppo.rollout(agent, ppo.player.play(agent, seeds))
         for _ in range(10):
-            for rows in torch.randperm(len(rollout.seen)).split(256):
+            for rows in torch.randperm(len(rollout.actions)).split(256):
                 optimizer.zero_grad()
-                ppo.loss(agent, rollout.part(rows)).backward()
+                ppo.loss(agent, rollout.minibatch(rows)).backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
                 optimizer.step()
     return agent

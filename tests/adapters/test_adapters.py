@@ -26,7 +26,12 @@ hf = pytest.importorskip("transformers")
 from trainwright.adapters.lightning import WatchCallback as LightningWatch  # noqa: E402
 from trainwright.adapters.transformers import WatchTrainerCallback as TrainerWatch  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    # Lightning keeps the handlers of all signals, and that of pytest-timeout holds the whole test session
+    pytest.mark.timeout(300, method="thread"),
+]
 STEPS, BATCH, BAD_SAMPLE = 12, 16, 37
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -37,10 +37,19 @@ from trainwright.verbs.plan import show_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MIB, GIB = 1 << 20, 1 << 30
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet-digits", "gpt-lora")]
+SLOW = """
+resnet-digits gpt-lora bert-text moe-text vit-digits unet-shapes diffusion-digits two-tower reinforce-cartpole
+"""
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW.split()]
 TINY = ("batch.size=96", "model.args.layers=1")
 """A trace costs what its operators do, so one block; it can be computed again as well."""
-FEWER_LAYERS = {"resnet-digits": ("model.args.depth=8",), "gpt-lora": ("model.args.layers=1",)}
+ONE_LAYER = ("model.args.layers=1",)
+FEWER_LAYERS = {
+    **dict.fromkeys(("gpt-lora", "bert-text", "moe-text", "vit-digits"), ONE_LAYER),
+    "resnet-digits": ("model.args.depth=8",),
+    "unet-shapes": ("model.args.depth=1", "data.train.args.count=100", "data.val.args.count=20"),
+    "diffusion-digits": ("model.args.depth=1",),
+}
 
 
 TOO_LITTLE = 5 * MIB // 2

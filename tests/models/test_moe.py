@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits
+from tests.pages.reading import Page, curves_of
 from trainwright.build.split_plan import model_shape, split_plan
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.moe import Experts, MoEConfig, moe_gpt
+from trainwright.pages.report import write_report
 
 SMALL = {"vocab_size": 11, "block_size": 6, "layers": 2, "heads": 2, "d_model": 8}
 
@@ -152,7 +154,7 @@ def trained(steps: int, **options: Any) -> tw.Result:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one_and_logs_the_load(
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one_and_charts_the_load(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +164,8 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one_and_logs_the_load(
     assert_same_bits(bits(resumed.state.model), bits(whole.state.model))
     biases = [buffer for name, buffer in resumed.state.model.named_buffers() if name.endswith("mlp.bias")]
     assert len(biases) == 2 and all(bias.any() for bias in biases)
-    assert '"expert_load_max":' in (whole.run / "log.jsonl").read_text()
+    (charted,) = curves_of(Page(write_report([resumed.run]).path.read_text()))
+    assert {"expert_load_max", "expert_load_min", "router_bias_max"} <= {each["name"] for each in charted["figures"]}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one_and_logs_the_load(
         ({"active": 9}, "more than experts"),
         ({"bias_rate": -1.0}, "bias_rate"),
         ({"expert": 4}, "did you mean"),
+        ({"init": "mup"}, "muP has no rule for the experts"),
     ],
 )
 def test_wrong_options_are_refused_with_a_remedy(options: dict[str, Any], said: str) -> None:

@@ -8,15 +8,14 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.pages.reading import Page, curves_of
 from tests.pages.runs import BEGAN_S, PLAN, ended, evaluated, found, make_run, started, step
 from trainwright.cli import app
 from trainwright.pages.report import leave_report, write_report
@@ -26,36 +25,8 @@ from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Logged, NotSaved, Quarantined, Saved, Skipped, Telemetry, to_json
 
 
-class Page(HTMLParser):
-    """The elements of a page by tag, with their attributes; the text outside of scripts and styles."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, Mapping[str, str | None]]] = []
-        self.text, self.data, self._inside = "", "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._inside = f"{tag} {dict(attrs).get('id', '')}"
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script data":
-            self.data += data
-        elif not self._inside.startswith(("script", "style")):
-            self.text += f" {data}"
-
-
 def page_of(folder: RunFolder) -> Page:
     return Page(write_report([folder.path]).path.read_text())
-
-
-def curves_of(page: Page) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads(page.data)["runs"]
-    return runs
 
 
 def test_a_report_shows_the_run(tmp_path: Path) -> None:

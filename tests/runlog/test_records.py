@@ -21,6 +21,7 @@ from trainwright.runlog.records import (
     Logged,
     NotSaved,
     OutOfMemory,
+    OutputGrads,
     Quarantined,
     Record,
     Replayed,
@@ -72,6 +73,7 @@ FOUND = Found(
 )
 EXAMPLES: list[Record] = [
     Layers(time_s=2.0, step=2, layers=("a", "b"), grad_norm=(1.5, math.inf), act_log2=((3, 40, 60), ())),
+    OutputGrads(time_s=2.0, step=2, layers=("a", "b"), norm=(1.5, math.inf), log2=((3, 40, 60), ())),
     Started(time_s=0.0, step=0, version="0.1.0", pid=7, command=("trainwright", "train", "a b.yaml")),
     Started(time_s=0.0, step=40, version="0.1.0", pid=8, resumed_from="checkpoints/step-00000040"),
     Step(**STEP),

@@ -55,6 +55,15 @@ def test_ctrl_c_saves_and_raises(capsys: pytest.CaptureFixture[str]) -> None:
     assert fitted(signal.SIGINT, observers=[], resume="runs/run").step == 6
 
 
+def test_where_a_shell_made_a_background_process_ignore_sigint_it_raises_too() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fitted(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_on_interrupt_return_gives_the_result(name: str) -> None:
     result = fitted(getattr(signal, name), on_interrupt="return")

@@ -64,6 +64,19 @@ def test_a_recipe_that_is_refused_is_a_failed_trial_with_the_reason(recipe: Path
     assert "did you mean optimizer.lr?" in trial.reason
 
 
+def test_a_trial_that_is_killed_after_it_was_asked_to_stop_can_be_resumed(recipe: Path) -> None:
+    process = TrialProcess(recipe, ["until=1000000steps"], recipe.parent / "a")
+    while not (read_trial(process.folder).losses):
+        time.sleep(0.05)
+    pid = process._process.pid
+    os.kill(pid, signal.SIGSTOP)  # it cannot save
+    process.ask_to_stop()
+    process.kill()
+    process.wait()
+    trial = process.read()
+    assert (trial.ended, trial.is_over) == ("stopped", False)
+
+
 def test_a_trial_that_is_stopped_by_its_limit_is_resumed_with_the_same_losses(recipe: Path) -> None:
     settings = ["until=60steps", "checkpoint.every=null"]
     undisturbed = run_trial(recipe, settings, recipe.parent / "undisturbed")

@@ -241,8 +241,9 @@ def test_axolotl(tmp_path: Path) -> None:
     assert recipe["parallel"] == {"tensor": 2} and recipe["loss"] == "hf_causal_lm" and recipe["precision"] == "auto"
     assert outcomes(conversion, "not supported") == {
         *("trust_remote_code", "load_in_4bit", "adapter", "datasets", "val_set_size", "sequence_len"),
-        *("optimizer", "special_tokens"),
+        "special_tokens",
     }
+    assert recipe["optimizer"]["use"] == "adamw8bit"
     assert {*conversion.to_fill_in} == {"data.train", "data.val"}
 
 

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from benchmarks.sweep import prepare
 from trainwright.cli import app
 from trainwright.errors import RecipeError, UsageError
-from trainwright.verbs.sweep import Sweep, is_sweep_file, over_of, read_sweep
+from trainwright.verbs.sweep import Sweep, SweepResult, is_sweep_file, over_of, read_sweep
 from trainwright.verbs.sweep.result import ranked
 from trainwright.verbs.sweep.space import parse_dimension
 from trainwright.verbs.sweep.spec import SweepBudget, differences, spec_of
 from trainwright.verbs.sweep.study import JOURNAL, StudyTrials, TrialRow, quiet_optuna
 
+ROOT = Path(__file__).parents[2]
 LR = {"optimizer.lr": "log:1e-3..1"}
 
 
@@ -335,6 +336,30 @@ def test_kubernetes_gets_an_indexed_job_and_the_sweep_beside_its_recipe(sweep_fi
     for name, text in config["data"].items():
         (inside / name).write_text(text)
     assert read_sweep(inside / "sweep.yaml", environ={}).folder == Path("/runs/lr")
+
+
+@pytest.mark.parametrize("scheduler", [["slurm"], ["kubernetes", "--image", "i", "--volume", "v"]], ids=lambda w: w[0])
+def test_jobs_of_a_cluster_take_no_budget_in_usd(scheduler: list[str], sweep_file: Path) -> None:
+    with sweep_file.open("a") as file:
+        file.write("budget: 5USD\nusd_per_hour: 2\n")
+    done = CliRunner().invoke(app, ["launch", *scheduler, str(sweep_file)])
+    assert done.exit_code == 2
+    assert "a budget in USD is for one machine" in done.output
+
+
+def test_the_example_is_a_sweep_and_the_one_of_the_page() -> None:
+    example = ROOT / "examples" / "sweep.yaml"
+    sweep = read_sweep(example, environ={})
+    assert (sweep.trials, sweep.pruner, sweep.metric, len(sweep.space)) == (12, "median", "accuracy", 3)
+    keys = example.read_text().partition("recipe:")[2]
+    assert f"recipe:{keys}" in (ROOT / "docs" / "sweep.md").read_text()
+
+
+def test_a_sweep_whose_trials_all_failed_says_what_to_do(tmp_path: Path) -> None:
+    row = TrialRow(0, {"seed": 1}, None, 0, 0.0, "failed", reason="the recipe has 1 problem:\n  it is wrong")
+    lines = SweepResult(tmp_path, "loss", "min", (row,) * 3, why_ended="the first 3 trials failed").lines()
+    assert lines[1].endswith("the recipe has 1 problem: it is wrong")
+    assert f"remove the folder (rm -r {tmp_path})" in lines[-1]
 
 
 def test_a_sweep_of_a_cluster_has_one_rank_for_each_trial(sweep_file: Path) -> None:

@@ -26,6 +26,7 @@ from trainwright.build.optim.own import as_one, takes_first
 from trainwright.build.qat import note_of_rounding, round_linear_layers
 from trainwright.build.ready import ReadyBatches, Say, silent
 from trainwright.build.resolve import LIVE, find, make, parameters_of, require_arguments
+from trainwright.build.retain_grad import retain_grad_problems
 from trainwright.build.schedule import make_schedule
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule, unchanged
 from trainwright.build.unwrap import Unwrapped, length_of, unwrap
@@ -173,6 +174,8 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         with at_recipe(loaded, "model.freeze"):
             frozen = freeze(model, recipe.model.freeze)
         notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
+    if recipe.log.retain_grad and (wrong := list(retain_grad_problems(model, recipe))):
+        raise RecipeError([replace(each, where=loaded.source.where(each.path)) for each in wrong])
     if recipe.precision in ("fp8", "mxfp8"):
         machine = read_machine()
         with at_recipe(loaded, "precision"):

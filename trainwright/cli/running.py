@@ -174,7 +174,7 @@ def sweep(
     sampler: Annotated[str | None, typer.Option(help="grid, random or tpe.")] = None,
     pruner: Annotated[str | None, typer.Option(help="none, median or hyperband.")] = None,
     metric: Annotated[str | None, typer.Option(help="loss (validation), train_loss, or a metric by name.")] = None,
-    mode: Annotated[str | None, typer.Option(help="min or max; for a metric that is no loss.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; for a metric that is not a loss.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampler.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Trials at once; else as many as cores and memory allow.")

@@ -99,7 +99,7 @@ class AdaptiveClip(ABC):
         clip(parameters, total_norm)
 
     def frozen(self, parameters: Sequence[Tensor], total_norm: Tensor) -> ClipFn:
-        """What a call would do to these gradients, without the statistics."""
+        """The clipping that a call would do to these gradients; the statistics stay as they are."""
         return self._decide(parameters, total_norm, self.statistics.to(total_norm.device))[0]
 
     def accept(self, skipped: Tensor) -> None:

@@ -121,6 +121,14 @@ def takes_model(loss: Callable[..., object]) -> bool:
     return first == "model"
 
 
+def measures_progress(loss: Callable[..., object]) -> bool:
+    """False for a loss with the attribute ``measures_progress = False``, such as a policy gradient.
+
+    The value of such a loss need not fall while the model learns.
+    """
+    return bool(getattr(loss, "measures_progress", True))
+
+
 def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss | Tensor:
     """One forward pass. Raises UsageError unless a 0-d tensor or a Loss of one comes back.
 

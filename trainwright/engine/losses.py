@@ -66,16 +66,16 @@ def language_model(
 
     ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
     ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a
-    run knows; None: never. What ``model.figures()`` returns, where the model has it, is logged in training. Raises
-    UsageError when ``chunked`` is asked for and cannot be.
+    run knows; None: never. In training, the numbers that ``model.training_metrics()`` returns are logged,
+    where the model has that method. Raises UsageError when ``chunked`` is asked for and cannot be.
     """
     ids_BT, target_BT = batch
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):
         loss = _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
     else:
         loss = _token_loss(_logits_of(model(ids_BT)), target_BT)
-    if model.training and (figures := getattr(model, "figures", None)):
-        log(**figures())
+    if model.training and (training_metrics := getattr(model, "training_metrics", None)):
+        log(**training_metrics())
     return loss
 
 

@@ -1,7 +1,7 @@
 """Policy gradients in environments of gymnasium: REINFORCE as a loss, PPO as a step.
 
 The data are seeds of episodes. Each episode follows from its seed, the weights, and torch's random generator, which
-draws the actions: a resumed run plays the same episodes, and a replayed step too.
+draws the actions. A resumed run and a replayed step therefore play the same episodes.
 
 Shapes: B episodes, T steps of the longest one, F numbers of an observation, A actions, N all steps that were played.
 """
@@ -21,24 +21,27 @@ from trainwright.errors import MissingExtra, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
-SMALLEST_SPREAD = 1e-6
-"""Standard deviation of advantages below which they are not divided by it."""
+MIN_ADVANTAGE_STD = 1e-6
+"""Advantages with a smaller standard deviation are divided by this instead."""
+VALUE_LOSS_WEIGHT = 0.5
+"""Weight of the mean squared error of the value in PPO's loss."""
 
 
-class Played(NamedTuple):
-    """Episodes, padded to the longest.
+class Trajectories(NamedTuple):
+    """Episodes, padded to the longest one with zeros."""
 
-    ``seen`` is (T, B, F), ``actions`` and ``rewards`` are (T, B). ``counts`` (T, B) is 1 for the steps that were
-    played, else 0. ``last`` (B, F) was seen after the last step. ``cut`` (B,) is 1 for an episode that was cut off by
-    its time limit, so that more reward would have followed.
-    """
-
-    seen: Tensor
+    observations: Tensor
+    """(T, B, F), each from before the action."""
     actions: Tensor
+    """(T, B)."""
     rewards: Tensor
-    counts: Tensor
-    last: Tensor
-    cut: Tensor
+    """(T, B)."""
+    mask: Tensor
+    """(T, B): 1 for steps that were played, 0 for padding."""
+    last_observations: Tensor
+    """(B, F), from after the last action."""
+    truncated: Tensor
+    """(B,): 1 for an episode that its time limit ended, after which more reward would have followed."""
 
     @property
     def returns(self) -> Tensor:
@@ -46,11 +49,15 @@ class Played(NamedTuple):
         return self.rewards.sum(0)
 
 
-class Arena:
+class EpisodePlayer:
     """Plays episodes of one environment with discrete actions, several side by side.
 
     Args:
         env: Id of an environment of gymnasium, such as ``CartPole-v1``.
+
+    Raises:
+        MissingExtra: gymnasium is not installed.
+        UsageError: There is no such environment, or its actions are not discrete.
     """
 
     def __init__(self, env: str) -> None:
@@ -67,44 +74,59 @@ class Arena:
         except gymnasium.error.Error as error:
             remedy = "see gymnasium.pprint_registry() for those that are installed"
             raise UsageError(f"gymnasium cannot make {env!r}: {error}", remedy=remedy) from None
-        actions, seen = self._envs[0].action_space, self._envs[0].observation_space
-        if not isinstance(actions, gymnasium.spaces.Discrete) or not isinstance(seen, gymnasium.spaces.Box):
+        actions, observations = self._envs[0].action_space, self._envs[0].observation_space
+        if not isinstance(actions, gymnasium.spaces.Discrete) or not isinstance(observations, gymnasium.spaces.Box):
             raise UsageError(
-                f"{env} has actions {actions} and observations {seen}",
-                remedy="take one with Discrete actions and Box observations, such as CartPole-v1",
+                f"{env} has actions {actions} and observations {observations}",
+                remedy="use an environment with Discrete actions and Box observations, such as CartPole-v1",
             )
 
-    def play(self, model: nn.Module, seeds_B: Tensor) -> Played:
-        """Plays an episode for each seed, with actions drawn from the logits of the model."""
+    def play(self, model: nn.Module, seeds_B: Tensor) -> Trajectories:
+        """Play one episode for each seed, with actions drawn from the logits of the model.
+
+        Args:
+            model: observations (n, F) -> logits (n, A), or a tuple that begins with them.
+            seeds_B: Integers with which the environments are reset.
+
+        Returns:
+            The trajectories, on the device of the seeds. Costs one wait for the device for each time step.
+        """
         device, seeds = seeds_B.device, seeds_B.tolist()
         self._envs += [self._make() for _ in range(len(seeds) - len(self._envs))]
-        last_BF = np.stack([env.reset(seed=seed)[0] for env, seed in zip(self._envs, seeds)]).astype(np.float32)
-        cut_B = np.zeros(len(seeds), dtype=np.float32)
-        alive, steps = np.arange(len(seeds)), []
-        while len(alive):
-            now_BF = torch.from_numpy(last_BF[alive].reshape(len(alive), -1)).to(device)
+        resets = [env.reset(seed=seed)[0] for env, seed in zip(self._envs, seeds)]
+        current_BF = np.stack(resets).reshape(len(seeds), -1).astype(np.float32)
+        truncated_B = np.zeros(len(seeds), dtype=np.float32)
+        active = np.arange(len(seeds))  # the episodes that have not ended
+        rows = []
+        while len(active):
             with torch.no_grad():
-                drawn_B = torch.multinomial(logits_of(model(now_BF)).float().softmax(-1), 1).squeeze(1)
-            row = (np.zeros_like(last_BF), *(np.zeros(len(seeds), np.float32) for _ in range(3)))
-            goes_on = np.zeros(len(alive), dtype=bool)
-            for at, (each, action) in enumerate(zip(alive, drawn_B.tolist())):
-                row[0][each] = last_BF[each]
-                last_BF[each], reward, ended, cut_B[each], _ = self._envs[each].step(action)
-                row[1][each], row[2][each], row[3][each] = action, reward, 1
-                goes_on[at] = not (ended or cut_B[each])
-                cut_B[each] *= not ended
-            steps.append(row)
-            alive = alive[goes_on]
-        seen, actions, rewards, counts = (torch.from_numpy(np.stack(each)).to(device) for each in zip(*steps))
-        last = torch.from_numpy(last_BF).to(device).flatten(1)
-        return Played(seen.flatten(2), actions.long(), rewards, counts, last, torch.from_numpy(cut_B).to(device))
+                logits = logits_of(model(torch.from_numpy(current_BF[active]).to(device)))
+                drawn = torch.multinomial(logits.float().softmax(-1), 1).squeeze(1)
+            observations_BF = np.zeros_like(current_BF)
+            observations_BF[active] = current_BF[active]
+            actions_B, rewards_B, mask_B = (np.zeros(len(seeds), np.float32) for _ in range(3))
+            actions_B[active], mask_B[active] = drawn.tolist(), 1
+            still_active = []
+            for episode, action in zip(active.tolist(), drawn.tolist()):
+                observation, reward, terminated, truncated, _ = self._envs[episode].step(action)
+                current_BF[episode], rewards_B[episode] = np.ravel(observation), reward
+                truncated_B[episode] = truncated and not terminated
+                if not (terminated or truncated):
+                    still_active.append(episode)
+            rows.append((observations_BF, actions_B, rewards_B, mask_B))
+            active = np.array(still_active, dtype=np.int64)
+        observations, actions, rewards, mask = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*rows))
+        last, truncated_ = torch.from_numpy(current_BF).to(device), torch.from_numpy(truncated_B).to(device)
+        return Trajectories(observations, actions.long(), rewards, mask, last, truncated_)
 
 
 class Reinforce:
     """Policy gradient (REINFORCE, Williams 1992) on batches ``(seed_B,)``: plays an episode for each seed.
 
-    The loss of a step is -log p(action) times its advantage: the discounted return from there on, minus the mean over
-    all steps of the batch, divided by their standard deviation. ``episode_return``, the sum of the rewards, is logged.
+    The loss is the mean of -log p(action) times its advantage over all steps of the episodes. The advantage is the
+    discounted return from the step on, normalized over the batch to mean 0 and standard deviation 1.
+    ``episode_return``, the sum of the rewards, is logged. The model returns logits (N, A), or a tuple that begins with
+    them.
 
     Args:
         env: Id of an environment of gymnasium with discrete actions, such as ``CartPole-v1``.
@@ -113,53 +135,53 @@ class Reinforce:
     Raises MissingExtra without gymnasium.
     """
 
+    measures_progress = False
+    """Its value need not fall: look at ``episode_return``."""
+
     def __init__(self, env: str, discount: float = 0.99) -> None:
-        self.arena, self.discount = Arena(env), discount
+        self.player, self.discount = EpisodePlayer(env), discount
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         (seeds_B,) = batch
-        played = self.arena.play(model, seeds_B)
-        counts = played.counts > 0
-        to_go_TB = discounted(played.rewards, self.discount)
-        log_prob_N = -F.cross_entropy(
-            logits_of(model(played.seen[counts])).float(), played.actions[counts], reduction="none"
-        )
-        total = -(log_prob_N * normalised(to_go_TB[counts])).sum() / len(counts)
+        played = self.player.play(model, seeds_B)
+        mask = played.mask > 0
+        log_prob_N = _log_prob(logits_of(model(played.observations[mask])), played.actions[mask])
+        advantage_N = normalize(discounted_sums(played.rewards, self.discount)[mask])
+        total = -(log_prob_N * advantage_N).mean() * len(seeds_B)
         return Loss(total, float(len(seeds_B)), {"episode_return": played.returns.sum()})
 
 
 class Rollout(NamedTuple):
-    """All steps of several episodes, with what PPO learns from them; each tensor has N rows."""
+    """All steps of several episodes with the targets of PPO; each tensor has N rows."""
 
-    seen: Tensor
+    observations: Tensor
     actions: Tensor
     log_probs: Tensor
-    """Of the actions, when they were drawn."""
+    """Log-probabilities of the actions under the policy that drew them."""
     advantages: Tensor
-    goals: Tensor
-    """Of the value."""
+    value_targets: Tensor
 
-    def part(self, rows: Tensor) -> Rollout:
-        """Some of the steps."""
-        return Rollout(*(each[rows] for each in self))
+    def minibatch(self, rows: Tensor) -> Rollout:
+        """Returns some of the steps."""
+        return Rollout(*(column[rows] for column in self))
 
 
 class PPO:
     """Proximal policy optimization (Schulman et al. 2017): a step for ``tw.fit(advance=...)`` on batches ``(seed_B,)``.
 
-    A step plays an episode for each seed, then makes several passes over all of it, in parts. The model returns
-    ``(logits, value)``. Advantages are those of generalised advantage estimation (Schulman et al. 2015).
-    ``episode_return``, the sum of the rewards, is logged.
+    A step plays an episode for each seed, then makes several passes over all steps of the episodes in minibatches, with
+    an update for each. The model returns ``(logits, value)``. Advantages are those of generalised advantage estimation
+    (Schulman et al. 2015). ``episode_return``, the sum of the rewards, is logged.
 
     Args:
         env: Id of an environment of gymnasium with discrete actions, such as ``CartPole-v1``.
         discount: Weight of a reward one step later.
-        gae: Lambda of the advantages.
-        passes: Passes over the episodes in a step.
-        part: Steps of episodes in one update.
-        clip: Bound of the change of a probability, as a ratio.
-        entropy: Weight of the entropy of the policy.
-        norm: Bound of the gradient norm.
+        gae_lambda: Lambda of generalised advantage estimation.
+        epochs: Passes over the episodes in a step.
+        minibatch: Steps of episodes in one update.
+        clip_ratio: Bound of the change of the probability of an action, as a ratio minus 1.
+        entropy_weight: Weight of the entropy of the policy in the loss.
+        max_grad_norm: Bound of the gradient norm.
 
     Raises MissingExtra without gymnasium.
     """
@@ -167,71 +189,81 @@ class PPO:
     def __init__(
         self,
         env: str,
+        *,
         discount: float = 0.99,
-        gae: float = 0.95,
-        passes: int = 4,
-        part: int = 256,
-        clip: float = 0.2,
-        entropy: float = 0.0,
-        norm: float = 0.5,
+        gae_lambda: float = 0.95,
+        epochs: int = 4,
+        minibatch: int = 256,
+        clip_ratio: float = 0.2,
+        entropy_weight: float = 0.0,
+        max_grad_norm: float = 0.5,
     ) -> None:
-        self.arena = Arena(env)
-        self.discount, self.gae, self.passes, self.part = discount, gae, passes, part
-        self.clip, self.entropy, self.norm = clip, entropy, norm
+        self.player = EpisodePlayer(env)
+        self.discount, self.gae_lambda = discount, gae_lambda
+        self.epochs, self.minibatch = epochs, minibatch
+        self.clip_ratio, self.entropy_weight, self.max_grad_norm = clip_ratio, entropy_weight, max_grad_norm
 
     def __call__(self, state: TrainState, batch: StepBatch) -> Loss:
         (seeds_B,) = batch.data
         model, optimizer = state.model, state.optimizer
-        played = self.arena.play(model, seeds_B)
+        played = self.player.play(model, seeds_B)
         rollout = self.rollout(model, played)
+        count = len(rollout.actions)
         total = torch.zeros((), device=seeds_B.device)
-        for _ in range(self.passes):
-            order = torch.randperm(len(rollout.seen), device=seeds_B.device)
-            for rows in torch.split(order, self.part):
-                loss = self.loss(model, rollout.part(rows))
+        for _ in range(self.epochs):
+            for rows in torch.split(torch.randperm(count, device=seeds_B.device), self.minibatch):
+                loss = self.loss(model, rollout.minibatch(rows))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(model.parameters(), self.norm)
+                nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
                 optimizer.step()
                 total += loss.detach() * len(rows)
-        return Loss(total / (self.passes * len(rollout.seen)), 1.0, {"episode_return": played.returns.mean()})
+        return Loss(total / (self.epochs * count), 1.0, {"episode_return": played.returns.mean()})
 
     @torch.no_grad()
-    def rollout(self, model: nn.Module, played: Played) -> Rollout:
-        """Computes what the updates of a step learn from."""
-        logits_TBA, value_TB = model(played.seen)
-        advantage_TB = self._advantages(played, value_TB, model(played.last)[1])
-        log_prob_TB, counts = _log_prob(logits_TBA, played.actions), played.counts > 0
-        parts = (played.seen, played.actions, log_prob_TB, advantage_TB, advantage_TB + value_TB)
-        return Rollout(*(each[counts] for each in parts))
+    def rollout(self, model: nn.Module, played: Trajectories) -> Rollout:
+        """Compute the log-probabilities, advantages and value targets of trajectories."""
+        logits_TBA, value_TB = model(played.observations)
+        _, last_value_B = model(played.last_observations)
+        advantage_TB = self.advantages(played, value_TB, last_value_B)
+        log_prob_TB = _log_prob(logits_TBA, played.actions)
+        columns = (played.observations, played.actions, log_prob_TB, advantage_TB, advantage_TB + value_TB)
+        return Rollout(*(column[played.mask > 0] for column in columns))
 
-    def loss(self, model: nn.Module, part: Rollout) -> Tensor:
-        """The clipped objective, the error of the value, and the entropy."""
-        logits_NA, value_N = model(part.seen)
-        ratio_N = (_log_prob(logits_NA, part.actions) - part.log_probs).exp()
-        gain_N = normalised(part.advantages)
-        objective_N = torch.minimum(ratio_N * gain_N, ratio_N.clamp(1 - self.clip, 1 + self.clip) * gain_N)
-        entropy_N = -(logits_NA.softmax(-1) * logits_NA.log_softmax(-1)).sum(-1)
-        error = 0.5 * F.mse_loss(value_N, part.goals)
-        loss: Tensor = error - objective_N.mean() - self.entropy * entropy_N.mean()
+    def loss(self, model: nn.Module, batch: Rollout) -> Tensor:
+        """Compute the clipped objective (equation 9 of the paper) of N steps, a 0-d tensor."""
+        logits_NA, value_N = model(batch.observations)
+        ratio_N = (_log_prob(logits_NA, batch.actions) - batch.log_probs).exp()
+        advantage_N = normalize(batch.advantages)
+        clipped_N = ratio_N.clamp(1 - self.clip_ratio, 1 + self.clip_ratio)
+        objective = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N).mean()
+        entropy = -(logits_NA.softmax(-1) * logits_NA.log_softmax(-1)).sum(-1).mean()
+        value_loss = F.mse_loss(value_N, batch.value_targets)
+        loss: Tensor = VALUE_LOSS_WEIGHT * value_loss - objective - self.entropy_weight * entropy
         return loss
 
-    def _advantages(self, played: Played, value_TB: Tensor, after_B: Tensor) -> Tensor:
-        """Of an episode that was cut off, the value of what was seen last stands for what would have followed."""
-        next_TB = torch.cat([value_TB[1:] * played.counts[1:], torch.zeros_like(value_TB[:1])])
-        last_B = played.counts.sum(0).long() - 1
-        next_TB.scatter_(0, last_B[None], (after_B * played.cut)[None])
-        error_TB = (played.rewards + self.discount * next_TB - value_TB) * played.counts
-        return discounted(error_TB, self.discount * self.gae)
+    def advantages(self, played: Trajectories, value_TB: Tensor, last_value_B: Tensor) -> Tensor:
+        """Compute generalised advantage estimates (T, B), which are 0 where there is padding.
+
+        Args:
+            played: The trajectories.
+            value_TB: Values of their observations.
+            last_value_B: Values of their last observations. They count for truncated episodes only.
+        """
+        next_value_TB = torch.cat([value_TB[1:] * played.mask[1:], torch.zeros_like(value_TB[:1])])
+        last_B = played.mask.sum(0).long() - 1
+        next_value_TB.scatter_(0, last_B[None], (last_value_B * played.truncated)[None])
+        error_TB = (played.rewards + self.discount * next_value_TB - value_TB) * played.mask
+        return discounted_sums(error_TB, self.discount * self.gae_lambda)
 
 
 def logits_of(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The logits of a policy, which may return more."""
+    """Return the logits in the output of a policy, which may be a tuple that begins with them."""
     return output if isinstance(output, Tensor) else output[0]
 
 
-def discounted(rewards_TB: Tensor, discount: float) -> Tensor:
-    """The sum over what follows of each step, itself included: r[t] + discount r[t + 1] + ..."""
+def discounted_sums(rewards_TB: Tensor, discount: float) -> Tensor:
+    """Return ``r[t] + discount * r[t + 1] + discount**2 * r[t + 2] + ...`` of each step, (T, B)."""
     sums, later_B = [], torch.zeros_like(rewards_TB[0])
     for reward_B in reversed(rewards_TB.unbind()):
         later_B = reward_B + discount * later_B
@@ -239,11 +271,11 @@ def discounted(rewards_TB: Tensor, discount: float) -> Tensor:
     return torch.stack(sums[::-1])
 
 
-def normalised(values_N: Tensor) -> Tensor:
-    """The values with mean 0 and, unless they are all alike, standard deviation 1."""
+def normalize(values_N: Tensor) -> Tensor:
+    """Return the values with mean 0 and standard deviation 1, or zeros where they are all equal."""
     centred_N = values_N - values_N.mean()
-    spread = centred_N.square().mean().sqrt()
-    return centred_N / spread.clamp(min=SMALLEST_SPREAD)
+    std = centred_N.square().mean().sqrt()
+    return centred_N / std.clamp(min=MIN_ADVANTAGE_STD)
 
 
 def _log_prob(logits: Tensor, actions: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class StepResult:
     the batch. ``skipped`` is true when the update was not applied. ``batch`` has the micro-batches that were trained
     on; ``oom_reports`` has one report for each try before that ran out of memory. ``spike`` is the decision of a
     SpikeGuard, None without a spike. ``evaluation`` is that of the validation set where one followed on the step.
+    ``correction`` is the factor that made the sum of the gradients over micro-batches and ranks exact, None for 1.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepResult:
     oom_reports: Sequence[OomReport] = ()
     spike: SpikeDecision | None = None
     evaluation: EvaluationResult | None = None
+    correction: Tensor | float | None = None
 
     def __repr__(self) -> str:
         """One line for people. On a GPU it waits for the step."""
@@ -168,6 +170,7 @@ def make_step(
             )
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
         result.oom_reports, result.spike = reports, decision
+        result.correction = done.correction
         return result
 
     return advance

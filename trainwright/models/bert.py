@@ -81,7 +81,7 @@ class BERT(nn.Module):
         return self.unembed(x_BTD) if self.head is not None else x_BTD
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Returns x_BTD, the input of the first block."""
+        """Return x_BTD, the input of the first block."""
         length, most = ids_BT.shape[1], self.options.block_size
         if length > most:
             raise UsageError(
@@ -97,7 +97,7 @@ class BERT(nn.Module):
         return embedded_BTD
 
     def unembed(self, x_BTD: Tensor) -> Tensor:
-        """Returns logits_BTV of the output of the last block."""
+        """Return logits_BTV of the output of the last block."""
         logits_BTV: Tensor = self.head(self._transformed(x_BTD))
         return logits_BTV
 
@@ -124,7 +124,7 @@ def bert(**options: object) -> BERT:
         hidden: Width of the feed-forward networks; 0: 4 ``d_model``.
         types: Rows of the embedding of segment types; 0: none. Only the first row is used.
         tied: The output head shares the weights of the embedding.
-        pre_norm: Normalise the input of each branch, as GPT-2 does, instead of the sum after it, as published. It
+        pre_norm: Normalize the input of each branch, as GPT-2 does, instead of the sum after it, as published. It
             trains with larger learning rates.
         dropout: Dropout of embeddings, attention and residual branches.
         norm_eps: Added to the variance in each LayerNorm.

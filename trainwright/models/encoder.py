@@ -95,16 +95,19 @@ class EncoderBlock(nn.Module):
 
 
 def init_layers(model: nn.Module) -> None:
-    """Initialises linear layers and embeddings from normal(0, 0.02) cut at two standard deviations, biases with 0."""
+    """Initialize weights from normal(0, 0.02) and biases with 0.
+
+    Not truncated: ``trunc_normal_`` reads values, so a plan could not build the model without its memory.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
-            nn.init.trunc_normal_(module.weight, std=INIT_STD, a=-2 * INIT_STD, b=2 * INIT_STD)
+            nn.init.normal_(module.weight, std=INIT_STD)
         if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
 
 def require_divisible_heads(options: EncoderOptions) -> None:
-    """Raises UsageError unless the heads divide ``d_model``."""
+    """Raise UsageError unless the heads divide ``d_model``."""
     if options.d_model % options.heads:
         nearest = max(1, round(options.d_model / options.heads)) * options.heads
         raise UsageError(

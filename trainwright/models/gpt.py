@@ -381,7 +381,7 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
 
     def _scaled_norm(self, x_BTD: Tensor) -> Tensor:
-        """What the head reads, with muP's multiplier of the output weights."""
+        """Normalize the input of the head, and multiply it by muP's output multiplier."""
         hidden_BTD: Tensor = self.norm(x_BTD)
         ratio = self.options.width_ratio
         return hidden_BTD if ratio == 1 else hidden_BTD / ratio

@@ -4,7 +4,7 @@ Routing and balancing are those of DeepSeek-V3 (https://arxiv.org/abs/2412.19437
 https://arxiv.org/abs/2408.15664). A token goes to the K experts with the largest score + bias. The bias does not weigh
 the outputs. After each step it rises by ``bias_rate`` for experts with less than the mean load, and falls for others.
 
-Shapes: B batch, T positions, N tokens (B T), D d_model, E experts, K experts of a token, F hidden width of an expert.
+Shapes: B batch, T positions, N tokens (B T), D d_model, E experts, K experts of a token, I and O widths in and out.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Experts(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         weight_NK, expert_NK = self.route(x_ND)
         order = expert_NK.flatten().argsort(stable=True)  # of the N K pairs, so that those of an expert are neighbours
-        ones = torch.ones_like(order, dtype=torch.float32)
-        load_E = torch.zeros_like(self.load).scatter_add_(0, expert_NK.flatten(), ones)
+        pairs = torch.ones_like(order, dtype=torch.float32)
+        load_E = torch.zeros_like(self.load).scatter_add_(0, expert_NK.flatten(), pairs)
         if self.training:
             self.load += load_E
         ends_E = load_E.cumsum(0).int()
@@ -93,7 +93,7 @@ class Experts(nn.Module):
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights (N, K), which sum to 1, and the indices (N, K) of the experts of each token."""
+        """Return the weights (N, K), which sum to 1, and the indices (N, K) of the experts of each token."""
         with torch.autocast(x_ND.device.type, enabled=False):
             score_NE = F.linear(x_ND.float(), self.router.weight.float()).sigmoid()
         expert_NK = (score_NE.detach() + self.bias).topk(self.active, dim=1).indices
@@ -102,12 +102,12 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def balance(self) -> None:
-        """Changes the bias by the load since the last call, and counts the load from 0 again."""
+        """Move the bias against the load since the last call, and count the load from 0 again."""
         self.bias += self.bias_rate * (self.load.mean() - self.load).sign()
         self.load.zero_()
 
     def init_output(self, std: float) -> None:
-        """Initialises all weights of the experts, the projections back to the residual stream with ``std``."""
+        """Initialize all weights of the experts; the projections back to the residual stream have ``std``."""
         for weight in (self.gate, self.up):
             if weight is not None:
                 nn.init.normal_(weight, std=INIT_STD)
@@ -119,8 +119,8 @@ class Experts(nn.Module):
 
 
 def _grouped(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """The product of each row with the matrix of its expert. Rows are sorted by expert, which end at ``ends_E``."""
-    if torch.is_autocast_enabled(rows.device.type):  # does not list this operator
+    """Multiply each row with the matrix of its expert. Rows are sorted by expert; those of each end at ``ends_E``."""
+    if torch.is_autocast_enabled(rows.device.type):  # autocast does not cover this operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight_EIO = rows.to(dtype), weight_EIO.to(dtype)
     return F.grouped_mm(rows, weight_EIO, offs=ends_E)
@@ -131,7 +131,7 @@ class MoEGPT(GPT):
 
     The biases change in the first forward pass of a step, by the load of the step before: then no routing changes
     between a forward pass and its recomputation in backward, and the load is that of all micro-batches. A step begins
-    where gradients are None. Of several data-parallel ranks the load of the first one counts.
+    where gradients are None. With several data-parallel ranks only the load of the first one counts.
     """
 
     tensor_plan = MOE_TENSOR_PLAN
@@ -150,8 +150,8 @@ class MoEGPT(GPT):
                     each.balance()
         return super().embed(ids_BT)
 
-    def figures(self) -> dict[str, Tensor]:
-        """Returns the load of the busiest and the idlest expert, relative to the mean, and the largest bias.
+    def training_metrics(self) -> dict[str, Tensor]:
+        """Return the load of the busiest and the idlest expert, relative to the mean, and the largest bias.
 
         They are means over the blocks. A balanced model has loads of 1.
         """

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from trainwright.models.mlp import mlp
 from trainwright.models.options import require_counts
 
-SMALL_GAIN = 0.01
-"""Of the last layer of the policy, so that it begins with nearly equal probabilities (arXiv 2005.12729)."""
+LAST_GAIN = 0.01
+"""Gain of the last layer of the policy, which begins with nearly equal probabilities (arXiv 2005.12729)."""
 
 
 class ActorCritic(nn.Module):
-    """seen (..., F) -> logits (..., A) and value (...), by two networks with two hidden layers each."""
+    """observations (..., F) -> logits (..., A) and value (...), by two networks with two hidden layers each."""
 
     def __init__(self, observations: int, actions: int, hidden: int) -> None:
         super().__init__()
@@ -20,20 +20,21 @@ class ActorCritic(nn.Module):
         require_counts(self, dict.fromkeys(("observations", "actions", "hidden"), 1))
         self.actor = mlp(sizes=[observations, hidden, hidden, actions], activation="tanh")
         self.critic = mlp(sizes=[observations, hidden, hidden, 1], activation="tanh")
-        for network, gain in ((self.actor, SMALL_GAIN), (self.critic, 1.0)):
-            linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
-            for module, own in zip(linear, (2**0.5, 2**0.5, gain)):
-                nn.init.orthogonal_(module.weight, own)
-                nn.init.zeros_(module.bias)
+        for network, gain in ((self.actor, LAST_GAIN), (self.critic, 1.0)):
+            layers = [module for module in network.modules() if isinstance(module, nn.Linear)]
+            for layer, layer_gain in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
+                nn.init.orthogonal_(layer.weight, layer_gain)
+                nn.init.zeros_(layer.bias)
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        rows = seen.flatten(0, -2)
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        rows = observations.flatten(0, -2)
         logits, value = self.actor(rows), self.critic(rows)
-        return logits.unflatten(0, seen.shape[:-1]), value.squeeze(-1).unflatten(0, seen.shape[:-1])
+        leading = observations.shape[:-1]
+        return logits.unflatten(0, leading), value.squeeze(-1).unflatten(0, leading)
 
 
 def actor_critic(*, observations: int, actions: int, hidden: int = 64) -> ActorCritic:
-    """A policy and a value: seen (..., F) -> logits (..., A) and value (...).
+    """A policy and a value: observations (..., F) -> logits (..., A) and value (...).
 
     Args:
         observations: Numbers of an observation: 4 for ``CartPole-v1``.

@@ -1,6 +1,7 @@
-"""U-Nets, https://arxiv.org/abs/1505.04597, with padded convolutions and GroupNorm: for masks, and for diffusion.
+"""U-Nets, https://arxiv.org/abs/1505.04597, with padded convolutions and GroupNorm: for segmentation and diffusion.
 
-Shapes: B batch, C channels, H and W image sides, K outputs per pixel, E width of the embedding of a time.
+Shapes: B batch, C channels, H and W image sides, K outputs per pixel, O channels out, E width of
+the embedding of a time step.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import Tensor, nn
 from trainwright.errors import UsageError
 from trainwright.models.options import require_counts
 
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Groups of each GroupNorm, or fewer where they do not divide the channels."""
-LONGEST_PERIOD = 10_000.0
-"""Of the sines and cosines that embed a time, as in https://arxiv.org/abs/1706.03762."""
+MAX_PERIOD = 10_000.0
+"""Longest period of the sines and cosines that embed a time step, as in https://arxiv.org/abs/1706.03762."""
 
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """The options of ``unet``; with ``timed`` its forward takes a time for each image."""
+    """The options of ``unet``; with ``timed`` the forward pass takes a time step for each image."""
 
     classes: int
     channels: int = 3
@@ -36,13 +37,16 @@ class UNetConfig:
 
 
 class TwoConvs(nn.Module):
-    """Twice 3x3 convolution, GroupNorm, SiLU. An embedded time is added to each channel after the first."""
+    """x_BCHW -> out_BOHW: two 3x3 convolutions, each with GroupNorm and SiLU.
+
+    The embedding of a time step (B, E) is projected and added between the two.
+    """
 
     def __init__(self, channels_in: int, channels_out: int, time_width: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        groups = math.gcd(MOST_GROUPS, channels_out)
+        groups = math.gcd(MAX_GROUPS, channels_out)
         self.norm1, self.norm2 = (nn.GroupNorm(groups, channels_out) for _ in range(2))
         self.time = nn.Linear(time_width, channels_out) if time_width else None
 
@@ -54,7 +58,7 @@ class TwoConvs(nn.Module):
 
 
 class UNet(nn.Module):
-    """x_BCHW -> out_BKHW, with ``time_B`` where it is timed.
+    """x_BCHW -> out_BKHW, with the time steps ``time_B`` where ``timed`` is set.
 
     ``blocks``, the list that activation checkpointing and sharding wrap, has ``depth`` blocks down, one at the bottom,
     and ``depth`` blocks up.
@@ -68,7 +72,7 @@ class UNet(nn.Module):
         down = [(before, after) for before, after in zip([options.channels, *widths], widths)]
         up = [(2 * width, width) for width in reversed(widths[:-1])]
         self.blocks = nn.ModuleList(TwoConvs(before, after, time_width) for before, after in (*down, *up))
-        self.grow = nn.ModuleList(nn.ConvTranspose2d(before, after, 2, stride=2) for before, after in up)
+        self.upsample = nn.ModuleList(nn.ConvTranspose2d(before, after, 2, stride=2) for before, after in up)
         self.head = nn.Conv2d(options.width, options.classes, 1)
         self.time = nn.Linear(2 * options.width, time_width) if options.timed else None
 
@@ -81,23 +85,23 @@ class UNet(nn.Module):
             )
         time_BE = None
         if self.time is not None and time_B is not None:
-            time_BE = F.silu(self.time(embedded(time_B, 2 * self.options.width)))
-        skipped = []
+            time_BE = F.silu(self.time(time_embedding(time_B, 2 * self.options.width)))
+        skips = []
         for block in self.blocks[:depth]:
             x_BCHW = block(x_BCHW, time_BE)
-            skipped.append(x_BCHW)
+            skips.append(x_BCHW)
             x_BCHW = F.max_pool2d(x_BCHW, 2)
         x_BCHW = self.blocks[depth](x_BCHW, time_BE)
-        for grow, block in zip(self.grow, self.blocks[depth + 1 :]):
-            x_BCHW = block(torch.cat([skipped.pop(), grow(x_BCHW)], dim=1), time_BE)
+        for upsample, block in zip(self.upsample, self.blocks[depth + 1 :]):
+            x_BCHW = block(torch.cat([skips.pop(), upsample(x_BCHW)], dim=1), time_BE)
         out_BKHW: Tensor = self.head(x_BCHW)
         return out_BKHW
 
 
-def embedded(time_B: Tensor, width: int) -> Tensor:
-    """Sines and cosines (B, width) of times, with periods in a geometric series."""
+def time_embedding(time_B: Tensor, width: int) -> Tensor:
+    """Return the sines, then the cosines (B, width) of time steps, with periods in a geometric series."""
     powers = torch.arange(width // 2, dtype=torch.float32, device=time_B.device) / (width // 2)
-    angle = time_B.float()[:, None] * LONGEST_PERIOD**-powers
+    angle = time_B.float()[:, None] * MAX_PERIOD**-powers
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 

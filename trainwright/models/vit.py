@@ -92,7 +92,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(options.d_model, options.classes)
         init_layers(self)
         for parameter in (self.embedding.class_token, self.embedding.positions):
-            nn.init.trunc_normal_(parameter, std=INIT_STD)
+            nn.init.normal_(parameter, std=INIT_STD)
 
     def forward(self, pixels_BCHW: Tensor) -> Tensor:
         x_BTD = self.embed(pixels_BCHW) if self.embedding is not None else pixels_BCHW
@@ -101,12 +101,12 @@ class ViT(nn.Module):
         return self.unembed(x_BTD) if self.head is not None else x_BTD
 
     def embed(self, pixels_BCHW: Tensor) -> Tensor:
-        """Returns x_BTD, the input of the first block."""
+        """Return x_BTD, the input of the first block."""
         x_BTD: Tensor = self.embedding(pixels_BCHW)
         return x_BTD
 
     def unembed(self, x_BTD: Tensor) -> Tensor:
-        """Returns logits_BK of the class token that the last block returned."""
+        """Return logits_BK of the class token that the last block returned."""
         logits_BK: Tensor = self.head(self.norm(x_BTD[:, 0]))
         return logits_BK
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from trainwright.runlog import records
 from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
 from trainwright.state.transforms import is_transformed
+
+R = TypeVar("R", bound=records.Record)
 
 SAMPLED = 4096
 """Elements, evenly spread, that stand for a larger tensor: moments of alike elements are then 2 % off."""
@@ -65,7 +68,81 @@ def _path_of(name: str) -> str:
     return ".".join(parts[: number + 1] if number is not None else parts[:-1])
 
 
-class LayerStats:
+class Sampler:
+    """Copies SAMPLED elements of a tensor, evenly spread; of a small tensor some several times."""
+
+    def __init__(self) -> None:
+        self._spread: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        flat, count = tensor.detach().reshape(-1), tensor.numel()
+        key = (count, flat.device)
+        if key not in self._spread:
+            places = torch.arange(SAMPLED, dtype=torch.float64, device="cpu") * (count / SAMPLED)
+            self._spread[key] = places.long().to(flat.device, non_blocking=True)
+        return flat[self._spread[key]]
+
+
+class HostCopy:
+    """Copies a tensor to the host without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def start(self, values: Tensor) -> None:
+        """Starts to copy ``values``."""
+        if values.device.type != "cuda":
+            self._pending = values, None
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._pending = host, done
+
+    def take(self, *, wait: bool) -> Tensor | None:
+        """The copy, once; None where there is none, or not yet."""
+        if self._pending is None:
+            return None
+        values, done = self._pending
+        if done is not None and not (wait or done.query()):  # type: ignore[no-untyped-call]
+            return None
+        if done is not None:
+            done.synchronize()
+        self._pending = None
+        return values
+
+
+class HookedStats:
+    """Statistics of single steps, from hooks that are registered for these steps only."""
+
+    def __init__(self) -> None:
+        self.hooks_s = 0.0
+        """Seconds that hooks took, in all."""
+        self._handles: list[RemovableHandle] = []
+        self._sampled: dict[int, Tensor] = {}
+        self._sample, self._copy = Sampler(), HostCopy()
+
+    @property
+    def is_pending(self) -> bool:
+        """True while a copy to the host has not been read."""
+        return self._copy.is_pending
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def close(self) -> None:
+        """Removes hooks that are still registered."""
+        self._unhook()
+
+
+class LayerStats(HookedStats):
     """The statistics of one step at a time.
 
     ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
@@ -81,16 +158,12 @@ class LayerStats:
         is_live: Callable[[], bool] = torch.is_grad_enabled,
         put_together: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
     ) -> None:
+        super().__init__()
         self.layers = layers_of(*models)
+        self.paths = tuple(layer.path for layer in self.layers)
         self._with_activations, self._is_live, self._put_together = activations, is_live, put_together
-        self.hooks_s = 0.0
-        """Seconds that hooks took, in all."""
-        self._handles: list[RemovableHandle] = []
-        self._sampled: dict[int, Tensor] = {}
-        self._spread: dict[tuple[int, torch.device], Tensor] = {}
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._stands_for: Tensor | None = None
-        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._parameters = [p for layer in self.layers for p in layer.parameters]
         self._counts = [len(layer.parameters) for layer in self.layers]
 
@@ -105,9 +178,9 @@ class LayerStats:
         def keep(module: nn.Module, given: object, output: object) -> None:
             begin_s = time.perf_counter()
             is_new = index not in self._sampled and self._is_live()  # an evaluation may lie between two steps
-            if is_new and not is_transformed() and (found := _tensor_in(output)) is not None:
+            if is_new and not is_transformed() and (found := tensor_in(output)) is not None:
                 with torch.no_grad():
-                    self._sampled[index] = self._some_of(local(found), wrap=True).float()
+                    self._sampled[index] = self._sample(local(found)).float()
             self.hooks_s += time.perf_counter() - begin_s
 
         keep.is_recorders = True  # type: ignore[attr-defined]  # not one of the loop's own, which a replay must have
@@ -151,7 +224,7 @@ class LayerStats:
         layers = torch.stack([part.sum(1) for part in torch.split(squares, self._counts, dim=1)])
         norms, ratios = layers[:, 0].sqrt(), (layers[:, 1] / layers[:, 2]).sqrt()
         known = torch.stack(self._rows(ratios.device))
-        self._send(torch.cat([norms, ratios, *_moments(known), _histogram(known).flatten()]))
+        self._copy.start(torch.cat([norms, ratios, *_moments(known), histogram(known).flatten()]))
         self._sampled = {}
 
     def _rows(self, device: torch.device) -> list[Tensor]:
@@ -166,57 +239,21 @@ class LayerStats:
             self._stands_for = torch.tensor(whole, device=squares.device)
         return squares * self._stands_for
 
-    def _some_of(self, tensor: Tensor, *, wrap: bool = False) -> Tensor:
-        """A copy of some elements: with ``wrap`` always SAMPLED, of a small tensor some several times."""
-        flat, count = tensor.detach().reshape(-1), tensor.numel()
-        if count <= SAMPLED and not wrap:
-            return flat.clone()
-        key = (count, flat.device)
-        if key not in self._spread:
-            places = torch.arange(SAMPLED, dtype=torch.float64, device="cpu") * (count / SAMPLED)
-            self._spread[key] = places.long().to(flat.device, non_blocking=True)
-        return flat[self._spread[key]]
-
-    def _send(self, values: Tensor) -> None:
-        if values.device.type != "cuda":
-            self._pending = values, None
-            return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-        host.copy_(values, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        self._pending = host, done
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is something to read, now or soon."""
-        return self._pending is not None
+    def _some_of(self, tensor: Tensor) -> Tensor:
+        """A copy of all elements, or of SAMPLED of them."""
+        return tensor.detach().reshape(-1).clone() if tensor.numel() <= SAMPLED else self._sample(tensor)
 
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
         """The fields of a Layers record, once they are on the host; None before, and where there is nothing new."""
-        if self._pending is None:
+        values = self._copy.take(wait=wait)
+        if values is None:
             return None
-        values, done = self._pending
-        if done is not None and not (wait or done.query()):  # type: ignore[no-untyped-call]
-            return None
-        if done is not None:
-            done.synchronize()
-        self._pending = None
         count = len(self.layers)
         columns = values[: 5 * count].view(5, count).tolist()
         bins = values[5 * count :].view(count, BINS).mul(100 / SAMPLED).round().int().tolist()
         names = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
-        fields: dict[str, object] = {name: tuple(map(_short, column)) for name, column in zip(names, columns)}
-        return fields | {"act_log2": tuple(map(_without_ends, bins))}
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def close(self) -> None:
-        """Removes what is left of the hooks."""
-        self._unhook()
+        fields: dict[str, object] = {name: tuple(map(short, column)) for name, column in zip(names, columns)}
+        return fields | {"act_log2": tuple(map(without_ends, bins))}
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
@@ -231,34 +268,49 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows.mean(1), rows.std(1), rows.abs().amax(1)
 
 
-def _histogram(rows: Tensor) -> Tensor:
+def histogram(rows: Tensor, low: int = LOW, bins: int = BINS) -> Tensor:
     """How many elements of each row have which power of two. A host sync is not needed: all sizes are known."""
-    powers = torch.frexp(rows.nan_to_num(0.0, 0.0, 0.0).abs()).exponent - 1 - LOW
-    powers = torch.where(rows == 0, 0, powers).clamp_(0, BINS - 1)
-    counts = torch.zeros(len(rows), BINS, device=rows.device)
+    powers = torch.frexp(rows.nan_to_num(0.0, 0.0, 0.0).abs()).exponent - 1 - low
+    powers = torch.where(rows == 0, 0, powers).clamp_(0, bins - 1)
+    counts = torch.zeros(len(rows), bins, device=rows.device)
     return counts.scatter_add_(1, powers.long(), torch.isfinite(rows).float())
 
 
-def _tensor_in(output: object) -> Tensor | None:
+def tensor_in(output: object) -> Tensor | None:
     """The first floating-point tensor of what a module returned."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() and output.numel() else None
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return next((found for each in values if (found := _tensor_in(each)) is not None), None)
+    return next((found for each in values if (found := tensor_in(each)) is not None), None)
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _without_ends(counts: list[int]) -> tuple[int, ...]:
+def without_ends(counts: list[int]) -> tuple[int, ...]:
     """Per cent by power of two, begun with the index of the first that is not zero; () where nothing was seen."""
     filled = [index for index, count in enumerate(counts) if count]
     return (filled[0], *counts[filled[0] : filled[-1] + 1]) if filled else ()
 
 
-class LayerLog:
-    """Writes a Layers record now and then, of the steps that it is told of.
+class StepStats(Protocol):
+    """Statistics that are measured in some steps: ``LayerStats``, or ``OutputGradStats``."""
+
+    hooks_s: float
+    paths: tuple[str, ...]
+
+    @property
+    def is_pending(self) -> bool: ...
+    def begin(self) -> None: ...
+    def before_update(self, optimizer: Optimizer | None = None) -> None: ...
+    def after_update(self) -> None: ...
+    def read(self, *, wait: bool = False) -> Mapping[str, object] | None: ...
+    def close(self) -> None: ...
+
+
+class LayerLog(Generic[R]):
+    """Writes a record now and then: ``record`` makes it of the fields that ``stats`` read.
 
     The second step is measured, and then one in ``FIRST_EVERY``, and fewer later on: see ``OF_RUN``. Fewer, too, where
     what the host takes for it would be more than ``COST`` of the time; not so ``in_step``, where all ranks take part.
@@ -266,14 +318,16 @@ class LayerLog:
 
     def __init__(
         self,
-        stats: LayerStats,
-        write: Callable[[records.Layers], None],
+        stats: StepStats,
+        write: Callable[[R], None],
+        record: Callable[..., R],
         *,
         in_step: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._stats, self._to, self._clock, self._wall_clock = stats, write, clock, wall_clock
+        self._stats, self._to, self._record = stats, write, record
+        self._clock, self._wall_clock = clock, wall_clock
         self._in_step = in_step
         self._next, self._measured = 0, 0
         self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
@@ -309,9 +363,9 @@ class LayerLog:
         fields = self._stats.read(wait=wait)
         if fields is None:
             return
-        names = () if self._named else tuple(layer.path for layer in self._stats.layers)
+        names = () if self._named else self._stats.paths
         self._named = True
-        self._to(records.Layers(time_s=self._wall_clock(), step=step, layers=names, **fields))  # type: ignore[arg-type]
+        self._to(self._record(time_s=self._wall_clock(), step=step, layers=names, **fields))
 
     def close(self) -> None:
         """Writes what is on its way."""
@@ -322,7 +376,7 @@ class LayerLog:
 class LayerObserver:
     """An Observer and, as ``probe``, a Probe, that tells ``log`` of the steps of our own engine."""
 
-    def __init__(self, log: LayerLog) -> None:
+    def __init__(self, log: LayerLog[R]) -> None:
         self._log = log
 
     def probe(self, state: TrainState) -> Mapping[str, Tensor]:

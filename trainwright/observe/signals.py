@@ -52,12 +52,13 @@ def grace_s(environ: Mapping[str, str]) -> float | None:
 def hand_over(name: str, message: str) -> None:
     """Give the program a signal that a run has taken, now that the run is saved and the handlers are the program's own.
 
-    Raises KeyboardInterrupt for SIGINT as Python does. For another signal that nobody handles, whose default is to end
-    the process, raises SystemExit with the exit code 75: ``finally`` blocks run and output is flushed.
+    Raises KeyboardInterrupt for SIGINT as Python does, also where a shell has made a background process ignore it. For
+    another signal that nobody handles, whose default is to end the process, raises SystemExit with the exit code 75:
+    ``finally`` blocks run and output is flushed.
     """
     number = getattr(signal, name)
     handler = _without_late(number, signal.getsignal(number))
-    if number == signal.SIGINT and handler in (signal.default_int_handler, signal.SIG_DFL, None):
+    if number == signal.SIGINT and handler in (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, None):
         raise KeyboardInterrupt(message)
     if callable(handler):
         handler(number, sys._getframe())

@@ -11,9 +11,15 @@ from numpy.typing import NDArray
 from trainwright.pages.readings import spans_of
 from trainwright.runlog.files import parse_json
 from trainwright.runlog.json_values import NOT_IN_JSON, JsonValue
+from trainwright.runlog.records import OUTPUT_GRAD_LOG2
 
 MAPS = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "act_std": "activations, deviation"}
 """Statistics of a record that are drawn, and what they are called. Each holds a number for each layer."""
+OUTPUT_GRAD_NORM = {"norm": "gradient of outputs, norm"}
+NAN_IS_MISSING = ("act_std", "norm", "log2")
+"""Statistics in which NaN says that nothing was seen; in others it says that the value was not finite."""
+MAX_HISTOGRAMS = 12
+POWERS = [f"2^{power}" for power in OUTPUT_GRAD_LOG2[::-1]]
 MOST, DRAWN, MOST_LAYERS = 1024, 160, 400
 NOT_FINITE, NOT_THERE, STEPS = 65535, 65534, 65533
 """How a map spells a value that is not finite, and one that is missing; and the greatest value of its log scale."""
@@ -25,10 +31,10 @@ Grid = NDArray[np.float64]
 
 
 class LayerMaps:
-    """What the records of layers said. Of more than MOST stay the greatest values of equal spans of steps."""
+    """The records of layers as ``maps``. Of more than MOST stay the greatest values of equal spans of steps."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, maps: Mapping[str, str] = MAPS) -> None:
+        self.count, self._maps = 0, maps
         self._names: tuple[str, ...] = ()
         self._steps: list[float] = []
         self._rows: Rows = {}
@@ -40,14 +46,19 @@ class LayerMaps:
             names, step = record.get("layers") or self._names, float(record["step"])
         except (ValueError, TypeError, KeyError, AttributeError):
             return
+        self.add(names, step, record)
+
+    def add(self, names: object, step: float, values: Mapping[str, object]) -> None:
+        """Adds the values of ``step`` by statistic, one for each of ``names``; what is no such record is left out."""
         if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS or not 0 <= step < 2**53:
             return
         if tuple(map(str, names)) != self._names:  # another model, or the first record
             self._names, self._steps, self._rows = tuple(map(str, names)), [], {}
         self.count += 1
         self._steps.append(step)
-        for name in MAPS:
-            self._rows.setdefault(name, []).append(_row(record.get(name), len(self._names), lost=name == "act_std"))
+        for name in self._maps:
+            lost = name in NAN_IS_MISSING
+            self._rows.setdefault(name, []).append(_row(values.get(name), len(self._names), lost=lost))
         if len(self._steps) > MOST:
             self._steps, self._rows = greatest(self._steps, self._rows, MOST // 2)
 
@@ -65,11 +76,54 @@ class LayerMaps:
         if len(steps) > DRAWN:
             steps, rows = greatest(steps, rows, DRAWN)
         maps: list[JsonValue] = []
-        for name, title in MAPS.items():
+        for name, title in self._maps.items():
             if (drawn := _drawn(np.array(rows[name]))) is not None:
                 maps.append({"name": title, **drawn})
         shown: Sequence[JsonValue] = [int(each) for each in steps]
         return {"layers": list(self._names), "steps": list(shown), "maps": maps}
+
+
+class OutputGradMaps:
+    """The records of gradients of outputs: a map of norms, and for each of the first modules one of its histogram."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._norms, self._histograms = LayerMaps(OUTPUT_GRAD_NORM), dict[str, LayerMaps]()
+        self._names: tuple[str, ...] = ()
+
+    def take(self, line: bytes) -> None:
+        """Takes a line of the log; one that is no such record is left out."""
+        self._norms.take(line)
+        self.count += 1
+        try:
+            record = parse_json(line.decode())
+            names, step = tuple(map(str, record.get("layers") or self._names)), float(record["step"])
+            bins = [np.array(each, dtype=float) for each in record["log2"]]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return
+        if names != self._names:
+            self._names, self._histograms = names, {}
+        for name, each in list(zip(names, bins))[:MAX_HISTOGRAMS]:
+            maps = self._histograms.setdefault(name, LayerMaps({"log2": f"gradient of {name}, % by size"}))
+            maps.add(POWERS, step, {"log2": _by_power(each)})
+
+    def go_back_to(self, step: int) -> None:
+        """Forgets what came after ``step``, which is done again."""
+        for maps in (self._norms, *self._histograms.values()):
+            maps.go_back_to(step)
+
+    def to_json(self) -> list[JsonValue]:
+        """As those of ``LayerMaps``, the norms first."""
+        return [drawn for maps in (self._norms, *self._histograms.values()) if (drawn := maps.to_json())]
+
+
+def _by_power(bins: Row) -> list[float]:
+    """Per cent for each of POWERS of a histogram without its empty ends; NaN for none."""
+    row = np.zeros(len(POWERS))
+    if bins.ndim == 1 and len(bins) > 1 and 0 <= bins[0] < len(row):
+        begin = int(bins[0])
+        row[begin : begin + len(bins) - 1] = bins[1 : len(row) - begin + 1]
+    return [float(value) for value in np.where(row > 0, row, np.nan)[::-1]]
 
 
 def greatest(steps: Sequence[float], rows: Mapping[str, Sequence[Row]], spans: int) -> tuple[list[float], Rows]:

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pages.figures import Figures
-from trainwright.pages.layers import LayerMaps
+from trainwright.pages.layers import LayerMaps, OutputGradMaps
 from trainwright.pages.means import SpanMeans
 from trainwright.pages.readings import Readings
 from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
 from trainwright.runlog.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
 from trainwright.runlog.findings import FindingsFold
+from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.reader import decoded
 from trainwright.runlog.records import (
     Ended,
@@ -69,6 +70,7 @@ _OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
 _KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry, Found, Withdrawn))
 _NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
 _LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
+_OUTPUT_GRADS = re.compile(rb'\n(\{"kind":"outputgrads"[^\n]*)')
 _STARTED = re.compile(rb'\n\{"kind":"started"')
 """All begin with a newline: that is looked for by itself, which is several times as fast as the beginning of a line."""
 
@@ -79,7 +81,8 @@ class LogSoFar:
     ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
     the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
-    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer, ``figures`` metrics and
+    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer,
+    ``output_grads`` the gradients of outputs by module, ``figures`` metrics and
     what the user logs. ``findings`` are those
     of the newest process, each in its latest wording. ``is_examined``: the doctor recorded steps, or found something.
     ``unreadable`` says why the log cannot be read, and is "" where it can or there is none.
@@ -98,6 +101,7 @@ class LogSoFar:
         self.newest_process: Started | Ended | None = None
         self._findings, self.is_examined = FindingsFold(), False
         self.means, self.readings, self.layers, self.figures = SpanMeans(), Readings(), LayerMaps(), Figures()
+        self.output_grads = OutputGradMaps()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
         self.unreadable = ""
@@ -110,6 +114,12 @@ class LogSoFar:
     def findings(self) -> list[Found]:
         """The findings of the newest process, the first cause first."""
         return self._findings.findings
+
+    @property
+    def heat_maps(self) -> list[JsonValue]:
+        """The statistics by layer and by module, for the page."""
+        layers = self.layers.to_json()
+        return [*([layers] if layers else []), *self.output_grads.to_json()]
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -182,6 +192,8 @@ class LogSoFar:
             self._note(record)
         for line in _LAYERS.findall(lines):
             self.layers.take(line)
+        for line in _OUTPUT_GRADS.findall(lines):
+            self.output_grads.take(line)
         self.figures.take_lines(lines)
         steps, watched = _rows_of(lines, Step), _rows_of(lines, Watched)
         self._is_ours = self._is_ours or len(steps) > 0
@@ -226,6 +238,7 @@ class LogSoFar:
         self.readings.go_back_to(step)
         self.figures.go_back_to(step)
         self.layers.go_back_to(step)
+        self.output_grads.go_back_to(step)
         evaluations = self._notes[Evaluated]
         kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]
         evaluations.clear()

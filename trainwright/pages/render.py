@@ -49,7 +49,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
             {
                 **curves_of(view, buckets),
                 "readings": readings_of(view),
-                "layers": view.log.layers.to_json() if len(views) == 1 else {},
+                "layers": view.log.heat_maps if len(views) == 1 else [],
                 "id": name,
             }
             for view, name in zip_longest(views, names)
@@ -110,7 +110,7 @@ def content_policy(*, live: bool) -> str:
 
 
 def of_every_page(kind: str) -> dict[str, object]:
-    """What the base template needs: ``kind`` is file or live."""
+    """The values that every page needs. ``kind`` is "file" or "live"."""
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     assets = {name: Markup(text) for name, text in _assets().items()}
     return {"policy": content_policy(live=kind == "live"), "made": made, "version": __version__, **assets}

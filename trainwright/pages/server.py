@@ -196,11 +196,11 @@ def _curves(view: RunView, known: Seen) -> dict[str, JsonValue]:
 
 def _layers(view: RunView, known: Seen, *, whole: bool) -> JsonValue:
     """The maps by layer where they are new; a busy run has some each second, and they are large."""
-    layers, now_s = view.log.layers, time.monotonic()
-    if not whole and (layers.count == known.layers or now_s - known.layers_s < LAYERS_S):
+    count, now_s = view.log.layers.count + view.log.output_grads.count, time.monotonic()
+    if not whole and (count == known.layers or now_s - known.layers_s < LAYERS_S):
         return None
-    known.layers, known.layers_s = layers.count, now_s
-    return layers.to_json()
+    known.layers, known.layers_s = count, now_s
+    return view.log.heat_maps
 
 
 def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:

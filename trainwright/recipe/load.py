@@ -108,7 +108,7 @@ def box() -> Path:
 
 def _in_the_box(path: Path) -> Path:
     shipped = {file.stem: file for file in _recipes(box())}.get(str(path))
-    return path if shipped is None or path.exists() else shipped
+    return path if shipped is None or (path.exists() and not path.is_dir()) else shipped
 
 
 def _cannot_read(where: str, rule: str, remedy: str, got: str = "") -> RecipeError:

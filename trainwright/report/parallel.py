@@ -29,18 +29,21 @@ def parallel_coordinates_svg(
 ) -> str:
     """A chart as one <svg> element. The last axis is the ``metric``; green lines are the best ones, by rank."""
     axes = [*coordinates, Coordinate(metric, values)]
-    width = _LEFT * 2 + _APART * (len(axes) - 1)
     placed = [_placed(each) for each in axes]
     order = sorted(range(len(values)), key=lambda n: values[n], reverse=is_smaller_better)[
         -MAX_LINES:
     ]  # the best on top
-    parts = [root(width, 400, f"parallel coordinates of {metric}"), text(16, 20, "Parallel coordinates", TITLE)]
+    parts = [
+        root(_LEFT * 2 + _APART * (len(axes) - 1), 400, f"parallel coordinates of {metric}"),
+        text(16, 20, "Parallel coordinates", TITLE),
+    ]
     for rank, number in enumerate(order):
-        share = rank / max(1, len(order) - 1)
+        fraction = rank / max(1, len(order) - 1)
         points = " ".join(f"{_x(at)},{ys[number]:.1f}" for at, (ys, _) in enumerate(placed))
+        width, opacity = 1 + 1.5 * fraction**4, 0.35 + 0.6 * fraction
         parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{_color(share)}" stroke-width="{1 + 1.5 * share**4:.1f}" '
-            f'stroke-opacity="{0.35 + 0.6 * share:.2f}"/>'
+            f'<polyline points="{points}" fill="none" stroke="{_color(fraction)}" stroke-width="{width:.1f}" '
+            f'stroke-opacity="{opacity:.2f}"/>'
         )
     for at, (each, (_, ticks)) in enumerate(zip(axes, placed, strict=True)):
         x = _x(at)
@@ -50,15 +53,15 @@ def parallel_coordinates_svg(
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def bars_svg(shares: Mapping[str, float], *, title: str) -> str:
-    """Horizontal bars, one for each name; ``shares`` are between 0 and 1."""
-    height = 44 + 26 * len(shares)
+def bars_svg(fractions: Mapping[str, float], *, title: str) -> str:
+    """Horizontal bars, one for each name; ``fractions`` are between 0 and 1."""
+    height = 44 + 26 * len(fractions)
     parts = [root(720, height, title), text(16, 20, title, TITLE)]
-    for at, (name, share) in enumerate(sorted(shares.items(), key=lambda item: -item[1])):
+    for at, (name, fraction) in enumerate(sorted(fractions.items(), key=lambda item: -item[1])):
         y = 36 + 26 * at
         parts.append(text(230, y + 14, name, 'text-anchor="end"'))
-        parts.append(f'<rect x="240" y="{y}" width="{400 * share:.1f}" height="18" fill="{_color(1.0)}"/>')
-        parts.append(text(248 + 400 * share, y + 14, f"{share:.0%}"))
+        parts.append(f'<rect x="240" y="{y}" width="{400 * fraction:.1f}" height="18" fill="{_color(1.0)}"/>')
+        parts.append(text(248 + 400 * fraction, y + 14, f"{fraction:.0%}"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -66,8 +69,8 @@ def _x(at: int) -> int:
     return _LEFT + _APART * at
 
 
-def _y(share: float) -> float:
-    return _BOTTOM - share * (_BOTTOM - _TOP)
+def _y(fraction: float) -> float:
+    return _BOTTOM - fraction * (_BOTTOM - _TOP)
 
 
 def _placed(each: Coordinate) -> tuple[list[float], list[tuple[float, str]]]:
@@ -87,6 +90,6 @@ def _ticks(axis: Axis) -> Iterator[tuple[float, str]]:
         yield _y(axis.share(value) or 0.0), axis.label(value, 3)
 
 
-def _color(share: float) -> str:
-    mixed = (round(worst + share * (best - worst)) for best, worst in zip(_BEST, _WORST, strict=True))
+def _color(fraction: float) -> str:
+    mixed = (round(worst + fraction * (best - worst)) for best, worst in zip(_BEST, _WORST, strict=True))
     return "#{:02x}{:02x}{:02x}".format(*mixed)

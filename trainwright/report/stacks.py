@@ -27,7 +27,7 @@ Source: ``RELEASE_NOTES``, table of corresponding driver versions.
 
 @dataclass(frozen=True)
 class Stack:
-    """What an image holds. ``name`` is the build argument, and the folder of the index of torch wheels.
+    """Pinned versions of an image. ``name`` is the build argument, and the folder of the index of torch wheels.
 
     ``cuda`` is the CUDA version of the torch wheel, None for the CPU. ``nccl`` is the version that the wheel requires,
     None where that is not known: then the loaded version only has to be the installed one.

@@ -52,6 +52,8 @@ WORDS = (
 
 MIN_STEPS_LEARNING, MIN_LOSSES = 60, 16
 """A run with fewer steps, or fewer recorded losses, is too short to say that it learned nothing."""
+LEAST_AT_END = 4
+"""Of the last losses, whose mean is the loss at the end."""
 SIGNIFICANT = 3.0
 """Standard errors beyond chance."""
 MAX_UNSEEN_DROP = 0.1
@@ -195,8 +197,8 @@ def _measured(facts: VerdictFacts) -> str:
     """The losses at the beginning and at the end."""
     losses, parts = _finite(facts.losses), list[str]()
     if losses:
-        window = _end_window(len(losses))
-        begin, end = losses[0][1], statistics.fmean(loss for _, loss in losses[-window:])
+        begin, late = losses[0][1], [loss for step, loss in losses if 8 * step > 7 * losses[-1][0]]  # resumed or not
+        end = statistics.fmean(late if len(late) >= LEAST_AT_END else [loss for _, loss in losses[-LEAST_AT_END:]])
         parts.append(f"training loss {figure(begin)} -> {figure(end)}" if len(losses) > 1 else f"loss {figure(begin)}")
     if facts.evaluations:
         last = facts.evaluations[-1]
@@ -228,7 +230,7 @@ def _is_finite(loss: float) -> bool:
 
 def _end_window(count: int) -> int:
     """How many of the last losses stand for the end."""
-    return max(1, min(count, max(4, count // 8)))
+    return max(1, min(count, max(LEAST_AT_END, count // 8)))
 
 
 class _Change(NamedTuple):

@@ -329,6 +329,25 @@ class Layers(Record):
     act_log2: tuple[tuple[int, ...], ...] = ()
 
 
+OUTPUT_GRAD_LOG2 = range(-48, 8)
+"""Powers of two by which gradients of outputs are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGrads(Record):
+    """Gradients with respect to the outputs of modules in one step, in the order of ``layers``.
+
+    ``layers`` are the names of the modules, in the first record of a process only. ``norm`` is without the loss scale
+    and before clipping; NaN: no gradient reached the module. ``log2`` has for each module the index of its first bin
+    and then per cent of the elements by power of two, where bin 0 is 2**-48 and less.
+    """
+
+    step: int
+    layers: tuple[str, ...] = ()
+    norm: tuple[float, ...] = ()
+    log2: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unknown(Record):
     """A kind that this version does not know. ``fields`` is the line without ``kind`` and ``time_s``."""
@@ -354,6 +373,7 @@ KINDS: Mapping[str, type[Record]] = {
         Ended,
         Telemetry,
         Layers,
+        OutputGrads,
         Watched,
         Logged,
         Examined,

@@ -90,6 +90,7 @@ class RunOptions(TypedDict, total=False):
     metrics: MetricsLike | None
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]]
     restore_best: bool
+    retain_grad: Sequence[str]
 
 
 class FitOptions(RunOptions, total=False):
@@ -134,6 +135,7 @@ def fit(
     metrics: MetricsLike | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     restore_best: bool = False,
+    retain_grad: Sequence[str] = (),
     on_interrupt: Literal["raise", "return"] = "raise",
     quiet: bool = False,
     serve: bool = False,
@@ -195,6 +197,8 @@ def fit(
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
+        retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``: now and then, norms and histograms of
+            the gradients with respect to their outputs are logged and shown on the page (docs/page.md).
         on_interrupt: What follows when a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
             ``"raise"``: KeyboardInterrupt for Ctrl-C; for the others the handler of your program is called, or the
             process exits with 75 if it has none. ``"return"``: the result, whose ``interrupted_by`` names the signal.
@@ -227,6 +231,7 @@ def fit(
         "metrics": metrics,
         "observers": observers,
         "restore_best": restore_best,
+        "retain_grad": retain_grad,
     }
     loaded, parts = fit_objects(model, data, loss, options)
     result = train(
@@ -300,6 +305,8 @@ def _fit_objects(
     recipe = _recipe_of(model, train_data, sets, advance or judge, batch_key) | objects.sections
     if options.get("restore_best"):
         overrides.append(("checkpoint.restore_best", True))
+    if patterns := options.get("retain_grad"):
+        overrides.append(("log.retain_grad", [patterns] if isinstance(patterns, str) else list(patterns)))
     if named_metrics:
         overrides.append(("metrics", named_metrics))
     loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")

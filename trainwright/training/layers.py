@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.build.retain_grad import retained_modules
 from trainwright.engine.clip import summed_over_parts
 from trainwright.observe.layer_stats import LayerLog, LayerObserver, LayerStats, scalars_of
 from trainwright.observe.logbook import Logbook
-from trainwright.runlog.records import Layers
+from trainwright.observe.output_grads import OutputGradObserver, OutputGradStats
+from trainwright.runlog.records import Layers, OutputGrads
 from trainwright.state.chained import parts_of
 from trainwright.state.shards import is_divided
 from trainwright.state.train_state import TrainState
@@ -23,7 +25,7 @@ class OwnStepLayers(LayerObserver):
     What an optimizer updates that computes gradients itself (LBFGS) is not measured: it has none before its update.
     """
 
-    def __init__(self, log: LayerLog, state: TrainState) -> None:
+    def __init__(self, log: LayerLog[Layers], state: TrainState) -> None:
         super().__init__(log)
         self._state = state
         self._handles = [each.register_step_pre_hook(self._before) for each in parts_of(state.optimizer)]
@@ -39,6 +41,24 @@ class OwnStepLayers(LayerObserver):
 
 
 def layer_observers(job: Job, logbook: Logbook | None = None) -> Iterator[LayerObserver]:
+    """What records statistics by layer, and gradients of outputs by module. ``logbook``: of the rank that writes."""
+    yield from _of_layers(job, logbook)
+    modules = retained_modules(job.state.model, job.recipe.log.retain_grad)
+    if modules and logbook is not None:
+        yield _of_outputs(OutputGradStats(modules), logbook)
+
+
+def _of_outputs(stats: OutputGradStats, logbook: Logbook) -> OutputGradObserver:
+    def write(record: OutputGrads) -> None:
+        logbook.journal.write(record)
+        values = {f"output_grad_norm/{path}": each for path, each in zip(stats.paths, record.norm) if each == each}
+        for sink in logbook.sinks:
+            sink.scalars(record.step, values)
+
+    return OutputGradObserver(LayerLog(stats, write, OutputGrads), stats)
+
+
+def _of_layers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserver]:
     """One, or none: of the stages of a pipeline each has other layers. ``logbook``: of the rank that writes.
 
     Of ranks with whole copies the first one measures: gradients and updates are those of all, activations its own.
@@ -55,10 +75,10 @@ def layer_observers(job: Job, logbook: Logbook | None = None) -> Iterator[LayerO
         if logbook is not None:
             logbook.journal.write(record)
             for sink in logbook.sinks:
-                sink.scalars(record.step, scalars_of(record, [layer.path for layer in stats.layers]))
+                sink.scalars(record.step, scalars_of(record, stats.paths))
 
     if stats.layers:
-        log = LayerLog(stats, write, in_step=in_parts)
+        log = LayerLog(stats, write, Layers, in_step=in_parts)
         yield LayerObserver(log) if job.parts.advance is None else OwnStepLayers(log, job.state)
 
 

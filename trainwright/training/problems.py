@@ -31,6 +31,7 @@ from trainwright.build.optim.choose import make_optimizer, wrong_args
 from trainwright.build.optim.groups import GroupRule, unmatched_rules
 from trainwright.build.optim.own import wrong_arguments
 from trainwright.build.resolve import LIVE, find, parameters_of, require_arguments, search_beside
+from trainwright.build.retain_grad import retain_grad_problems
 from trainwright.build.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
 from trainwright.forecast.blueprint import Blueprint
@@ -187,6 +188,7 @@ class _Examination:
         if ask.activation_checkpointing in ("block", "selective"):
             with self._at("model.activation_checkpointing"):
                 find_blocks(model)
+        self.problems.found += retain_grad_problems(model, self.recipe)
         rules = [GroupRule(**group.model_dump()) for group in self.recipe.optimizer.groups]
         self.problems.found += unmatched_rules(model, rules)
 

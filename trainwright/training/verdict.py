@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch.utils.data import IterableDataset
 
 from trainwright.build.ready import ReadyBatches
-from trainwright.engine.loss import takes_model
+from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.observe.step_log import StepLog
 from trainwright.pages.log import LogSoFar
 from trainwright.plan.reading import ReadingPace
@@ -56,6 +56,7 @@ def _is_one_objective(job: Job) -> bool:
     """
     is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
     compares = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
+    compares = compares and measures_progress(job.parts.loss)
     return job.parts.advance is None and not is_stream and compares
 
 

@@ -39,7 +39,7 @@ _START = (
 
 @dataclass(frozen=True)
 class Trial:
-    """What the run folder of one trial holds.
+    """The result of one trial, read from its run folder.
 
     Args:
         folder: The run folder. It may not exist, where the recipe was refused.
@@ -50,7 +50,7 @@ class Trial:
         losses: Training losses as logged, by step.
         evaluations: Evaluations on the validation set, in their order.
         step_seconds: Seconds of each logged step.
-        seconds: Seconds of training, over all processes of the run.
+        spans: The first and the last time in the log of each process of the run, in seconds since the epoch.
         peak_bytes: The largest memory use that was logged.
         skipped: Updates that were not made.
         findings: Findings of the doctor, the first cause first.
@@ -64,16 +64,21 @@ class Trial:
     losses: tuple[tuple[int, float], ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
     step_seconds: tuple[float, ...] = ()
-    seconds: float = 0.0
+    spans: tuple[tuple[float, float], ...] = ()
     peak_bytes: int = 0
     skipped: int = 0
     findings: tuple[Found, ...] = ()
 
     @property
     def is_over(self) -> bool:
-        """Whether the trial came to an end by itself. One that a signal stopped, or a kill, can be resumed."""
+        """True if the trial ended by itself; a trial that a signal stopped or killed can be resumed."""
         is_interrupted = self.ended == "stopped" and self.reason.partition(" ")[0] in signal.Signals.__members__
         return self.ended in ("finished", "data_exhausted", "failed", "stopped") and not is_interrupted
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, over all processes of the run."""
+        return sum(end_s - began_s for began_s, end_s in self.spans)
 
     @property
     def val_loss(self) -> float:
@@ -112,7 +117,7 @@ def read_trial(folder: Path) -> Trial:
         tuple((each.step, each.loss) for each in steps),
         evaluations,
         tuple(each.step_s for each in steps),
-        _seconds(records),
+        _spans(records),
         max((each.mem_bytes for each in steps), default=0),
         max([0, *(each.skipped for each in steps), *(each.skipped for each in ends)]),
         tuple(findings_in(records)),
@@ -120,7 +125,7 @@ def read_trial(folder: Path) -> Trial:
 
 
 class TrialProcess:
-    """The process of a trial. It is in a session of its own, so Ctrl-C does not reach it, and ends with its parent."""
+    """The process of a trial. It has its own session, so Ctrl-C does not reach it, and it ends with its parent."""
 
     def __init__(
         self,
@@ -154,10 +159,8 @@ class TrialProcess:
             settings = [*settings, f"folder={folder.parent}", f"name={folder.name}"]
         environ = dict(os.environ if environ is None else environ)
         beside = filter(None, (environ.get("PYTHONPATH"), str(Path(recipe).absolute().parent)))
-        environ |= {
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": os.pathsep.join(beside),
-        }  # a resume needs the modules
+        environ["OMP_NUM_THREADS"] = str(threads)
+        environ["PYTHONPATH"] = os.pathsep.join(beside)  # a resume imports the modules beside the recipe
         words += [word for each in settings for word in ("--set", each)]
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -204,8 +207,11 @@ class TrialProcess:
         return code
 
     def read(self) -> Trial:
-        """What the run folder says, once the process has ended."""
+        """Read the result from the run folder, after the process has ended."""
         trial = read_trial(self.folder)
+        if self._asked_s != math.inf and trial.ended in ("killed", "no end record"):
+            name = signal.Signals(-code).name if (code := self._process.returncode) < 0 else "SIGTERM"
+            return replace(trial, ended="stopped", reason=f"{name} before it had saved")
         if self._process.returncode in (1, 2) and not trial.is_over:  # the rest of a run was refused
             return replace(trial, ended="failed", reason=_error(self.folder))
         if trial.ended == "failed" and not trial.steps and self._process.returncode in (STOPPED, -signal.SIGTERM):
@@ -246,7 +252,7 @@ def _can_resume(folder: Path) -> bool:
 
 
 def _remove_draft(folder: Path) -> None:
-    """Removes what a process left that was killed before its run folder was complete; it has no checkpoint."""
+    """Removes an incomplete run folder, left by a process that was killed early. It has no checkpoint."""
     if not folder.exists():
         return
     run = RunFolder(folder)
@@ -261,19 +267,18 @@ def _settings_in(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(each for each in settings if each.partition("=")[0] not in _PLACE)
 
 
-def _seconds(records: Sequence[Record]) -> float:
-    """From the first record to the last of each process, added up."""
-    total, began_s, last_s = 0.0, math.nan, math.nan
+def _spans(records: Sequence[Record]) -> tuple[tuple[float, float], ...]:
+    spans = list[tuple[float, float]]()
     for record in records:
         if isinstance(record, Started):
-            total += 0.0 if math.isnan(began_s) else last_s - began_s
-            began_s = record.time_s
-        last_s = record.time_s
-    return total + last_s - began_s
+            spans.append((record.time_s, record.time_s))
+        elif spans:
+            spans[-1] = (spans[-1][0], record.time_s)
+    return tuple(spans)
 
 
 def _error(folder: Path) -> str:
-    """The error that a trial printed which has no log: its last line that begins with ``error:``, and what follows."""
+    """The error that a trial without a log printed: the text after the last ``error:``."""
     with suppress(UnreadableFile):
         text = read_end_of_text(output_of(folder), OUTPUT_BYTES)
         _, found, error = text.rpartition("error: ")

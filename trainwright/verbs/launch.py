@@ -154,6 +154,31 @@ _SRUN_CHECK = """
 # Each node compares its driver, CUDA and NCCL with the stack that this job pins.
 srun {container}{check} || exit 1
 """
+SBATCH_SAVE = """\
+step=
+asked=
+
+# Before the time is over, and before a preemption: the signal is passed on, and the run saves and ends with {stopped}.
+save() {{
+    asked=yes
+    [ -n "$step" ] && kill -USR1 "$step"
+}}
+trap save USR1
+"""
+"""Passes the signal of the scheduler on to ``$step``; for ``str.format``, as SBATCH_WAIT."""
+SBATCH_WAIT = """
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do # `wait` ends when USR1 comes, and is then called again
+    wait "$step"
+    code=$?
+done
+if [ "$code" -eq {stopped} ] && [ -n "$asked" ]; then # stopped and saved: the same job again, which resumes
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+"""Waits for ``$step``, and queues the job again if it was stopped and saved."""
 _SBATCH = """\
 #!/bin/bash
 # {name}: made by `trainwright launch slurm`. One task a node, which is torchrun.
@@ -162,31 +187,17 @@ _SBATCH = """\
 export TRAINWRIGHT_GRACE_S={grace_s}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
-step=
-asked=
-
-# Before the time is over, and before a preemption: srun passes the signal on to torchrun, and that to the ranks.
-save() {{
-    asked=yes
-    [ -n "$step" ] && kill -USR1 "$step"
-}}
-trap save USR1
+"""
+_SBATCH += (
+    SBATCH_SAVE
+    + """\
 {check}
 srun --kill-on-bad-exit=0 {container}{program} -- \\
     --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {meeting} &
 step=$!
-
-wait "$step"
-code=$?
-while kill -0 "$step" 2>/dev/null; do # `wait` ends when USR1 comes, and is then called again
-    wait "$step"
-    code=$?
-done
-if [ "$code" -eq {stopped} ] && [ -n "$asked" ]; then # stopped and saved: the same job again, which resumes the run
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
 """
+)
+_SBATCH += SBATCH_WAIT
 
 
 def kubernetes_job(

@@ -70,7 +70,7 @@ class MupCheck:
 
     @property
     def is_stable(self) -> bool:
-        """Whether every layer is."""
+        """True if every layer is stable over the widths."""
         return all(layer.verdict == "stable" for layer in self.layers)
 
     @property

@@ -15,6 +15,7 @@ from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.probes import Probe, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args
+from trainwright.runlog.records import Layers
 
 
 class LayerProbe(Probe):
@@ -26,7 +27,7 @@ class LayerProbe(Probe):
         self._stats, self._optimizers, self._step = stats, optimizers, 1
 
     def begin(self, site: WatchSite) -> None:
-        self._log = LayerLog(self._stats, site.write)
+        self._log = LayerLog(self._stats, site.write, Layers)
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if optimizer in self._optimizers:

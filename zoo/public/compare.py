@@ -161,7 +161,10 @@ def alarms(watched: Run) -> list[dict[str, Any]]:
 
 
 def _first_step() -> None:
-    """Load what PyTorch loads at the first step of an optimizer, which is seconds of imports."""
+    """Load what PyTorch loads at the first step of an optimizer, which is seconds of imports; let it warn once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        float(nn.Parameter(torch.ones(())))
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from trainwright.verbs.ladder.result import Ladder
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 MODEL = """\
+import os
 import time
 
 import torch
@@ -39,6 +42,7 @@ class Large(nn.Module):
     def forward(self, x):
         if not torch.is_autocast_enabled("cpu"):
             time.sleep(0.02)
+        time.sleep(float(os.environ.get("PAUSE_S", 0)))
         return self.out(self.norm(self.hidden(x)))
 
 
@@ -113,6 +117,34 @@ def test_finished_rungs_are_read(recipe: Path, climbed: Ladder) -> None:
     assert {path: path.stat().st_mtime_ns for path in climbed.folder.glob("*/log.jsonl")} == logs
 
 
+def test_a_recipe_in_float16_begins_in_float32_too(recipe: Path, climbed: Ladder) -> None:
+    found = tw.ladder(recipe, settings=["precision=fp16"], steps=16, folder=climbed.folder, threads=1, quiet=True)
+    assert json.dumps(found.to_json()) == json.dumps(climbed.to_json()), "the same runs, which are read"
+    assert "precision: bf16  # ladder, bf16: " in (climbed.folder / "best.yaml").read_text()
+
+
+def test_a_ladder_that_is_killed_goes_on(recipe: Path, climbed: Ladder, tmp_path: Path) -> None:
+    folder = tmp_path / "ladder"
+    shutil.copytree(climbed.folder, folder)
+    rungs = {rung.name: folder / rung.run.name for rung in climbed.rungs if rung.run}
+    shutil.rmtree(rungs["fp16"])
+    command = [sys.executable, "-m", "trainwright", "ladder", str(recipe), "--steps", "16", "--threads", "1"]
+    process = subprocess.Popen(
+        [*command, "--folder", str(folder)], env={**os.environ, "PAUSE_S": "0.5"}, stdout=subprocess.DEVNULL
+    )
+    log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 120
+    while not (log.is_file() and '"kind":"step"' in log.read_text()) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    found = tw.ladder(recipe, steps=16, folder=folder, threads=1, quiet=True)
+    assert [(rung.name, rung.verdict.outcome) for rung in found.rungs] == [
+        (rung.name, rung.verdict.outcome) for rung in climbed.rungs
+    ]
+    starts = {name: (run / "log.jsonl").read_text().count('"kind":"started"') for name, run in rungs.items()}
+    assert starts == {"fp32": 1, "fp32-seed": 1, "bf16": 1, "fp16": 2}
+
+
 def test_the_page_needs_nothing_else(climbed: Ladder) -> None:
     page = (climbed.folder / "ladder.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
@@ -125,6 +157,12 @@ def test_a_budget_ends_it_before_a_rung_begins(recipe: Path, climbed: Ladder) ->
     assert found.out_of_time
     assert {rung.verdict.outcome for rung in found.rungs} == {"baseline", "not tried"}
     assert (found.best, found.exit_code) == ("fp32", 0)
+
+
+def test_a_function_is_refused_with_what_to_write() -> None:
+    with pytest.raises(UsageError, match="not a function") as raised:
+        tw.ladder(lambda: None, quiet=True)  # type: ignore[arg-type]
+    assert "model.use" in str(raised.value)
 
 
 def test_a_baseline_that_does_not_train_is_an_error_with_its_reason(recipe: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trainwright.recipe.load import from_mapping
 from trainwright.runlog.records import Found
 from trainwright.trials import Trial
 from trainwright.verbs.ladder.judge import Band, MeasuredRung, band_of, gain, judge, measured, windows
-from trainwright.verbs.ladder.result import commented
+from trainwright.verbs.ladder.result import Ladder, RungResult, commented
 from trainwright.verbs.ladder.rungs import batch_settings, length_settings, own_length, rungs_of, steps_of
 
 CURVE = tuple(2.0 - index / 16 for index in range(16))
@@ -71,6 +71,17 @@ def test_a_change_of_the_numerics_must_hold_the_loss_and_pay(rung: MeasuredRung,
     verdict = judge("numerics", rung, BASE, BASE.loss, BAND, {"known"})
     assert verdict.outcome == outcome
     assert why in verdict.why
+
+
+def test_the_finding_that_breaks_a_rung_is_the_new_one() -> None:
+    rung = replace(BASE, findings=(finding("known", "critical"), finding("prec.x")))
+    broken = judge("numerics", rung, BASE, BASE.loss, BAND, {"known"})
+    assert broken.finding is not None and broken.finding.code == "prec.x"
+    row = RungResult("fp16", broken, {}, measured=rung)
+    shown = "\n".join(Ladder(Path("x"), "r.yaml", 16, 8, (row,), BAND, best="fp32").lines())
+    assert "prec.x" in shown and "known" not in shown
+    worse = judge("numerics", replace(rung, loss=9.0), BASE, BASE.loss, BAND, {"known", "prec.x"})
+    assert worse.outcome == "breaks" and worse.finding is None
 
 
 def test_small_losses_of_several_rungs_do_not_add_up() -> None:

@@ -33,7 +33,7 @@ def takes_first(factory: Callable[..., object], name: str) -> bool:
 
 
 def name_of(factory: Callable[..., object]) -> str:
-    """What a factory is called in messages."""
+    """The name of a factory in messages."""
     return str(getattr(factory, "__name__", None) or getattr(getattr(factory, "func", factory), "__name__", "it"))
 
 

@@ -94,11 +94,10 @@ const Charts = (function () {
   };
   const [NOT_FINITE, NOT_THERE, STEPS] = [65535, 65534, 65533];
   function heatsOf(run) {
-    const { layers, steps, maps } = run.layers || {};
-    return (maps || []).map((map) => {
+    return (run.layers || []).flatMap(({ layers, steps, maps }) => maps.map((map) => {
       const raw = Uint8Array.from(atob(map.codes), (each) => each.charCodeAt(0)), codes = new Uint16Array(raw.buffer);
       return { name: map.name, heat: { ...map, codes, layers, steps }, of: () => [] };
-    });
+    }));
   }
   const heatValue = ({ codes, layers, low, high }, column, layer) => {
     const code = codes[column * layers.length + layer];

@@ -13,7 +13,7 @@ MAX_MOVES = 500
 
 
 class Episodes(NamedTuple):
-    """What was played, each of shape (moves, players, ...)."""
+    """Played games as tensors, each of shape (moves, players, ...)."""
 
     observations: Tensor
     actions: Tensor

@@ -15,6 +15,7 @@ from trainwright.build import assemble
 from trainwright.build.assemble import Parts, build_dataset, build_loss, build_model
 from trainwright.build.data import Loading, StepBatches
 from trainwright.build.model import count_parameters
+from trainwright.engine.loss import measures_progress
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError, text_of
 from trainwright.forecast.resolve import resolve
@@ -255,6 +256,13 @@ def _check_training(progress: _Progress, job: Job) -> None:
     step_s = _step_s(job)
     computing_s = step_s - job.reading.wait_s
     progress.add(resources.speed(sandbox, computing_s))
+    if not measures_progress(job.parts.loss):
+        run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=None)
+        seen_as = "the value of this loss does not measure progress"
+        progress.add([Verdict("cannot tell", "learning rate", seen_as, "look at its metrics while it trains")])
+        progress.add(diagnosed(run, progress.checkup))
+        progress.add(afterwards(run))
+        return
     found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
     moved = learning.first_update(sandbox)
     fits = _learn_one_batch(progress, sandbox, found)

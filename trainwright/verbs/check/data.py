@@ -64,9 +64,11 @@ def _is_bad(x: torch.Tensor) -> bool:
 
 def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]:
     """Whether inputs vary around 0 with deviation about 1. ``normalised_inside``: the model starts with a norm."""
-    x = train.features()
+    x, ids = train.features(), (torch.int32, torch.int64)
     if x is None or len(x) < 4 or not np.isfinite(x).all():
         return
+    if all(each is None or each.dtype in ids for item in train.items for each in item.inputs):
+        return  # they choose rows of an embedding
     spread = x.std(0)
     if not spread.any() and _targets_vary(train):
         yield Verdict(

@@ -250,7 +250,8 @@ def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
         remedy = "give it the plain scores: it takes the sigmoid itself"
         yield Verdict("warn", "loss", f"all scores of {call.op} lie between 0 and 1: a sigmoid twice?", remedy)
     classes = train.labels()
-    if call.op in NUMBERS and classes is not None and 2 < len(set(classes.tolist())) <= 1000:
+    are_whole = bool((call.target == call.target.round()).all())  # a loss may have targets of its own, such as noise
+    if call.op in NUMBERS and are_whole and classes is not None and 2 < len(set(classes.tolist())) <= 1000:
         message = f"{call.op} on whole numbers, {len(set(classes.tolist()))} of them: they look like classes"
         yield Verdict("warn", "loss", message, "use cross_entropy with an output for each class")
     elif call.op in NUMBERS and call.output.shape != call.target.shape:

@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, object] = {
     "max_grad_norm": 1.0,
     "seed": 42,
 }
-"""What holds where the file does not say it, and changes the result."""
+"""Defaults of axolotl that change the result; the recipe states them."""
 PRETRAINED = "transformers:AutoModelForCausalLM.from_pretrained"
 ATTENTION: Mapping[str, str] = {
     "flash_attention": "flash_attention_2",

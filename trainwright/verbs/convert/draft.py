@@ -108,7 +108,7 @@ def apply(rules: Mapping[str, Rule], values: Mapping[str, object], draft: Draft,
 
 
 def is_inactive(value: object) -> bool:
-    """Whether this value turns a feature off."""
+    """True for a value that turns a feature off."""
     return value in INACTIVE if isinstance(value, str) else not value
 
 

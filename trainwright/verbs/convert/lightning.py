@@ -23,7 +23,7 @@ from trainwright.verbs.convert.trainer import RANKS, REPORTED, decimal
 
 NAME = "LightningCLI"
 DEFAULT_EPOCHS = 1000
-"""Of ``Trainer`` where neither epochs, steps nor time are limited."""
+"""Epochs that ``Trainer`` trains if neither epochs, steps nor time are limited."""
 PRECISIONS: Mapping[str, str | None] = {
     "32-true": None,
     "32": None,

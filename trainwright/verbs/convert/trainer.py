@@ -33,11 +33,17 @@ DEFAULTS: Mapping[str, object] = {
     "max_grad_norm": 1.0,
     "seed": 42,
 }
-"""What holds where the file does not say it, and changes the result."""
+"""Defaults of ``TrainingArguments`` that change the result; the recipe states them."""
 
 ADAMW = {f"adamw_{kind}": "adamw" for kind in ("torch", "torch_fused", "hf", "apex_fused", "torch_xla")}
+SMALL_ADAMW = {
+    **{f"{kind}adamw_8bit": "adamw8bit" for kind in ("", "paged_")},
+    **{f"adamw_{kind}8bit": "adamw8bit" for kind in ("bnb_", "torch_")},
+    "adamw_torch_4bit": "adamw4bit",
+}
+BY_TORCHAO = "by torchao, on the device: other last bits than bitsandbytes, and no paging"
 OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
-    **{name: {"optimizer.use": use} for name, use in {**ADAMW, "sgd": "sgd"}.items()},
+    **{name: {"optimizer.use": use} for name, use in {**ADAMW, **SMALL_ADAMW, "sgd": "sgd"}.items()},
     "adafactor": {
         "optimizer.use": "transformers.optimization:Adafactor",
         "optimizer.args.scale_parameter": False,
@@ -66,11 +72,11 @@ def optimizer(draft: Draft, key: str, value: object) -> None:
     """``optim``, also of axolotl."""
     name = str(value).removeprefix("OptimizerNames.").lower()
     if name in OPTIMIZERS:
-        draft.take(key, value, OPTIMIZERS[name])
+        draft.take(key, value, OPTIMIZERS[name], note=BY_TORCHAO if "bit" in name else "")
         return
     draft.settings["optimizer.use"] = "adamw"
     if "8bit" in name or "4bit" in name or "paged" in name:
-        remedy = "name the class: optimizer.use: torchao.optim:AdamW8bit or bitsandbytes.optim:AdamW8bit"
+        remedy = "name the class: optimizer.use: package.module:Class"
         draft.refuse(key, value, f"the recipe has adamw: {SMALL_STATES}", remedy)
     else:
         draft.refuse(key, value, "the recipe has adamw", "name the class: optimizer.use: package.module:Class")
@@ -398,7 +404,7 @@ def convert(values: Mapping[str, object]) -> Draft:
 
 
 def fill_in(draft: Draft) -> None:
-    """What no arguments of ``Trainer`` say: the model, the data, and the loss, which the model returns."""
+    """Leave open what is not part of ``TrainingArguments``: model and data. The model returns the loss."""
     draft.leave_open("model.use", "model:make_model", "a function in model.py that returns the model")
     draft.leave_open("data.train", "data:train_set", "a function in data.py that returns the training set")
     if "evaluation.every" in draft.settings:

@@ -27,7 +27,16 @@ from trainwright.runlog.lock import is_held
 from trainwright.runlog.provenance import modules_of
 from trainwright.runlog.storage import write_atomically
 from trainwright.trials import read_trial, run_trial
-from trainwright.verbs.ladder.judge import Band, MeasuredRung, RungVerdict, band_of, judge, measured, unhealthy
+from trainwright.verbs.ladder.judge import (
+    Band,
+    MeasuredRung,
+    RungVerdict,
+    band_of,
+    judge,
+    measured,
+    new_finding,
+    unhealthy,
+)
 from trainwright.verbs.ladder.page import write_page
 from trainwright.verbs.ladder.result import BEST, PAGE, REPORT, Ladder, RungResult, commented, notes_of
 from trainwright.verbs.ladder.rungs import (
@@ -77,10 +86,10 @@ def ladder(
         settings: Overrides of the recipe, ``"path=value"``.
         steps: Optimizer steps of the baseline; by default those of the recipe, at most 200.
         samples: The same as a number of samples.
-        budget_s: No rung is started after so many seconds.
+        budget_s: Seconds after which no further rung starts.
         skip: Names of rungs to leave out, such as ``"fp16"``.
         folder: Where runs, table, page and best recipe are written; by default ``<name>-ladder`` in the folder of the
-            recipe's runs. A ladder that is there goes on.
+            recipe's runs. An unfinished ladder in it is resumed.
         threads: CPU threads of each run; by default ``OMP_NUM_THREADS``, or all cores.
         quiet: Prints nothing.
         say: Gets the lines of progress, instead of ``print``; then the table is not printed.
@@ -92,6 +101,11 @@ def ladder(
         >>> found = tw.ladder("recipes/demo-digits.yaml", steps=100)
         >>> found.best_recipe
     """
+    given: object = recipe
+    if not isinstance(given, str | Path):
+        rule = f"ladder takes the path or name of a recipe, not a {type(given).__name__}"
+        remedy = "each rung is a process of its own: write a recipe with model.use: module:callable"
+        raise UsageError(rule, remedy=remedy)
     loaded = load(recipe, overrides=settings)
     count = steps_of(loaded.recipe, steps, samples)
     name = f"{loaded.recipe.name[:80]}-ladder"
@@ -171,24 +185,19 @@ class _Climb:
         begin_s = time.monotonic()
         one, row = self._train(BASELINE, settings, 1)
         took_s = max(time.monotonic() - begin_s, 0.0)
-        why = unhealthy(one, _warnings(one))
+        verdict = _of_baseline(one, _warnings(one))
         if one.steps == 0:
             raise UsageError(f"the baseline does not train: {one.reason}", remedy=f"trainwright check {self._recipe}")
-        self._add(replace(row, verdict=RungVerdict("breaks", why) if why else RungVerdict("baseline")))
-        if why:
+        self._add(replace(row, verdict=verdict))
+        if verdict.outcome == "breaks":
             return None, None
         if row.run:
             took_s = max(took_s, read_trial(row.run).seconds)
         self._limit_s = MAX_SLOWDOWN * took_s + STARTUP_S
         two, row = self._train(SECOND_SEED, {**settings, "seed": str(seed + 1 if seed < 2**62 else 0)}, 1)
-        why = unhealthy(two, _warnings(one) | _warnings(two))
-        self._add(
-            replace(
-                self._compared(row, two, one, BASELINE),
-                verdict=RungVerdict("breaks", why) if why else RungVerdict("baseline"),
-            )
-        )
-        if why:
+        verdict = _of_baseline(two, _warnings(one) | _warnings(two))
+        self._add(replace(self._compared(row, two, one, BASELINE), verdict=verdict))
+        if verdict.outcome == "breaks":
             return None, None
         self._known = {each.code for each in (*one.serious, *two.serious)}
         return _Held(BASELINE, settings, one, one.loss, self._loaded.recipe.optimizer.use), band_of(one, two)
@@ -260,11 +269,12 @@ class _Climb:
             time.sleep(POLL_S)
 
     def _recipe_file(self) -> Path:
+        """The file of the recipe. The name of a recipe in the box may also be that of a folder here."""
         return Path(self._loaded.source.name)
 
     def _digest(self, settings: Sequence[str]) -> str:
         """Identifies the run of a recipe with settings: another recipe, or other settings, is another run folder."""
-        text = dump_masked(load(self._recipe, overrides=list(settings)).recipe)
+        text = dump_masked(load(self._recipe_file(), overrides=list(settings)).recipe)
         return hashlib.sha256(f"{text}\n{self._threads}".encode()).hexdigest()[:8]
 
     def _range_test(self, rung: Rung, settings: dict[str, str]) -> tuple[float | None, str]:
@@ -325,7 +335,7 @@ class _Climb:
         return found
 
     def _commands(self, length: Sequence[str]) -> tuple[str, str]:
-        """What trains the best recipe, and what trains it as its rung was trained, with the same threads and length."""
+        """Two commands: train the best recipe; repeat its rung, with the same threads and length."""
         has_modules = bool(modules_of(self._loaded.recipe.model_dump(mode="json")))
         beside = self._recipe_file().absolute().parent
         variables = [f"PYTHONPATH={shlex.quote(str(beside))}"] if has_modules else []
@@ -337,7 +347,7 @@ class _Climb:
     def _write_best(self, held: _Held) -> None:
         """Writes the best recipe, with a comment at each line that somebody has decided."""
         own = own_length(self._loaded.recipe, held.factor)
-        loaded = load(self._recipe, overrides=[*self._settings, *words({**held.settings, **own})])
+        loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **own})])
         notes = dict.fromkeys(self._loaded.asked, "of the recipe")
         notes |= dict.fromkeys(self._loaded.overridden, "--set")
         notes |= notes_of(self._rows, {"precision": BASELINE, "model.compile": BASELINE, **held.decided})
@@ -349,6 +359,11 @@ class _Climb:
             "# A line without a comment has its default.",
         ]
         write_atomically(path, "\n".join(head) + "\n" + commented(dump_masked(loaded.recipe), notes), durable=False)
+
+
+def _of_baseline(found: MeasuredRung, known: set[str]) -> RungVerdict:
+    why = unhealthy(found, known)
+    return RungVerdict("breaks", why, new_finding(found, known)) if why else RungVerdict("baseline")
 
 
 def _warnings(found: MeasuredRung) -> set[str]:
@@ -364,6 +379,6 @@ def _suggested(found: dict[str, object]) -> tuple[float | None, str]:
 
 
 def _in_one_line(text: str) -> str:
-    """The text of an error, without the count of its problems and without a remedy for the command of the child."""
-    line = re.sub(r"^the recipe has \d+ problems?: ", "", " ".join(text.split()))
+    """The text of an error without the count of its problems, and without place and remedy: these are the child's."""
+    line = re.sub(r"^(the recipe has \d+ problems?: )?(--set [\w.]+: )?", "", " ".join(text.split()))
     return line.partition(" remedy: ")[0][:MAX_REASON_CHARS] or "it did not start"

@@ -33,7 +33,7 @@ NOT_OF_THE_LOSS = ("resources.", "law.resources.")
 
 @dataclass(frozen=True)
 class MeasuredRung:
-    """What a rung is compared by.
+    """The measurements by which rungs are compared.
 
     ``loss`` is the final validation loss, or, without a validation set, the mean of the last sixteenth of the training
     losses. ``curve`` has the mean training losses of ``NUM_WINDOWS`` windows of equally many samples. ``sample_s`` is
@@ -76,17 +76,18 @@ class Band:
 
 @dataclass(frozen=True)
 class RungVerdict:
-    """What became of a rung, and why."""
+    """The outcome of a rung and its reason. ``finding`` is the finding that broke it, if one did."""
 
     outcome: Outcome
     why: str = ""
+    finding: Found | None = None
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.why}" if self.why else self.outcome
 
 
 def measured(trial: Trial, steps: int, batch: int) -> MeasuredRung:
-    """What the records of a trial of ``steps`` steps say."""
+    """Measurements of a trial of ``steps`` steps with ``batch`` samples each."""
     curve = windows([loss for _, loss in trial.losses])
     later_s = trial.step_seconds[len(trial.step_seconds) // 2 :]
     return MeasuredRung(
@@ -129,9 +130,15 @@ def _relative(one: float, two: float) -> float:
     return abs(one - two) / max(one, two) if one > 0 and two > 0 else 0.0
 
 
+def new_finding(rung: MeasuredRung, known: Collection[str] = ()) -> Found | None:
+    """The first serious finding whose code is not in ``known``, the codes that the runs below have, too."""
+    return next((each for each in rung.serious if each.code not in known), None)
+
+
 def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
     """Why a run is broken whatever its loss; "" where it is not. ``known``: codes that the runs below have, too."""
-    reasons = [f"{each.code}: {each.symptom}" for each in rung.serious if each.code not in known][:1]
+    found = new_finding(rung, known)
+    reasons = [f"{found.code}: {found.symptom}"] if found else []
     if rung.ended != "finished":
         reasons.append(f"it {rung.ended} at step {rung.steps}: {rung.reason}")
     bad = sum(not math.isfinite(loss) for loss in rung.curve)
@@ -167,7 +174,7 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
 
 
 def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
-    """What a rung saves: "1.42x as fast", "31 % less memory"; "" where it does not pay.
+    """The gain of a rung: "1.42x as fast", "31 % less memory"; "" where it does not pay.
 
     It pays where a sample takes less time, by more than the margin. It also pays where it needs less memory, by more
     than the margin, and the product of time and memory falls by as much: it costs less time than it saves memory.
@@ -202,7 +209,7 @@ def judge(
         )
     broken = broken or worse(rung, below, anchor, band, with_curve=kind == "numerics")
     if broken:
-        return RungVerdict("breaks", broken)
+        return RungVerdict("breaks", broken, new_finding(rung, known))
     return RungVerdict("adopted", saved) if saved else RungVerdict("does not pay", no_gain)
 
 

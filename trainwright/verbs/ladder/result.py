@@ -1,4 +1,4 @@
-"""What a ladder ends with: the table, ``ladder.json``, and the best recipe with a comment for each decision."""
+"""The result of a ladder: the table, ``ladder.json``, and the best recipe with a comment for each decision."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Ladder:
         broken = self.broke_at
         if broken:
             yield f"stopped  at {broken.name}: {broken.verdict.why}"
-            for found in broken.findings[:1]:
+            if found := broken.verdict.finding:
                 yield f"         cause: {found.cause}"
                 yield f"         do: {found.remedy}"
             if broken.run:
@@ -163,7 +163,7 @@ class Ladder:
             if self.best:
                 yield f"         to go on without it: the same command with --skip {broken.name}"
         if self.out_of_time:
-            yield "stopped  the budget is used up; the same command with a larger --budget goes on from here"
+            yield "stopped  the budget is used up; the same command with a larger --budget resumes it"
 
     def _next(self) -> Iterator[str]:
         if self.best_recipe:

@@ -128,7 +128,7 @@ def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
 
 
 def own_length(recipe: Recipe, factor: int) -> Settings:
-    """What keeps the samples of the user's run when a step has ``factor`` times as many."""
+    """Settings with which a run sees as many samples as before, with steps of ``factor`` times as many."""
     if factor == 1 or recipe.until.unit != "steps":
         return {}
     settings = {"until": str(Duration(-(-recipe.until.value // factor), "steps"))}

@@ -31,22 +31,22 @@ def sweep(
     settings: Mapping[str, object] | None = None,
     quiet: bool = False,
 ) -> SweepResult:
-    """Train a recipe with other settings, and rank the results.
+    """Train a recipe with many settings, and rank the results.
 
-    Each trial is a process and an ordinary run folder. A sweep that was killed goes on with the same call.
+    Each trial is a process and an ordinary run folder. The same call resumes a sweep that was killed.
 
     Args:
         what: A sweep file, the folder of a sweep, or a recipe.
         over: What varies, by the path in the recipe: a list of values, or a range such as ``"log:1e-4..1e-1"``,
             ``"0.0..0.5"`` and ``"int:2..8"``.
         trials: Number of trials. Default: all points of a grid, else 20.
-        sampler: ``grid``, ``random`` or ``tpe``. Default: a grid where only lists vary and it has no more points than
-            there are trials, else TPE.
-        pruner: ``median`` or ``hyperband`` stop trials that are worse than others at the same step.
-        metric: ``loss`` (validation), ``train_loss``, or the name of a metric of the validation.
-        mode: ``min`` or ``max``; required for a metric that is no loss.
-        seed: The seed of the sampler. That of the trials is the recipe's.
-        jobs: Trials at once. Default: as many as cores and memory allow.
+        sampler: ``grid``, ``random`` or ``tpe``. Default: a grid if it has no more points than there are trials,
+            else TPE.
+        pruner: ``none``, or ``median`` or ``hyperband``, which stop trials that are worse than others at the same step.
+        metric: ``loss`` (of the validation), ``train_loss``, or the name of a metric of the validation.
+        mode: ``min`` or ``max``; required for a metric that is not a loss.
+        seed: The seed of the sampler. The trials have the seed of the recipe.
+        jobs: Number of concurrent trials. Default: as many as cores and memory allow.
         threads: CPU threads of each trial, 1 by default. The number changes the last bits of a result.
         budget: ``"20min"``, ``"24"`` trials, or ``"5USD"``.
         usd_per_hour: The price of this machine, for a budget in USD.

@@ -1,4 +1,4 @@
-"""``launch slurm SWEEP`` and ``launch kubernetes SWEEP``: a job for each trial, with one journal in a shared folder."""
+"""``launch slurm SWEEP`` and ``launch kubernetes SWEEP``: one job for each trial, one journal in a shared folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from trainwright.recipe.yaml_core import write_all
 from trainwright.verbs.launch import (
     FAILURES_OF_A_POD,
     MARGIN_S,
+    SBATCH_SAVE,
+    SBATCH_WAIT,
     STOPPED_AND_SAVED,
     JobFile,
     dns_label,
@@ -29,30 +31,15 @@ _SBATCH = """\
 {header}
 
 export TRAINWRIGHT_GRACE_S={grace_s}
-trial=
-asked=
-
-# Before the time is over, and before a preemption: the trial saves and ends with {stopped}.
-save() {{
-    asked=yes
-    [ -n "$trial" ] && kill -USR1 "$trial"
-}}
-trap save USR1
-
-{program} --trial "$SLURM_ARRAY_TASK_ID" &
-trial=$!
-
-wait "$trial"
-code=$?
-while kill -0 "$trial" 2>/dev/null; do # `wait` ends when USR1 comes, and is then called again
-    wait "$trial"
-    code=$?
-done
-if [ "$code" -eq {stopped} ] && [ -n "$asked" ]; then # the same task again, which resumes the trial
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
 """
+_SBATCH += (
+    SBATCH_SAVE
+    + """
+{program} --trial "$SLURM_ARRAY_TASK_ID" &
+step=$!
+"""
+)
+_SBATCH += SBATCH_WAIT
 
 
 def slurm_sweep(
@@ -65,9 +52,10 @@ def slurm_sweep(
 ) -> JobFile:
     """An sbatch script with an array of jobs. ``arguments`` are those of ``trainwright sweep``.
 
-    Raises UsageError for wrong options.
+    Raises UsageError for wrong options and for a budget in USD.
     """
     require_grace(grace_s)
+    sweep.require_no_price()
     limit = f"%{at_once}" if at_once else ""
     own = {
         "job-name": f"job-name={sweep.name}",
@@ -95,9 +83,11 @@ def kubernetes_sweep(
 ) -> JobFile:
     """A manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
 
-    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace.
+    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short
+    grace and for a budget in USD.
     """
     require_grace(grace_s)
+    sweep.require_no_price()
     name = dns_label(sweep.name)
     inside = replace(sweep, recipe=Path("recipe.yaml"), folder=Path("/runs") / sweep.folder.name)
     container: dict[str, object] = {

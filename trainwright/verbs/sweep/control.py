@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -28,7 +28,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.runlog.storage import write_atomically
 from trainwright.trials import Trial, TrialProcess, read_trial
-from trainwright.verbs.sweep.result import INTERRUPTED, SweepResult, ranked, shown, write_results
+from trainwright.verbs.sweep.result import INTERRUPTED, SweepResult, ranked, shown, train_best, write_results
 from trainwright.verbs.sweep.spec import SPEC, Sweep, differences, spec_of, without_overrides
 from trainwright.verbs.sweep.study import (
     JOURNAL,
@@ -39,62 +39,74 @@ from trainwright.verbs.sweep.study import (
     require_optuna,
     trial_folder,
 )
-from trainwright.verbs.sweep.values import ValueSpace
+from trainwright.verbs.sweep.values import ValueReader
 
 POLL_S = 0.05
 LOCK = "sweep.lock"
 MAX_WAIT_S = 120.0
-"""The trials of a killed sweep are given so long to save."""
+"""Time that the trials of a killed sweep have to save, before a new process gives up."""
 PROCESS_BYTES = 700 * 2**20
-"""Memory of a process that has imported torch, besides what the plan counts."""
+"""Memory of a process that has imported torch, in addition to that of the plan."""
 MAX_FAILED_AT_FIRST = 3
-"""A sweep whose first trials all fail ends after so many: the rest would fail too."""
+"""A sweep ends when this number of trials has failed and none has succeeded: the others would fail too."""
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class _Running:
-    """A trial in progress. ``device`` is the GPU that it has for itself, None on a CPU."""
+    """A trial in progress. ``device`` is the GPU that it uses, None on a CPU."""
 
     trial: Unfinished
     process: TrialProcess
-    values: ValueSpace
+    values: ValueReader
     device: str | None
 
 
 def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
-    """Runs the trials of a sweep that are not over, and returns the table of all.
+    """Runs the trials of a sweep that have not ended, and returns the table of all.
 
-    Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save; the same call goes on with them.
+    Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save; the same call resumes them.
     Raises UsageError where the folder holds another sweep, or another process runs this one.
     """
     return _run(sweep, None, say, environ)
 
 
 def run_one(sweep: Sweep, number: int, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
-    """Runs one trial of a sweep, as a job of its own: others share the journal on a common file system.
+    """Runs one trial of a sweep in this job of a cluster. All jobs share the journal on a common file system.
 
-    The sampler and the pruner see the trials that are over when this one starts.
+    The sampler and the pruner use the trials that have ended when this one starts.
     """
+    sweep.require_no_price()
     if not 0 <= number < sweep.trials:
         raise UsageError(f"the sweep has no trial {number}", remedy=f"give --trial 0 to --trial {sweep.trials - 1}")
-    return _run(sweep, number, say, environ)
+    return _run(replace(sweep, jobs=1), number, say, environ)
 
 
 def _run(sweep: Sweep, only: int | None, say: Say, environ: Mapping[str, str] | None) -> SweepResult:
     require_optuna()
     _make_folder(sweep)
-    with _locked(sweep, say, shared=only is not None) as lock, quiet_optuna(), _stopping() as stop:
+    with ExitStack() as stack:
+        locks = [stack.enter_context(_locked(sweep.folder / LOCK, "this sweep", say, shared=only is not None))]
+        if only is None:
+            # Left by a process that was killed while it wrote. No other process writes now.
+            (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
+        else:
+            path = trial_folder(sweep, only).with_suffix(".lock")
+            locks.append(stack.enter_context(_locked(path, f"trial {only}", say)))
+        stack.enter_context(quiet_optuna())
+        stop = stack.enter_context(_stopping())
         _keep_spec(sweep)
-        return _Control(sweep, lock, stop, say, os.environ if environ is None else environ).run(only)
+        return _Control(sweep, locks, stop, say, os.environ if environ is None else environ).run(only)
 
 
 class _Control:
-    """The loop of a sweep: starts trials, reads their values, prunes, and notes their ends."""
+    """The loop of a sweep: starts trials, reads their values, prunes them, and writes their results."""
 
-    def __init__(self, sweep: Sweep, lock: int, stop: threading.Event, say: Say, environ: Mapping[str, str]) -> None:
-        self._sweep, self._lock, self._stop, self._say = sweep, lock, stop, say
+    def __init__(
+        self, sweep: Sweep, locks: Sequence[int], stop: threading.Event, say: Say, environ: Mapping[str, str]
+    ) -> None:
+        self._sweep, self._locks, self._stop, self._say = sweep, locks, stop, say
         self._environ = without_overrides(environ)
         self._trials = StudyTrials(sweep)
         self._running: list[_Running] = []
@@ -102,7 +114,7 @@ class _Control:
         self._devices = _devices(sweep, environ)
         self._jobs = sweep.jobs or len(self._devices) or None
         self._began_s = time.monotonic()
-        self._seconds_before = sum(row.seconds for row in self._trials.rows())
+        self._seconds_before = _seconds_used(sweep) if math.isfinite(sweep.budget.usd) else 0.0
         self._why_ended = ""
 
     def run(self, only: int | None) -> SweepResult:
@@ -111,11 +123,11 @@ class _Control:
             self._trials.load(self._trials.num_started - 1)
             unfinished = [self._trials.unfinished[number] for number in sorted(self._trials.unfinished)]
             self._pending += [each for each in unfinished if each.number < self._sweep.trials]
-        elif only not in self._trials.over:
+        elif only not in self._trials.ended:
             self._pending.append(self._trials.load_only(only))
-        self._tell_begin()
+        self._print_start()
         try:
-            while self._go_on(asks=only is None):
+            while self._go_on(starts_new=only is None):
                 time.sleep(POLL_S)
         except BaseException:
             self._stop_all()
@@ -124,51 +136,52 @@ class _Control:
             raise
         return self._result(only)
 
-    def _go_on(self, *, asks: bool) -> bool:
-        """Notes what happened, and starts what may start. Returns False when nothing runs and nothing is left."""
+    def _go_on(self, *, starts_new: bool) -> bool:
+        """Follows the running trials, and starts others. Returns False when none runs any more."""
         for each in list(self._running):
             self._follow(each)
         if self._is_over():
             self._stop_all()
         else:
-            while len(self._running) < self._num_jobs() and (trial := self._next(asks=asks)):
+            while len(self._running) < self._num_jobs() and (trial := self._next(starts_new=starts_new)):
                 self._begin(trial)
         return bool(self._running)
 
-    def _next(self, *, asks: bool) -> Unfinished | None:
+    def _next(self, *, starts_new: bool) -> Unfinished | None:
         if self._pending:
             return self._pending.popleft()
-        return self._trials.ask() if asks and self._trials.count < self._sweep.trials else None
+        return self._trials.ask() if starts_new and self._trials.count < self._sweep.trials else None
 
     def _begin(self, trial: Unfinished) -> None:
-        """Starts a trial or resumes it. One whose log already decides its end needs no process."""
+        """Starts a trial or resumes it. A trial whose log already has its result needs no process."""
         folder = trial_folder(self._sweep, trial.number)
-        values = ValueSpace(RunFolder(folder).log, self._sweep.metric)
+        values = ValueReader(RunFolder(folder).log, self._sweep.metric)
         self._report(trial, values)
         before = read_trial(folder)
         if trial.pruned_at is not None or (before.is_over and before.steps):
             self._finish(trial, values, before)
             return
-        taken = {each.device for each in self._running}
-        device = next((each for each in self._devices if each not in taken), None)
+        used = [each.device for each in self._running]
+        device = min(self._devices, key=used.count, default=None)
         process = TrialProcess(
             self._sweep.recipe,
             self._sweep.settings_of(trial.params),
             folder,
             threads=self._sweep.threads,
             environ={**self._environ, **({"CUDA_VISIBLE_DEVICES": device} if device else {})},
-            keep_open=[self._lock],
+            keep_open=self._locks,
         )
         self._running.append(_Running(trial, process, values, device))
 
-    def _report(self, trial: Unfinished, values: ValueSpace) -> None:
+    def _report(self, trial: Unfinished, values: ValueReader) -> None:
         for step, value in values.read():
             if trial.pruned_at is None:
                 self._trials.report(trial, step, value)
 
     def _follow(self, running: _Running) -> None:
         code = running.process.poll()  # before the log is read: it is complete when the process has ended
-        if code is not None or self._sweep.pruner != "none":
+        has_value = running.values.value is not None  # the first one shows that the metric is measured
+        if code is not None or self._sweep.pruner != "none" or not has_value:
             self._report(running.trial, running.values)
         if running.trial.pruned_at is not None:
             running.process.ask_to_stop()
@@ -176,10 +189,10 @@ class _Control:
             self._running.remove(running)
             self._finish(running.trial, running.values, running.process.read())
 
-    def _finish(self, trial: Unfinished, values: ValueSpace, run: Trial) -> None:
+    def _finish(self, trial: Unfinished, values: ValueReader, run: Trial) -> None:
         row = self._row(trial, values, run)
         if row.ended == "stopped":
-            self._say(f"trial {trial.number} stopped at step {run.steps}; it can go on")
+            self._say(f"trial {trial.number} stopped at step {run.steps}; it can be resumed")
             return
         self._trials.finish(trial, row)
         value = "" if row.value is None else f"  {self._sweep.metric} {figure(row.value)}"
@@ -189,7 +202,7 @@ class _Control:
         if len(rows) >= MAX_FAILED_AT_FIRST and all(each.ended == "failed" for each in rows):
             self._why_ended = f"the first {len(rows)} trials failed: {row.reason}"
 
-    def _row(self, trial: Unfinished, values: ValueSpace, run: Trial) -> TrialRow:
+    def _row(self, trial: Unfinished, values: ValueReader, run: Trial) -> TrialRow:
         if trial.pruned_at is not None:
             value: float | None = trial.values[trial.pruned_at]
             ended, steps = "pruned", trial.pruned_at
@@ -227,12 +240,12 @@ class _Control:
             self._why_ended = INTERRUPTED
         elif elapsed_s > budget.seconds:
             self._why_ended = f"the budget of {human_seconds(budget.seconds)} is spent"
-        elif price * (self._seconds_before / (self._jobs or 1) + elapsed_s) / 3600 > budget.usd:
+        elif price * (self._seconds_before + elapsed_s) / 3600 > budget.usd:
             self._why_ended = f"the budget of {budget.usd:g} USD is spent"
         return bool(self._why_ended)
 
     def _num_jobs(self) -> int:
-        """Trials at once. Unless it is given, the plan of the first trial says how many there is memory for."""
+        """Number of concurrent trials. By default it is 1 until the first trial has written its plan."""
         if self._jobs is None and self._running:
             plan = RunFolder(self._running[0].process.folder).plan
             if plan.is_file():
@@ -240,12 +253,12 @@ class _Control:
                 self._say(f"{self._jobs} trial{'s' if self._jobs > 1 else ''} at once")
         return self._jobs or 1
 
-    def _tell_begin(self) -> None:
-        sweep, done = self._sweep, len(self._trials.over)
+    def _print_start(self) -> None:
+        sweep, done = self._sweep, len(self._trials.ended)
         for each in sweep.space:
             self._say(str(each))
         pruner = "" if sweep.pruner == "none" else f", {sweep.pruner} pruner"
-        before = f", {done} of them are over" if done else ""
+        before = f", {done} of them have ended" if done else ""
         self._say(
             f"{sweep.trials} trials{before}: {sweep.sampler} sampler{pruner}, seed {sweep.seed}, in {sweep.folder}"
         )
@@ -263,7 +276,14 @@ class _Control:
         sweep = self._sweep
         table = ranked(rows, sweep.mode)
         result = SweepResult(
-            sweep.folder, sweep.metric, sweep.mode, table, self._trials.importance(), self._why_ended, only
+            sweep.folder,
+            sweep.metric,
+            sweep.mode,
+            table,
+            self._trials.importance(),
+            self._why_ended,
+            only,
+            train_best(sweep, table),
         )
         write_results(sweep, result)
         return result
@@ -277,14 +297,14 @@ def _make_folder(sweep: Sweep) -> None:
 
 
 def _keep_spec(sweep: Sweep) -> None:
-    """Writes the file of the sweep into its folder. Raises UsageError where there is one of another sweep."""
+    """Writes the sweep file into the folder. Raises UsageError if the folder holds another sweep."""
     path = sweep.folder / SPEC
     if path.is_file():
         changed = differences(spec_of(read_text(path)), spec_of(sweep.to_yaml()))
         if changed:
             raise UsageError(
                 f"{sweep.folder} holds another sweep: {', '.join(changed)} differ",
-                remedy=f"give this one another name (--name), or go on with that one: trainwright sweep {sweep.folder}",
+                remedy=f"give this one another name (--name), or resume that one: trainwright sweep {sweep.folder}",
             )
     elif (sweep.folder / JOURNAL).exists() or (sweep.folder / "log.jsonl").exists():
         raise UsageError(f"{sweep.folder} holds something else", remedy="give the sweep another --name")
@@ -292,29 +312,26 @@ def _keep_spec(sweep: Sweep) -> None:
 
 
 @contextmanager
-def _locked(sweep: Sweep, say: Say, *, shared: bool) -> Iterator[int]:
-    """Holds the lock of a sweep. The trials inherit it, so it is free when the last of them has ended."""
-    descriptor = os.open(sweep.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterator[int]:
+    """Holds the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         waited_s, has_said = 0.0, False
         while not _flock(descriptor, shared=shared):
             holder = _holder(descriptor)
             if holder is not None or waited_s > MAX_WAIT_S:
                 raise UsageError(
-                    f"another process runs this sweep{f': {holder}' if holder else ''}", remedy="wait for it, or end it"
+                    f"another process runs {what}{f': {holder}' if holder else ''}", remedy="wait for it, or end it"
                 )
             if not has_said:
-                say("the trials of the sweep before are saving ...")
+                say(f"waiting for {path.name}: trials of a process that has ended are saving ...")
                 has_said = True
             time.sleep(POLL_S)
             waited_s += POLL_S
         if not shared:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-            with suppress(
-                FileNotFoundError
-            ):  # left by a process that was killed while it wrote; nobody else writes now
-                (sweep.folder / f"{JOURNAL}.lock").unlink()
         yield descriptor
     finally:
         os.close(descriptor)
@@ -331,7 +348,7 @@ def _flock(descriptor: int, *, shared: bool) -> bool:
 
 
 def _holder(descriptor: int) -> str | None:
-    """The process that runs the sweep; None: it is gone, and its trials still save."""
+    """The process that holds the lock; None: it has ended, and its trials still save."""
     with suppress(ValueError, KeyError, psutil.Error, TypeError):
         found = json.loads(os.pread(descriptor, 1000, 0))
         if found["host"] != socket.gethostname():
@@ -363,7 +380,7 @@ def _stopping() -> Iterator[threading.Event]:
 
 
 def _devices(sweep: Sweep, environ: Mapping[str, str]) -> list[str]:
-    """The GPUs, of which each trial gets one; none for trials on the CPU."""
+    """The GPUs; each trial uses one. Empty for trials on the CPU."""
     if load(sweep.recipe, overrides=sweep.settings, environ={}).recipe.device == "cpu":
         return []
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -371,8 +388,18 @@ def _devices(sweep: Sweep, environ: Mapping[str, str]) -> list[str]:
     return [str(each.index) for each in read_machine().gpus]
 
 
+def _seconds_used(sweep: Sweep) -> float:
+    """The time in which at least one trial trained, by the logs of all trials."""
+    trials = (read_trial(path.with_suffix("")) for path in (sweep.folder / "trials").glob("trial-*.json"))
+    total_s, last_s = 0.0, -math.inf
+    for began_s, end_s in sorted(span for trial in trials for span in trial.spans):
+        total_s += max(0.0, end_s - max(began_s, last_s))
+        last_s = max(last_s, end_s)
+    return total_s
+
+
 def _jobs_by_plan(plan: Path, threads: int) -> int:
-    """As many trials as cores and memory allow, by the plan of a trial that has begun."""
+    """The number of concurrent trials that cores and memory allow, by the plan of a trial that has begun."""
     try:
         held = read_as(plan, PlanFile).memory_bytes or {}
     except UnreadableFile:

@@ -1,4 +1,4 @@
-"""The table of a sweep, and the files that a sweep leaves: sweep.json, best.yaml and sweep.html."""
+"""The table of a sweep, and the files that it writes: sweep.json, best.yaml and sweep.html."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trainwright.verbs.sweep.study import TrialRow
 
 TABLE, BEST, PAGE = "sweep.json", "best.yaml", "sweep.html"
 INTERRUPTED = "interrupted"
+MAX_REASON_LENGTH = 160
 _ORDER = ("finished", "pruned", "diverged", "failed", "stopped")
 
 
@@ -26,9 +27,15 @@ _ORDER = ("finished", "pruned", "diverged", "failed", "stopped")
 class SweepResult:
     """The trials of a sweep, the best first.
 
-    ``best`` is the best trial that finished, None where none did, and ``best_recipe`` the file of its recipe.
-    ``importance`` says for each varied path which fraction of the spread of the values it explains. ``why_ended`` is
-    empty where all trials are over. ``only`` is the number of the trial that was to run, None for all.
+    Args:
+        folder: The folder of the sweep.
+        metric: The name of the value that is minimized or maximized.
+        mode: ``min`` or ``max``.
+        rows: The trials.
+        importance: For each varied path, the fraction of the variation of the values that it explains.
+        why_ended: Why trials are left; "" when all have ended.
+        only: The number of the trial that a job of a cluster runs; None: all.
+        train_best: The command that trains the recipe of the best trial; "": no trial finished.
     """
 
     folder: Path
@@ -38,22 +45,25 @@ class SweepResult:
     importance: Mapping[str, float] = field(default_factory=dict)
     why_ended: str = ""
     only: int | None = None
+    train_best: str = ""
 
     @property
     def best(self) -> TrialRow | None:
+        """The best trial that finished; None: none did."""
         return self.rows[0] if self.rows and self.rows[0].ended == "finished" else None
 
     @property
     def best_recipe(self) -> Path | None:
+        """The file with the recipe of the best trial."""
         return self.folder / BEST if self.best else None
 
     @property
     def exit_code(self) -> int:
-        """75 when it was asked to stop, 1 when no trial finished, else 0; of one trial 0 when it is over."""
+        """75 after a signal, 1 when no trial finished, else 0. 0 for a job with one trial that has ended."""
         return 75 if self.why_ended == INTERRUPTED else 0 if self.best or self.only is not None else 1
 
     def lines(self) -> list[str]:
-        """The table for people, and where everything is."""
+        """The table as text, the files, and the commands to run next."""
         paths = list(self.rows[0].params) if self.rows else []
         head = ("trial", *paths, self.metric, "steps", "time", "ended", "findings")
         table = [head, *(_cells(row) for row in self.rows)]
@@ -64,17 +74,21 @@ class SweepResult:
             lines.append(f"importance  {', '.join(parts)}")
         lines += [f"ended       {self.why_ended}"] if self.why_ended else []
         lines.append(f"page        {self.folder / PAGE}")
+        folder = shlex.quote(str(self.folder))
         if self.best_recipe:
-            lines.append(f"best        trainwright train {shlex.quote(str(self.best_recipe))}")
-        if any(row.ended == "stopped" for row in self.rows) or self.why_ended:
-            lines.append(f"next        trainwright sweep {shlex.quote(str(self.folder))}   # goes on")
+            lines.append(f"best        {self.best_recipe}")
+            lines.append(f"next        {self.train_best}")
+        if self.why_ended and all(row.ended == "failed" for row in self.rows):
+            lines.append(f"next        fix the error, remove the folder (rm -r {folder}), and start the sweep again")
+        elif self.why_ended or any(row.ended == "stopped" for row in self.rows):
+            lines.append(f"resume      trainwright sweep {folder}")
         return lines
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints and ``sweep.json`` holds."""
+        """The content of ``sweep.json``, which ``--json`` prints."""
         return {
             "folder": str(self.folder),
             "metric": self.metric,
@@ -88,7 +102,7 @@ class SweepResult:
 
 
 def ranked(rows: Sequence[TrialRow], mode: str) -> tuple[TrialRow, ...]:
-    """Finished trials first, the best one at the top; then pruned ones, those that came further first."""
+    """Finished trials first, from the best to the worst; then pruned ones, by the step at which they were pruned."""
 
     def key(row: TrialRow) -> tuple[int, int, float, int]:
         value = row.value if row.value is not None else 0.0
@@ -105,9 +119,21 @@ def shown(value: object) -> str:
 
 def _cells(row: TrialRow) -> tuple[str, ...]:
     value = "-" if row.value is None else figure(row.value)
-    findings = ", ".join(row.findings) or (row.reason.splitlines()[0][:80] if row.reason else "-")
+    findings = ", ".join(row.findings) or " ".join(row.reason.split())[:MAX_REASON_LENGTH] or "-"
     params = (shown(each) for each in row.params.values())
     return (str(row.trial), *params, value, f"{row.steps:,}", human_seconds(row.seconds), row.ended, findings)
+
+
+def train_best(sweep: Sweep, rows: Sequence[TrialRow]) -> str:
+    """The command that trains the recipe with the parameters of the best trial; "": no trial finished.
+
+    It names the recipe of the sweep, because modules beside that recipe are not found from the folder of the sweep.
+    """
+    if not rows or rows[0].ended != "finished":
+        return ""
+    settings = [*sweep.settings_of(rows[0].params), f"name={sweep.name}-best"]
+    words = [str(sweep.recipe), *(word for each in settings for word in ("--set", each))]
+    return f"trainwright train {shlex.join(words)}"
 
 
 def write_results(sweep: Sweep, result: SweepResult) -> None:

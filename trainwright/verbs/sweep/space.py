@@ -1,4 +1,4 @@
-"""What a sweep varies: one dimension for each path of the recipe, and how ranges and choices are written."""
+"""The search space of a sweep: one dimension for each path of the recipe, and how ranges and choices are written."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Dimension:
         return FloatDistribution(self.low, self.high, log=self.is_log)
 
     def value_of(self, label: Scalar) -> object:
-        """The value that Optuna knows as ``label``."""
+        """The value that ``label`` represents in Optuna."""
         return next((each for each in self.choices if label_of(each) == label), label)
 
     def __str__(self) -> str:
@@ -91,9 +91,9 @@ def grid_points(space: Sequence[Dimension]) -> list[tuple[object, ...]]:
 
 
 def parse_dimension(path: str, written: object, is_whole: Callable[[float], bool]) -> Dimension:
-    """Reads what a sweep says of a path. Raises UsageError.
+    """Reads the range or the list of values of one path. Raises UsageError.
 
-    ``is_whole`` says of a number in a range without ``int:`` or ``float:`` if the path takes whole numbers only.
+    For a range without ``int:`` or ``float:``, ``is_whole`` returns whether the path takes whole numbers only.
     """
     if isinstance(written, str):
         text = written.strip()

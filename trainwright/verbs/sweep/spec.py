@@ -1,4 +1,4 @@
-"""A sweep as it is requested: by a file, on the command line or in Python; all its problems at once."""
+"""Reads and checks a sweep from a file, the command line or Python, and reports all its problems at once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainwright.recipe.override import ENV_PREFIX, RESERVED_ENV
 from trainwright.recipe.schema import NAME_PATTERN
 from trainwright.recipe.source import Place
 from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
-from trainwright.runlog.files import read_text
+from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.verbs.sweep.space import Dimension, grid_points, parse_dimension, setting_of
 
 SPEC = "sweep.yaml"
-"""The file of a sweep folder that says what was requested."""
+"""The sweep file that is kept in the folder of a sweep."""
 DEFAULT_TRIALS = 20
 MAX_CHECKED_COMBINATIONS = 200
 NOT_SWEPT = ("name", "folder")
@@ -83,10 +83,11 @@ class SweepBudget:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that was checked.
+    """A checked sweep.
 
-    ``settings`` hold for all trials. ``folder`` is that of the sweep. The number of ``threads`` of a trial is a part of
-    the sweep, because it changes the last bits of sums; the number of ``jobs``, trials at once, is not.
+    ``settings`` are the overrides of all trials, ``folder`` is the folder of the sweep. The number of ``threads`` of a
+    trial identifies the sweep, because it changes the last bits of sums. The number of ``jobs`` (concurrent trials)
+    does not.
     """
 
     recipe: Path
@@ -113,6 +114,11 @@ class Sweep:
         """The overrides of a trial."""
         return [*self.settings, *(setting_of(path, value) for path, value in params.items())]
 
+    def require_no_price(self) -> None:
+        """Raises UsageError for a budget in USD, which jobs of a cluster cannot keep: none knows the time of others."""
+        if math.isfinite(self.budget.usd):
+            raise UsageError("a budget in USD is for one machine", remedy="limit the number of trials: trials: 24")
+
     def to_yaml(self) -> str:
         """The file of the sweep folder: a sweep file too, with the recipe's absolute path and its hash."""
         return write(
@@ -135,12 +141,10 @@ class Sweep:
 
 
 def is_sweep_file(path: Path) -> bool:
-    """Whether a YAML file is a sweep and not a recipe: it has the key ``over``."""
+    """True for a sweep file: a YAML file with the key ``over``."""
     try:
         value = read(read_text(path, follow_links=True), str(path)).value if path.is_file() else None
-    except (UnreadableError, UsageError, OSError):
-        return False
-    except Exception:  # a file that cannot be read is reported by whoever loads it
+    except (UnreadableError, UnreadableFile, OSError):  # reported by the caller that loads it as a recipe
         return False
     return isinstance(value, dict) and "over" in value
 
@@ -155,10 +159,10 @@ def read_sweep(
 ) -> Sweep:
     """Reads a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
 
-    ``options`` are other keys of a sweep file, None for those that are not given; they replace those of the file.
+    ``options`` are other keys of a sweep file, None for those to leave; they replace those of the file.
     Raises RecipeError with every problem at once.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    replaced = {key: value for key, value in options.items() if value is not None}
     if (what / SPEC).is_file():
         what = what / SPEC
     elif what.is_dir():
@@ -167,10 +171,11 @@ def read_sweep(
         document = _document(what)
     else:
         where = {f"over.{path}": Place(f"--over {path}") for path in over or {}}
-        document = Document(str(what), {"recipe": str(what), "over": {}}, where)
-        given.setdefault("name", f"{what.stem}-sweep")
+        recipe = str(what.absolute() if what.is_file() else what)  # else the name of one in the box
+        document = Document(str(what), {"recipe": recipe, "over": {}}, where)
+        replaced.setdefault("name", f"{what.stem}-sweep")
     assert isinstance(document.value, dict)
-    value: dict[str, object] = {**document.value, **given}
+    value: dict[str, object] = {**document.value, **replaced}
     if over:
         written = value.get("over")
         value["over"] = {**(written if isinstance(written, dict) else {}), **over}
@@ -229,8 +234,8 @@ def without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _checked(file: SweepFile, document: Document, what: Path, settings: Sequence[str]) -> Sweep:
-    own = what.parent / file.recipe
-    path = own if what.is_file() and own.is_file() else Path(file.recipe)
+    beside = what.parent / file.recipe
+    path = beside if beside.is_file() else Path(file.recipe)  # else the name of a recipe in the box
     settings = [*(setting_of(path, value) for path, value in file.set.items()), *settings]
     loaded = load(path, overrides=settings, environ={})
     problems = Problems()

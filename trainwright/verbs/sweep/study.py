@@ -1,8 +1,8 @@
-"""The trials of a sweep as Optuna knows them: a study in memory that decides, and a journal that keeps what is decided.
+"""The Optuna studies of a sweep: one in memory for sampling and pruning, and one in a journal file for the results.
 
-The journal has one line for each trial that is over, and none for others. Sampling and pruning are computed on the
-study in memory, which is built again from the journal. They are a function of the seed, the number of the trial and the
-results of the trials that were over, so a kill at any instant changes nothing.
+The journal has one line for each trial that has ended. The study in memory is rebuilt from the journal. Parameters and
+pruning are a function of the seed, the number of the trial and the results of the trials that had ended before, so a
+kill at any instant changes nothing.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ JOURNAL = "journal.log"
 IN_MEMORY = "sweep"
 """The name of the study in memory. Hyperband assigns trials to brackets by it, so it is the same for all sweeps."""
 INDEX, END = "trial", "end"
-"""User attributes of a trial in the journal: its number in the sweep, and what else the table shows."""
+"""User attributes of a trial in the journal: its number in the sweep, and the other cells of its row."""
 STARTUP_TRIALS = 5
-"""Trials that a pruner leaves alone at the beginning."""
+"""Number of first trials that the median pruner does not prune."""
 REDUCTION = 3
-"""Hyperband promotes about one of so many trials."""
+"""Hyperband promotes about one trial of this number."""
 
 
 @dataclass(frozen=True)
 class TrialRow:
     """One trial in the table of a sweep.
 
-    ``ended`` is finished, pruned, diverged, failed, or stopped: that one can go on. ``value`` is None where there is
-    none. ``steps`` of a pruned trial is the step at which it was decided.
+    ``ended`` is finished, pruned, diverged, failed, or stopped (can be resumed). ``value`` is None without a finite
+    value. ``steps`` of a pruned trial is the step at which it was pruned.
     """
 
     trial: int
@@ -66,7 +66,7 @@ class TrialRow:
 
 @dataclass
 class Unfinished:
-    """A trial that is not over: its number, its parameters, and Optuna's handle to report its values to."""
+    """A trial that has not ended: its number, its parameters, and Optuna's handle to report its values to."""
 
     number: int
     params: Mapping[str, object]
@@ -99,7 +99,7 @@ def quiet_optuna() -> Iterator[None]:
 
 
 class StudyTrials:
-    """The trials of a sweep: those that are over, from the journal, and those that are not."""
+    """The trials of a sweep: those that have ended, from the journal, and those that have not."""
 
     def __init__(self, sweep: Sweep) -> None:
         import optuna
@@ -110,7 +110,7 @@ class StudyTrials:
         self._journal = _open_journal(self._path, sweep)
         self._study = optuna.create_study(study_name=IN_MEMORY, direction=_direction(sweep))
         self._pruner: BasePruner | None = None
-        self.over: dict[int, FrozenTrial] = {}
+        self.ended: dict[int, FrozenTrial] = {}
         self.refresh()
         self.unfinished: dict[int, Unfinished] = {}
         self.count = 0
@@ -119,24 +119,24 @@ class StudyTrials:
     def refresh(self) -> None:
         """Reads what other processes have added to the journal."""
         for each in self._journal.get_trials(deepcopy=False):
-            self.over.setdefault(int(each.user_attrs[INDEX]), each)
+            self.ended.setdefault(int(each.user_attrs[INDEX]), each)
 
     def load(self, last: int) -> None:
-        """Adds the trials up to ``last``, those that are over as they are in the journal."""
+        """Adds the trials up to ``last``, those that have ended as they are in the journal."""
         for number in range(self.count, last + 1):
-            if number in self.over:
-                self._study.add_trial(self.over[number])
+            if number in self.ended:
+                self._study.add_trial(self.ended[number])
                 self.count += 1
             else:
                 self.ask()
 
     def load_only(self, number: int) -> Unfinished:
-        """Adds the trials that are over, and trial ``number``: others are not known here."""
+        """Adds the trials that have ended, and trial ``number``. Others run elsewhere and do not count."""
         import optuna
 
         nothing = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
         for each in range(number):
-            self._study.add_trial(self.over.get(each, nothing))
+            self._study.add_trial(self.ended.get(each, nothing))
         self.count = number
         return self.ask()
 
@@ -144,10 +144,10 @@ class StudyTrials:
     def num_started(self) -> int:
         """Number of trials whose parameters were chosen, here or before."""
         saved = [int(path.stem.rpartition("-")[2]) for path in (self._sweep.folder / "trials").glob("trial-*.json")]
-        return max([-1, *saved, *self.over]) + 1
+        return max([-1, *saved, *self.ended]) + 1
 
     def ask(self) -> Unfinished:
-        """Chooses the parameters of the next trial, and keeps them before it is started."""
+        """Chooses the parameters of the next trial, and writes them to a file before it starts."""
         number, saved = self.count, trial_folder(self._sweep, self.count).with_suffix(".json")
         labels = _read_labels(saved)
         if labels is None and self._grid:
@@ -161,7 +161,7 @@ class StudyTrials:
         labels = {path: cast(Scalar, handle.params[path]) for path in self._distributions}
         if not saved.exists():
             saved.parent.mkdir(exist_ok=True)
-            write_atomically(saved, json.dumps(labels) + "\n", durable=False)
+            write_atomically(saved, json.dumps(labels) + "\n")
         params = {each.path: each.value_of(labels[each.path]) for each in self._sweep.space}
         self.unfinished[number] = Unfinished(number, params, handle)
         return self.unfinished[number]
@@ -179,7 +179,7 @@ class StudyTrials:
         return trial.pruned_at is not None
 
     def finish(self, trial: Unfinished, row: TrialRow) -> None:
-        """Keeps the result of a trial in the journal, by one line, and lets it count for those to come."""
+        """Writes the result of a trial as one line of the journal, and adds it to the study in memory."""
         from optuna.trial import TrialState
 
         end = {"steps": row.steps, "seconds": row.seconds, "ended": row.ended, "findings": list(row.findings)}
@@ -197,18 +197,18 @@ class StudyTrials:
             self._journal.add_trial(frozen)
         except OSError as error:
             raise StorageError(f"cannot write {self._path}: {error}", remedy="make room, and run it again") from None
-        self.over[trial.number] = frozen
+        self.ended[trial.number] = frozen
         del self.unfinished[trial.number]
 
     def rows(self) -> list[TrialRow]:
-        """The trials that are over, in their order."""
-        return [row_of(self._sweep, number, self.over[number]) for number in sorted(self.over)]
+        """The trials that have ended, by number."""
+        return [row_of(self._sweep, number, self.ended[number]) for number in sorted(self.ended)]
 
     def importance(self) -> dict[str, float]:
-        """How much of the spread of the value each parameter explains (PED-ANOVA); empty where it cannot be said."""
+        """The importance of each parameter (PED-ANOVA). Empty for fewer than 2 parameters or 4 different values."""
         import optuna
 
-        values = {each.value for each in self.over.values() if each.state.name == "COMPLETE"}
+        values = {each.value for each in self.ended.values() if each.state.name == "COMPLETE"}
         if len(self._sweep.space) < 2 or len([each for each in values if each is not None and math.isfinite(each)]) < 4:
             return {}
         try:
@@ -223,7 +223,7 @@ def trial_folder(sweep: Sweep, number: int) -> Path:
 
 
 def row_of(sweep: Sweep, number: int, frozen: FrozenTrial) -> TrialRow:
-    """The row of a trial that is over."""
+    """The row of a trial that has ended."""
     end = frozen.user_attrs[END]
     params = {each.path: each.value_of(frozen.params[each.path]) for each in sweep.space}
     return TrialRow(
@@ -251,7 +251,7 @@ def _direction(sweep: Sweep) -> Literal["minimize", "maximize"]:
 
 
 def _sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """A new sampler for each trial, which depends on the seed and the number and on nothing that happened before."""
+    """A new sampler for each trial, seeded by the seed of the sweep and the number of the trial only."""
     import optuna
 
     digest = hashlib.sha256(f"{sweep.seed}/{number}".encode()).digest()
@@ -315,3 +315,5 @@ def _read_labels(path: Path) -> dict[str, Scalar] | None:
         return cast(dict[str, Scalar], json.loads(path.read_text("utf-8")))
     except FileNotFoundError:
         return None
+    except ValueError:
+        raise StorageError(f"{path} is damaged", remedy="restore it, or start the sweep again with --name") from None

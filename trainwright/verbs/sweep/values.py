@@ -11,16 +11,16 @@ from trainwright.runlog.reader import decoded
 from trainwright.runlog.records import Evaluated, Record, Step
 from trainwright.verbs.sweep.spec import TRAIN_LOSS, VALIDATION_LOSS
 
-AVERAGED = 10
-"""The training loss of a trial is the mean of so many records: a single batch says little."""
+AVERAGED_RECORDS = 10
+"""The training loss of a trial is the mean over this number of records, because that of one batch is noisy."""
 
 
-class ValueSpace:
-    """Reads what a log gained since the last call. A step that a resume repeats counts once."""
+class ValueReader:
+    """Reads the new records of a log at each call. A step that a resume repeats counts once."""
 
     def __init__(self, log: Path, metric: str) -> None:
         self._log, self._metric, self._position, self._last_step = log, metric, 0, 0
-        self._recent: deque[float] = deque(maxlen=AVERAGED)
+        self._recent: deque[float] = deque(maxlen=AVERAGED_RECORDS)
         self.value: float | None = None
 
     def read(self) -> list[tuple[int, float]]:

@@ -1,0 +1,1 @@
+"""Cases that are measured once; no check is changed because of them."""

@@ -1,0 +1,1 @@
+"""Cases for work on checks."""
