@@ -29,8 +29,9 @@ def loss_scale(session: ReplaySession) -> str:
         if (moved := gradient_distance(plain, exact)) is not None:
             pairs = [(grad, exact[name]) for name, grad in plain.items() if grad is not None and name in exact]
             lost = sum(int(((true != 0) & (grad == 0)).sum()) for grad, true in pairs if not true.is_sparse)
-            return f"with the loss times {scale:g}: {lost} elements are no longer 0, and the gradients move by "
-            f"{moved:.1%}"
+            return (
+                f"with the loss times {scale:g}: {lost} elements are no longer 0, and the gradients move by {moved:.1%}"
+            )
     raise NotTried("no loss scale keeps the gradients finite")
 
 
