@@ -111,7 +111,7 @@ def replay(
 @verb()
 def explain(
     code: Annotated[
-        str, typer.Argument(metavar="CODE", help="A finding, such as optim.missing_zero_grad, or a group: opt.")
+        str, typer.Argument(metavar="CODE", help="A finding, such as optim.missing_zero_grad, or a topic: optim.")
     ] = "",
     as_json: Json = False,
 ) -> None:

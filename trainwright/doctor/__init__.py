@@ -1,10 +1,5 @@
-"""The doctor: findings from records alone, without torch; the same for a living run, a dead one and a foreign loop.
+"""The doctor: from what was measured in a run to findings; the same for a living run, a dead one and a foreign loop.
 
-``FAMILIES`` lists its families of laws and of known causes, a folder each.
+``checks`` judge what ``measure`` measures, as frozen dataclasses of ``facts``; ``remedies`` are tried on a replay.
+Checks need no torch.
 """
-
-from __future__ import annotations
-
-from trainwright.doctor.family import Family
-
-FAMILIES: tuple[Family, ...] = ()

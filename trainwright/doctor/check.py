@@ -20,8 +20,8 @@ State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What was compared, in words: ``12 parameters over 40 steps``. A check that yields nothing has passed, too."""
+class Passed:
+    """What was compared and found right: ``12 parameters over 40 steps``. A check that yields nothing passed, too."""
 
     what: str
 
@@ -33,7 +33,7 @@ class NotApplicable:
     why: str
 
 
-Result: TypeAlias = Finding | ExperimentRequest | Compared | NotApplicable
+Result: TypeAlias = Finding | ExperimentRequest | Passed | NotApplicable
 Judge: TypeAlias = Callable[[RunContext], Iterator[Result]]
 
 
@@ -48,7 +48,10 @@ class Check:
         severity: The severity of its findings, unless they say otherwise.
         confidence: The probability that a finding is right, unless it says otherwise.
         needs: Measurements without which the check is not made; of several all.
-        explains: Codes of checks whose findings follow from this one's, and are folded into it.
+        explains: Codes of checks, or of topics as ``loss.*``, whose findings follow from this one's: they are folded
+            into it.
+        names_cause: False for a check that sees what is wrong and cannot tell why. Causes are ranked before it.
+        points_at: The kind of call whose line in the user's source its findings show, where they show no other.
         pack: The pack of ``contrib`` that it belongs to; None for a check that is always made.
     """
 
@@ -59,6 +62,8 @@ class Check:
     confidence: float
     needs: tuple[type[Measurement], ...] = ()
     explains: tuple[str, ...] = ()
+    names_cause: bool = True
+    points_at: str | None = None
     pack: str | None = None
 
     @property
@@ -88,6 +93,8 @@ def check(
     confidence: float = 0.9,
     needs: type[Measurement] | tuple[type[Measurement], ...] = (),
     explains: tuple[str, ...] = (),
+    names_cause: bool = True,
+    points_at: str | None = None,
 ) -> Callable[[Judge], Check]:
     """Make a Check of a function that lies in a file of its name in ``checks`` or ``contrib``."""
 
@@ -96,6 +103,7 @@ def check(
         assert name == judge.__name__ and kind in ("checks", "contrib"), judge.__module__
         kinds = needs if isinstance(needs, tuple) else (needs,)
         pack = topic if kind == "contrib" else None
-        return Check(f"{topic}.{name}", judge, stage, severity, confidence, kinds, explains, pack)
+        code = f"{topic}.{name}"
+        return Check(code, judge, stage, severity, confidence, kinds, explains, names_cause, points_at, pack)
 
     return decorated

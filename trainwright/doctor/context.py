@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, Unpack
 
 from trainwright.doctor.finding import Details, Finding, make_finding
 from trainwright.runlog.findings import Severity
-from trainwright.runlog.records import Examined, Record, Watched, construct
+from trainwright.runlog.records import Examined, Record, Watched, Where, construct
 
 if TYPE_CHECKING:
     from trainwright.doctor.check import Check
@@ -78,6 +79,25 @@ class RunContext:
         """Whether the measurement was made or attempted."""
         return kind.experiment in self._outcomes
 
+    def calls_at(self, step: int) -> Sequence[Sequence[str]]:
+        """The calls of a step in their order with their lines in the user's source, as far as they were recorded.
+
+        ``[["zero_grad", "train.py:40"], ["backward", "train.py:44"]]``: the kinds are those of its events. Torch
+        functions outside of the models come last, as ``["op:cross_entropy", "train.py:43"]``. Lines are recorded where
+        they differ from those of the step before. Those of a loop in which no step was finished are in the outcome
+        ``unfinished``.
+        """
+        recorded = [(each.step, each.values["lines"]) for each in self.steps if each.values.get("lines")]
+        before = [lines for at, lines in recorded if at <= step]
+        unfinished = [each.values.get("lines") for each in self._outcomes.get("unfinished", [])[-1:]]
+        nearest = [*before[-1:], *(lines for _, lines in recorded[:1]), *unfinished]
+        return next((lines for lines in nearest if lines), ())
+
+    def line_of(self, kind: str, step: int) -> str | None:
+        """The line that makes the calls of a kind, as ``train.py:44``; None where none is known, or several are."""
+        lines = {line for each, line in self.calls_at(step) if each == kind}
+        return lines.pop() if len(lines) == 1 else None
+
     def finding(
         self,
         step: int,
@@ -98,11 +118,16 @@ class RunContext:
             remedy: The fix. Default: that section.
             severity: Default: that of the check.
             sure: The probability that it is right. Default: the confidence of the check.
-            details: ``where``, ``evidence``, ``since_step``, ``trial``, ``explains`` and ``stage``.
+            details: ``where``, ``evidence``, ``since_step``, ``trial``, ``explains``, ``stage`` and ``names_cause``.
         """
         check = self._check
         assert check is not None, "findings are made by checks"
         details.setdefault("stage", check.stage)
+        details.setdefault("names_cause", check.names_cause)
+        where = details.get("where", Where())
+        call = check.points_at or (f"op:{where.op}" if where.op and where.module is None else None)
+        if call and where.source is None:
+            details["where"] = replace(where, source=self.line_of(call, step))
         details["explains"] = (*check.explains, *details.get("explains", ()))
         return make_finding(
             check.code,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, Unpack
 
 from trainwright.runlog.findings import Severity as Severity
 from trainwright.runlog.findings import Stage as Stage
@@ -25,16 +25,14 @@ class RemedyTrial:
 
 @dataclass(frozen=True)
 class Finding:
-    """A record to be written, and what is needed to order it, to fold others into it and to try its remedy.
+    """A record to be written, and what is needed to fold others into it and to try its remedy.
 
-    ``explains`` are patterns (as of ``fnmatch``) of the codes of its consequences. ``named_by`` are patterns of the
-    codes that name the cause of a broken law.
+    ``explains`` are the codes of its consequences, or topics as ``loss.*``.
     """
 
     found: Found
     trial: RemedyTrial | None = None
     explains: tuple[str, ...] = ()
-    named_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Details(TypedDict, total=False):
     trial: RemedyTrial | None
     explains: Iterable[str]
     stage: Stage
+    names_cause: bool
 
 
 def make_finding(
@@ -81,6 +80,7 @@ def make_finding(
         since_step=details.get("since_step"),
         where=details.get("where", Where()),
         stage=details.get("stage", "loop"),
+        names_cause=details.get("names_cause", True),
     )
     return Finding(found, details.get("trial"), tuple(details.get("explains", ())))
 
@@ -98,7 +98,3 @@ def listed(names: Sequence[str], limit: int = 3) -> str:
     """The first ``limit`` names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-finding = make_finding  # until every family is converted
-OldCheck = Callable[[Any], Iterator[Finding | ExperimentRequest]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainwright.doctor.check import Compared, NotApplicable, Result
+from trainwright.doctor.check import NotApplicable, Passed, Result
 from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
 from trainwright.runlog.records import Examined, construct
@@ -35,7 +35,7 @@ def _judged(code: str, outcomes: list[Examined]) -> Result:
     if not seen:
         return NotApplicable(str(outcomes[-1].values["blind"]))
     if not broken:
-        return Compared(f"{len(seen)} replayed steps")
+        return Passed(f"{len(seen)} replayed steps")
     since, _ = broken[0]
     step, facts = broken[-1]
     return make_finding(

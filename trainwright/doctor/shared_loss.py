@@ -14,10 +14,24 @@ OVER_CLASSES = frozenset(
     {"cross_entropy", "nll_loss", "chunked_cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
 )
 NOTHING_IS_LEARNED = (
-    "data.label_*", "data.target_*", "init.*", "law.*", "model.inputs_ignored", "optim.lr_too_*", "optim.lr_too_*",
-    "loss.compared_with_itself", "loss.falls_without_bound", "loss.never_changes", "loss.no_better_than_constant",
-    "loss.predictions_identical", "loss.starts_far_above_chance",
-)  # fmt: skip
+    "data.label_feature_misaligned",
+    "data.label_noise",
+    "loss.compared_with_itself",
+    "loss.falls_without_bound",
+    "loss.never_changes",
+    "loss.no_better_than_constant",
+    "loss.predictions_identical",
+    "loss.stands_still",
+    "loss.starts_far_above_chance",
+    "model.init_symmetric",
+    "model.init_too_large",
+    "model.input_unused",
+    "model.output_same_for_all_samples",
+    "optim.lr_far_too_low",
+    "optim.lr_too_high",
+    "optim.lr_too_low",
+    "optim.weights_never_move",
+)
 """Findings that follow where a loss function is called with the wrong arguments."""
 
 

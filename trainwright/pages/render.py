@@ -175,7 +175,7 @@ def _image(svg: str) -> str:
 
 
 def _explained(code: str) -> Markup:
-    """The page of a finding; "" for a law of the user's own, and a code that this version does not know."""
+    """The page of a finding; "" for a check of the user's own, and a code that this version does not know."""
     try:
         text = page_of_code(code)
     except UsageError:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.doctor.case import Case
 from trainwright.doctor.check import CheckState
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.report.examination import Examination, can_be_trained_again
 from trainwright.report.findings import exit_code, lines_of
@@ -124,7 +124,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
-    diagnosis = diagnose(Case(records, finished=bool(ends) and not doctor_was_off))
+    diagnosis = diagnose(RunContext(records, finished=bool(ends) and not doctor_was_off))
     findings = findings_in(records)
     experiments = tuple(dict.fromkeys(each.experiment for each in diagnosis.requests))  # of several steps: once
     return Report(

@@ -22,12 +22,12 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 def rank(found: Found) -> tuple[int, bool, float, int]:
     """The sort key of findings, the first cause first.
 
-    By severity; then findings that name a cause before broken laws; then by sureness, in steps of a tenth; then by the
-    part of the step.
+    By severity; then those that name a cause before those that only say what is wrong; then by confidence, in steps of
+    a tenth; then by the part of the step.
     """
     return (
         _position(SEVERITIES, found.severity),
-        found.code.startswith("law."),
+        not found.names_cause,
         -round(found.sure, 1),
         _position(STAGES, found.stage),
     )

@@ -231,7 +231,7 @@ class Found(Record):
     """A finding, in full: a later record with the same ``code`` replaces it (``runlog/findings.py``).
 
     ``severity`` is critical, warning or info; ``sure`` is between 0 and 1. ``stage`` is the part of a step that it is
-    about; "" in logs of older versions.
+    about; "" in logs of older versions. ``names_cause``: it says why, and not only what is wrong.
     """
 
     code: str
@@ -247,6 +247,7 @@ class Found(Record):
     tried: tuple[Tried, ...] = ()
     consequences: tuple[str, ...] = ()
     stage: str = ""
+    names_cause: bool = True
 
     def __repr__(self) -> str:
         """In one line: a list of findings is printed."""

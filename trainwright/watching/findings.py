@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from trainwright.doctor.call_lines import calls_at, line_of_op
-from trainwright.doctor.case import Case
 from trainwright.doctor.check import Check, CheckState
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.errors import text_of
 from trainwright.observe.older_objects import only_newest_collected
@@ -108,7 +107,7 @@ class FindingsLog:
             for reason in reasons:
                 self.examined(replayed, self._runner.look(replayed, reason, repeats=repeats))
             for _ in range(ROUNDS):
-                diagnosis = diagnose(Case(self._records, finished=finished), self._checks)
+                diagnosis = diagnose(RunContext(self._records, finished=finished), self._checks)
                 facts = self._runner.run_requested(replayed, diagnosis.requests)
                 if not facts:
                     break
@@ -144,7 +143,7 @@ class FindingsLog:
         now = []
         for each in diagnosis.findings:
             known, found = self._findings.get(each.found.code), each.found
-            source = self._line_of(found) if known is None else found.where.source or known.where.source
+            source = found.where.source or (known.where.source if known else None)
             found = dataclasses.replace(found, where=dataclasses.replace(found.where, source=source))
             at = step
             if known is None:
@@ -162,10 +161,6 @@ class FindingsLog:
     def examination(self) -> Examination:
         """What was examined so far, and what could not be."""
         return Examination.of(self.records, self._states, self._runner.not_run())
-
-    def _line_of(self, found: Found) -> str | None:
-        """The line of the user's source: where a call was seen, or where its op was called."""
-        return found.where.source or line_of_op(found.where, calls_at(Case(self._records), found.step))
 
     def _record_oldest(self) -> None:
         """Some steps of a calm run become records, and each that has something to tell."""

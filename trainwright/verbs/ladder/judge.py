@@ -27,7 +27,7 @@ MIN_GAIN = 0.05
 """Fraction of time or memory that a rung must save, where the two baselines do not differ by more."""
 MAX_SKIPPED, MIN_SKIPPED = 0.05, 3
 """Updates that may be skipped, as a fraction of the steps, and in any run: a loss scale needs some to settle."""
-NOT_OF_THE_LOSS = ("resources.", "law.resources.")
+NOT_OF_THE_LOSS = ("resources.",)
 """Findings about time and memory, which are compared as numbers."""
 
 

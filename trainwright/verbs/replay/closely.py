@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainwright.doctor.finding import finding
+from trainwright.doctor.finding import make_finding
 from trainwright.runlog.records import Examined, Found, Record
 from trainwright.verbs.replay.result import Rerun
 from trainwright.watching.experiments import ExperimentRunner
@@ -31,7 +31,7 @@ def _not_reproducible(done: Rerun) -> Found:
     }
     remedy = "set deterministic: true (torch.use_deterministic_algorithms), and draw random numbers from torch only"
     where = [] if not done.notes else [("what is different by now", "; ".join(done.notes[:4]))]
-    return finding(
+    return make_finding(
         "resources.not_reproducible",
         "warning",
         done.step,

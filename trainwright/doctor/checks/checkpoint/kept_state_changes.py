@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import KeptFacts
 from trainwright.runlog.records import Where
@@ -33,7 +33,7 @@ def kept_state_changes(run: RunContext) -> Iterator[Result]:
     if facts is None or not facts.taken:
         yield NotApplicable("no state_dict() was called on a watched model")
     elif not facts.changed:
-        yield Compared(f"{facts.taken} dictionaries of state_dict()")
+        yield Passed(f"{facts.taken} dictionaries of state_dict()")
     else:
         kept = facts.changed[0]
         yield run.finding(

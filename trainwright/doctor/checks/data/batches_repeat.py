@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import SAME, RowsFacts
 from trainwright.doctor.finding import Finding
@@ -50,7 +50,7 @@ def batches_repeat(run: RunContext) -> Iterator[Result]:
     elif facts.same >= SAME - 1:
         yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")
     else:
-        yield Compared(f"{facts.distinct} rows in {facts.steps} steps")
+        yield Passed(f"{facts.distinct} rows in {facts.steps} steps")
 
 
 def _same_batch(run: RunContext, facts: RowsFacts) -> Finding:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts
 
 SAMPLES = 4
-CONSEQUENCES = ("data.label_feature_misaligned", "data.label_noise", "grad.vanishing", "opt.lr_too_low")
+CONSEQUENCES = (
+    "data.label_feature_misaligned",
+    "data.label_noise",
+    "gradient.vanishing",
+    "loss.predictions_identical",
+    "optim.lr_too_low",
+)
 
 
 @check(stage="input", severity="critical", confidence=0.95, needs=BatchFacts, explains=CONSEQUENCES)
@@ -33,7 +39,7 @@ def constant_input(run: RunContext) -> Iterator[Result]:
     if facts is None or not facts.inputs or facts.inputs[0].shape[0] < SAMPLES:
         return
     if not facts.targets_vary or not all(each.constant for each in facts.inputs):
-        yield Compared(f"{facts.inputs[0].shape[0]} samples")
+        yield Passed(f"{facts.inputs[0].shape[0]} samples")
         return
     zeros = all(each.absmax == 0.0 for each in facts.inputs)
     is_dummy = all(math.prod(each.shape[1:]) == 1 for each in facts.inputs)
@@ -44,5 +50,5 @@ def constant_input(run: RunContext) -> Iterator[Result]:
         + ("zeros" if zeros else "equal")
         + ", with different targets",
         evidence=[("variance across the batch", 0.0, "> 0")],
-        explains=("model.dead_relu", "model.dead", "init.symmetric"),
+        explains=("model.dead_relu", "model.init_symmetric"),
     )

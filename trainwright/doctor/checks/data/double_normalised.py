@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, StandardizedFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
@@ -12,7 +12,7 @@ from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 SMALL = 0.02
 """Standard deviation below which inputs may vary too little."""
 FIRST = 4
-CONSEQUENCES = ("grad.vanishing", "init.symmetric", "init.too_small", "model.dead_relu", "opt.lr_too_low")
+CONSEQUENCES = ("gradient.vanishing", "model.init_symmetric", "model.dead_relu", "optim.lr_too_low")
 
 
 @check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
@@ -35,7 +35,7 @@ def double_normalised(run: RunContext) -> Iterator[Result]:
     step, facts = next(iter(run.every(BatchFacts)), (0, BatchFacts()))
     spreads = [each for each in facts.inputs if each.std is not None and len(each.shape) > 1 and not each.constant]
     if step > FIRST or not spreads or not all(map(_is_small, spreads)):
-        yield Compared(f"{len(spreads)} inputs")
+        yield Passed(f"{len(spreads)} inputs")
         return
     trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)
     if trial is None:

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 
 
-@check(stage="input", confidence=1.0, needs=LoadersFacts, explains=("opt.step_never_called", "optim.step_never_called"))
+@check(stage="input", confidence=1.0, needs=LoadersFacts, explains=("optim.step_never_called",))
 def empty_loader(run: RunContext) -> Iterator[Result]:
     """The loader gives no batch, so an epoch has no steps.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 from trainwright.doctor.finding import ExperimentRequest
@@ -14,7 +14,7 @@ SIGNAL = 2.5
 """Standard deviations above chance that are no information about the labels."""
 
 
-@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("data.label_noise", "opt.lr_too_low"))
+@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("data.label_noise", "optim.lr_too_low"))
 def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     """Inputs and labels do not belong together.
 
@@ -40,7 +40,7 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
         return
     recent = sum(losses) / max(1, len(losses))
     if run.last_step < STEPS or len(losses) < RECENT or recent < 0.9 * facts.entropy:
-        yield Compared(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
+        yield Passed(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
         return
     if not run.was_tried(LabelSignalFacts):
         yield ExperimentRequest(LabelSignalFacts.experiment)

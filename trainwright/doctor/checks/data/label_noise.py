@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, SampleLabelsFacts
 from trainwright.doctor.finding import ExperimentRequest
@@ -17,7 +17,7 @@ SAMPLES, WRONG = 128, 24
 """Samples, and labels that contradict the model among them, that are needed."""
 
 
-@check(stage="label", confidence=0.8, needs=BatchFacts, explains=("opt.lr_too_low",))
+@check(stage="label", confidence=0.8, needs=BatchFacts, explains=("optim.lr_too_low",))
 def label_noise(run: RunContext) -> Iterator[Result]:
     """A large part of the labels is wrong.
 
@@ -62,7 +62,7 @@ def label_noise(run: RunContext) -> Iterator[Result]:
         )
         return
     if exams:
-        yield Compared(f"{len(exams[-1][1].ids)} labels")
+        yield Passed(f"{len(exams[-1][1].ids)} labels")
 
 
 def _suspects(facts: SampleLabelsFacts) -> list[int]:

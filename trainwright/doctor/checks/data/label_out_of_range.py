@@ -51,7 +51,7 @@ def label_out_of_range(run: RunContext) -> Iterator[Result]:
             sure=0.95,
             evidence=[("targets", [facts.lowest, facts.highest], "0 to 1")],
             trial=RemedyTrial("targets_in_range"),
-            explains=("loss.*", "opt.*", "optim.*"),
+            explains=("loss.*", "optim.*"),
         )
 
 

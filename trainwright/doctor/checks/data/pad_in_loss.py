@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
@@ -40,7 +40,7 @@ def pad_in_loss(run: RunContext) -> Iterator[Result]:
     if facts is None:
         return
     if facts.at_padding <= 1e-6 * facts.elsewhere:
-        yield Compared(f"the gradient of the loss at padding, id {facts.padding.id}")
+        yield Passed(f"the gradient of the loss at padding, id {facts.padding.id}")
         return
     yield run.finding(
         run.last_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TargetsFacts
 from trainwright.runlog.records import Where
@@ -34,7 +34,7 @@ def padding_idx_of_real_token(run: RunContext) -> Iterator[Result]:
     if facts is None or facts.embedding is None:
         yield NotApplicable("no embedding has a padding_idx")
     elif min(facts.inside, facts.padding_targets) < OFTEN:
-        yield Compared(f"the ids that {facts.embedding} gets")
+        yield Passed(f"the ids that {facts.embedding} gets")
     else:
         yield run.finding(
             run.last_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 
@@ -51,4 +51,4 @@ def samples_never_drawn(run: RunContext) -> Iterator[Result]:
                 evidence=[("different samples drawn", each.distinct, each.samples), ("sampler", each.sampler)],
             )
             return
-    yield Compared(f"{max(each.distinct for each in drawn)} samples")
+    yield Passed(f"{max(each.distinct for each in drawn)} samples")

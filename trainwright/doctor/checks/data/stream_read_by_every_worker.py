@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import RowsFacts
 
@@ -44,4 +44,4 @@ def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
             evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],
         )
     else:
-        yield Compared(f"{facts.groups} groups of {facts.workers} batches")
+        yield Passed(f"{facts.groups} groups of {facts.workers} batches")

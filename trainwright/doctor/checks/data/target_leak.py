@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 from trainwright.doctor.finding import RemedyTrial
@@ -34,7 +34,7 @@ def target_leak(run: RunContext) -> Iterator[Result]:
     """
     exams = [facts for _, facts in run.every(BatchFacts) if facts.leaks]
     if len(exams) < 2 and not (exams and _is_exact(exams[0].leaks[0])):
-        yield Compared("the columns of a batch")
+        yield Passed("the columns of a batch")
         return
     last = {leak.column: leak for leak in exams[-1].leaks}
     leak = next((last[each.column] for each in exams[0].leaks if each.column in last), None)

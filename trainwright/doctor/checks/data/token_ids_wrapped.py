@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 
@@ -42,7 +42,7 @@ def token_ids_wrapped(run: RunContext) -> Iterator[Result]:
     kind = LARGEST.get(facts.largest)
     is_certain = facts.targets >= OFTEN * facts.largest
     if kind is None or not is_certain or batch.classes <= facts.largest + BEYOND:
-        yield Compared(f"{facts.targets} targets up to {facts.largest}")
+        yield Passed(f"{facts.targets} targets up to {facts.largest}")
         return
     yield run.finding(
         run.last_step,

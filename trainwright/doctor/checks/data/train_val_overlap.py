@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EvaluatedPart, EvaluatedRows, LoadersFacts, RowsFacts, SharedSamplesFacts
 
@@ -45,7 +45,7 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
 
 def _by_sets(run: RunContext, facts: SharedSamplesFacts) -> Result:
     if facts.fraction <= FEW or facts.shared <= facts.by_chance:
-        return Compared(f"{facts.compared} of {facts.samples} validation samples, by {facts.by}")
+        return Passed(f"{facts.compared} of {facts.samples} validation samples, by {facts.by}")
     is_same = facts.shared == facts.compared and facts.samples == facts.trained
     about = "" if facts.trained_compared == facts.trained else "about "
     return run.finding(
@@ -83,7 +83,7 @@ def _by_rows(run: RunContext, facts: RowsFacts) -> Iterator[Result]:
         return
     parts = [each for each in last.parts if _overlaps(each, last, facts) and (each.has_source or _is_mixed(each))]
     if not parts:
-        yield Compared(f"{last.rows} evaluated rows")
+        yield Passed(f"{last.rows} evaluated rows")
         return
     worst = max(parts, key=lambda each: each.shared)
     is_same = worst.shared >= (1 - PART) * last.trained

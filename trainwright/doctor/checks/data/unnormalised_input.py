@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
@@ -14,7 +14,13 @@ LARGE = 10.0
 """Root mean square above which inputs may be too large."""
 FIRST = 4
 """The last step at which the scale of the first loss says something about the inputs."""
-CONSEQUENCES = ("grad.exploding", "init.too_large", "model.dead_relu", "opt.lr_too_high", "optim.lr_too_high")
+CONSEQUENCES = (
+    "gradient.exploding",
+    "model.init_too_large",
+    "model.dead_relu",
+    "optim.lr_too_high",
+    "loss.starts_far_above_chance",
+)
 
 
 @check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
@@ -40,7 +46,7 @@ def unnormalised_input(run: RunContext) -> Iterator[Result]:
     spreads = [each for each in facts.inputs if each.std and len(each.shape) > 1]
     large = [each for each in spreads if math.hypot(each.mean or 0.0, each.std or 0.0) > LARGE]
     if step > FIRST or not large:
-        yield Compared(f"{len(spreads)} inputs")
+        yield Passed(f"{len(spreads)} inputs")
         return
     trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)
     if trial is None:

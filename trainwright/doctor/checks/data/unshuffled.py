@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 
@@ -37,7 +37,7 @@ def unshuffled(run: RunContext) -> Iterator[Result]:
     entropies, (lowest, usual) = facts.entropies[:BATCHES], facts.mixed
     mean = sum(entropies) / len(entropies)
     if usual < 0.2 or mean > 0.5 * usual or mean >= lowest:
-        yield Compared(f"the labels of {len(entropies)} batches")
+        yield Passed(f"the labels of {len(entropies)} batches")
         return
     yield run.finding(
         run.last_step,
@@ -46,5 +46,5 @@ def unshuffled(run: RunContext) -> Iterator[Result]:
         cause="" if facts.ascending else "the sampler puts samples of one class together; fine if that is intended",
         sure=0.9 if facts.ascending else 0.7,
         evidence=[("label entropy of a batch", round(mean, 3), round(usual, 3)), ("batches", len(entropies))],
-        explains=("opt.lr_too_high", "optim.lr_too_high"),
+        explains=("optim.lr_too_high",),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runlog.records import Tried
@@ -41,7 +41,7 @@ def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
         return
     among = drawn.equal_workers and drawn.workers > 1
     if not among and not drawn.equal_epochs:
-        yield Compared("one sample, read by two workers in two epochs")
+        yield Passed("one sample, read by two workers in two epochs")
         return
     found = run.finding(
         run.last_step,

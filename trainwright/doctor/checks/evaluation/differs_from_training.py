@@ -15,7 +15,7 @@ APART = 40
 """Steps after which running statistics have followed the weights: 0.9 to the power of 40 is 1.5 %."""
 
 
-@check(stage="buffers", confidence=0.8)
+@check(names_cause=False, stage="buffers", confidence=0.8)
 def differs_from_training(run: RunContext) -> Iterator[Result]:
     """With the same weights, the loss of a batch is much higher in eval mode than in train mode.
 

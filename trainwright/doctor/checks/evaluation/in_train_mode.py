@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modes import ModesFacts
 
@@ -39,7 +39,7 @@ def in_train_mode(run: RunContext) -> Iterator[Result]:
     bursts, in_eval = facts.evaluated_in_train, facts.evaluated_in_eval
     starts_late = bool(bursts and in_eval and bursts[0] > in_eval[0])
     if facts.steps < 5 or not bursts or (in_eval and not starts_late):
-        yield Compared(f"{len(in_eval)} evaluations")
+        yield Passed(f"{len(in_eval)} evaluations")
     elif facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
         norms = f"; it updates the running statistics of {facts.norms} normalizations" if facts.norms else ""
         yield run.finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.evaluation import EvaluationFacts
 
@@ -42,7 +42,7 @@ def inputs_differ(run: RunContext) -> Iterator[Result]:
         return
     far = max(likeness.shift / FAR, likeness.ratio / FAR, 1 / FAR / max(likeness.ratio, 1e-9))
     if not (likeness.is_cut or likeness.shift > SHIFT or not 1 / SCALE < likeness.ratio < SCALE):
-        yield Compared(f"{likeness.rows} rows, {likeness.shift:.2g} deviations apart")
+        yield Passed(f"{likeness.rows} rows, {likeness.shift:.2g} deviations apart")
         return
     suffers = _suffers(run, facts)
     is_sure = far > 1 or likeness.is_cut if suffers is None else suffers

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
 
 @check(
-    stage="loss", confidence=0.9, needs=AccumulationFacts,
+    points_at="backward", stage="loss", confidence=0.9, needs=AccumulationFacts,
     explains=("gradient.clip_always_active", "optim.lr_too_high"),
 )  # fmt: skip
 def accumulation_not_normalised(run: RunContext) -> Iterator[Result]:
@@ -44,7 +44,7 @@ def accumulation_not_normalised(run: RunContext) -> Iterator[Result]:
         return
     off = [(step, weights) for step, weights in seen if not 0.9 < sum(weights) < 1.1]
     if not off:
-        yield Compared(f"{len(seen)} steps of up to {max(len(weights) for _, weights in seen)} micro-batches")
+        yield Passed(f"{len(seen)} steps of up to {max(len(weights) for _, weights in seen)} micro-batches")
         return
     step, weights = off[-1]
     is_sum = all(0.9 <= each <= 1.1 for each in weights)

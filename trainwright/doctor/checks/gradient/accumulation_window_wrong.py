@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.shared_calls import kinds
@@ -67,4 +67,4 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
             evidence=[("epochs like this", len(short), 0)],
         )
     else:
-        yield Compared(f"{times} of {len(counts)} steps have {usual} micro-batches")
+        yield Passed(f"{times} of {len(counts)} steps have {usual} micro-batches")

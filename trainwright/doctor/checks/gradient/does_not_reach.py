@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.gradient import DerivativeFacts
 from trainwright.doctor.finding import ExperimentRequest, listed
@@ -15,7 +15,7 @@ AGAIN = 5
 """The next comparison is due at this many times the step of the last one: about steps 1, 6, 32, 160."""
 
 
-@check(stage="backward", confidence=0.95, explains=("model.missing_nonlinearity",))
+@check(names_cause=False, stage="backward", confidence=0.95, explains=("model.missing_nonlinearity",))
 def does_not_reach(run: RunContext) -> Iterator[Result]:
     """The loss depends on weights that get no gradient.
 
@@ -46,7 +46,7 @@ def does_not_reach(run: RunContext) -> Iterator[Result]:
     if cut is None:
         return  # the next examination shows whether they change all the same
     if not cut:
-        yield Compared(f"{facts.tensors} tensors at {len(looks)} steps")
+        yield Passed(f"{facts.tensors} tensors at {len(looks)} steps")
     elif len(looks) > 1 or run.finished:  # in a single step a part may have its turn in another
         ends = sorted({f"{how} in {module or 'the model or the loss'}" for how, module in facts.cuts})
         slopes = next(each for each in facts.unreached if set(each.names) & set(cut))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
@@ -43,7 +43,7 @@ def exploding(run: RunContext) -> Iterator[Result]:
         return
     pull, step, facts = pulls[-1]
     if not all(each > PULL for each, _, _ in pulls):
-        yield Compared(f"{len(pulls)} updates: at most {max(each for each, _, _ in pulls):.3g}")
+        yield Passed(f"{len(pulls)} updates: at most {max(each for each, _, _ in pulls):.3g}")
         return
     yield run.finding(
         step,

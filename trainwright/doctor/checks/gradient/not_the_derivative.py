@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.gradient import DerivativeFacts, Slopes
 from trainwright.doctor.finding import listed
@@ -14,7 +14,7 @@ STAIRS = 0.01
 """Of the gradient's slope: below it the loss has no slope, and what has a gradient is an estimator on purpose."""
 
 
-@check(stage="backward", confidence=0.9, needs=DerivativeFacts)
+@check(names_cause=False, stage="backward", confidence=0.9, needs=DerivativeFacts)
 def not_the_derivative(run: RunContext) -> Iterator[Result]:
     """The gradient is not the derivative of the loss that `backward()` was called on.
 
@@ -37,7 +37,7 @@ def not_the_derivative(run: RunContext) -> Iterator[Result]:
     off = [(step, facts, rows) for step, facts in looks if (rows := _with_slope(facts))]
     if len(off) < min(2, len(looks)) or not off:
         if looks:
-            yield Compared(f"{looks[-1][1].tensors} tensors at {len(looks)} steps, in {looks[-1][1].dtype}")
+            yield Passed(f"{looks[-1][1].tensors} tensors at {len(looks)} steps, in {looks[-1][1].dtype}")
         return
     step, facts, rows = off[-1]
     names = [name for each in rows for name in each.names]

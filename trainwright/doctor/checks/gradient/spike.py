@@ -13,7 +13,7 @@ RAISED = 3.0
 DONE = {"warn": "the update was made", "skip": "the update was left out", "rollback": "the run went back"}
 
 
-@check(stage="backward", confidence=0.6)
+@check(names_cause=False, stage="backward", confidence=0.6)
 def spike(run: RunContext) -> Iterator[Result]:
     """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.shared_calls import has_closure, kinds, optimizers_of, spelled, word
@@ -50,7 +50,7 @@ RULES = (
 )  # fmt: skip
 
 
-@check(stage="update", confidence=0.9)
+@check(names_cause=False, stage="update", confidence=0.9)
 def calls_out_of_order(run: RunContext) -> Iterator[Result]:
     """Calls of a training step are out of order, missing or doubled.
 
@@ -94,7 +94,7 @@ def calls_out_of_order(run: RunContext) -> Iterator[Result]:
             run, symptom, "call step() of an optimizer after each backward() for it", unused, "warning", "update"
         )
         return
-    yield Compared(f"{len(steps)} steps: {spelled(word(steps[-1], numbers[-1]))}")
+    yield Passed(f"{len(steps)} steps: {spelled(word(steps[-1], numbers[-1]))}")
 
 
 def _found(

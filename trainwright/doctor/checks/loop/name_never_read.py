@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import NamesFacts
 from trainwright.runlog.records import Where
@@ -27,7 +27,7 @@ def name_never_read(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(NamesFacts)
     if facts is None or not facts.unread:
-        yield Compared(f"the attributes of {facts.examined if facts else 0} objects")
+        yield Passed(f"the attributes of {facts.examined if facts else 0} objects")
         return
     first = facts.unread[0]
     yield run.finding(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
@@ -38,4 +38,4 @@ def random_state_repeats(run: RunContext) -> Iterator[Result]:
             evidence=[("steps whose random state repeats", facts.repeats, 0)],
         )
     else:
-        yield Compared(f"{facts.steps} steps")
+        yield Passed(f"{facts.steps} steps")

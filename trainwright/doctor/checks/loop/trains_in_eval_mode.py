@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
 from trainwright.doctor.finding import listed
@@ -43,7 +43,7 @@ def trains_in_eval_mode(run: RunContext) -> Iterator[Result]:
         rows = others if is_whole else _inside([each for each in facts.eval if each.container], others)
         since_loaded = True
     if not rows:
-        yield Compared(f"{facts.depends} modules in {facts.steps} steps")
+        yield Passed(f"{facts.depends} modules in {facts.steps} steps")
         return
     names = [each.module for each in rows]
     is_sure = not since_loaded and (is_whole or bool(_inside([e for e in facts.eval if e.container and e.left], rows)))

@@ -13,7 +13,18 @@ MIN_STEPS = 6
 """Examined steps: a student may begin equal to its teacher."""
 
 
-@check(stage="loss", confidence=0.9, needs=LossFacts, explains=("law.*", "loss.never_changes"))
+@check(
+    stage="loss",
+    confidence=0.9,
+    needs=LossFacts,
+    explains=(
+        "loss.no_better_than_constant",
+        "model.input_unused",
+        "model.output_same_for_all_samples",
+        "optim.weights_never_move",
+        "loss.never_changes",
+    ),
+)
 def compared_with_itself(run: RunContext) -> Iterator[Result]:
     """Prediction and target of the loss have the same values, so the loss is always 0.
 

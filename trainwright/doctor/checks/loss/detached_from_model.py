@@ -18,7 +18,15 @@ STRANGE = "the loss is not made of what the watched model returned"
     stage="loss",
     severity="critical",
     confidence=0.95,
-    explains=("data.label_*", "grad.*", "gradient.*", "law.*", "loop.*", "loss.*", "opt.*", "optim.*"),
+    explains=(
+        "data.label_noise",
+        "data.label_feature_misaligned",
+        "gradient.*",
+        "model.input_unused",
+        "loop.*",
+        "loss.*",
+        "optim.*",
+    ),
 )
 def detached_from_model(run: RunContext) -> Iterator[Result]:
     """The graph of the loss reaches no parameter, so no update learns anything.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TokensFacts
 from trainwright.doctor.finding import Finding
@@ -37,7 +37,7 @@ def eos_ignored(run: RunContext) -> Iterator[Result]:
             if ends is None:
                 continue
             if ends.targets:
-                yield Compared(f"token {ends.id} is a target")
+                yield Passed(f"token {ends.id} is a target")
                 return
             if found is None and loss.offset == 1 and max(ends.within, ends.attended) >= max(2, ends.rows // 8):
                 how = "between targets" if ends.within >= ends.attended else "where the attention mask counts it"

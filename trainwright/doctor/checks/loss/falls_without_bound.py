@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 
@@ -19,7 +19,18 @@ ACCELERATES = 1.0
 """The fall of each part over that of the part before: the likelihood of a density slows down."""
 
 
-@check(stage="loss", confidence=0.8, needs=LossFacts, explains=("law.*",))
+@check(
+    names_cause=False,
+    stage="loss",
+    confidence=0.8,
+    needs=LossFacts,
+    explains=(
+        "loss.no_better_than_constant",
+        "model.input_unused",
+        "model.output_same_for_all_samples",
+        "optim.weights_never_move",
+    ),
+)
 def falls_without_bound(run: RunContext) -> Iterator[Result]:
     """The loss falls without bound, faster and faster, far below any value that it had before.
 
@@ -51,7 +62,7 @@ def falls_without_bound(run: RunContext) -> Iterator[Result]:
     scale = max(map(abs, losses[: len(losses) // 8]))
     accelerates = all(later > ACCELERATES * before > 0 for before, later in pairwise(falls))
     if not (accelerates and losses[-1] < -TIMES * scale):
-        yield Compared(f"means of four parts of the run: {', '.join(f'{each:.4g}' for each in parts)}")
+        yield Passed(f"means of four parts of the run: {', '.join(f'{each:.4g}' for each in parts)}")
         return
     yield run.finding(
         run.last_step,

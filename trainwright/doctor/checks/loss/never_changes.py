@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Measured
 
@@ -16,7 +16,17 @@ ROUNDING = 2e-6
 LN_2 = math.log(2)
 
 
-@check(stage="loss", confidence=0.9, explains=("law.*",))
+@check(
+    names_cause=False,
+    stage="loss",
+    confidence=0.9,
+    explains=(
+        "loss.no_better_than_constant",
+        "model.input_unused",
+        "model.output_same_for_all_samples",
+        "optim.weights_never_move",
+    ),
+)
 def never_changes(run: RunContext) -> Iterator[Result]:
     """The loss has the same value in every step, whatever the batch is and although updates are made.
 
@@ -40,7 +50,7 @@ def never_changes(run: RunContext) -> Iterator[Result]:
         return
     low, high = min(losses), max(losses)
     if high - low > ROUNDING * max(abs(low), abs(high)):
-        yield Compared(f"losses from {low:.4g} to {high:.4g}")
+        yield Passed(f"losses from {low:.4g} to {high:.4g}")
         return
     norms = [each.grad_norm for each in run.steps if math.isfinite(each.grad_norm)]
     if not high and any(norms):

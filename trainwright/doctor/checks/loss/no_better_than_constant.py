@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, stdev
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.shared_loss import where_of
@@ -23,7 +23,7 @@ TIMES = 8
 """Learning what inputs tell takes some models six times as many steps as learning the mean of the targets."""
 
 
-@check(stage="label", confidence=0.7, needs=LossFacts)
+@check(names_cause=False, stage="label", confidence=0.7, needs=LossFacts)
 def no_better_than_constant(run: RunContext) -> Iterator[Result]:
     """At the end the model is no better than a prediction that ignores the inputs.
 
@@ -54,7 +54,7 @@ def no_better_than_constant(run: RunContext) -> Iterator[Result]:
     bad = [each for each in known if _knows_nothing(each)]
     if not bad:
         value, constant, _ = _means(known[0])
-        yield Compared(f"{known[0].op} {value:.3g}, a constant prediction {constant:.3g}")
+        yield Passed(f"{known[0].op} {value:.3g}, a constant prediction {constant:.3g}")
     elif (why := _still_learns(run, bad)) is not None:
         yield NotApplicable(f"still learning: {why}")
     else:

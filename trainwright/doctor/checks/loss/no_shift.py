@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
 from trainwright.runlog.records import Where
@@ -38,7 +38,7 @@ def no_shift(run: RunContext) -> Iterator[Result]:
     """
     for step, facts in run.every(TokensFacts):
         if any(each.offset == 1 for each in facts.losses):
-            yield Compared("the targets are the next tokens")
+            yield Passed("the targets are the next tokens")
             return
         for loss in filter(_is_wrong, facts.losses):
             offset = loss.offset or 0

@@ -13,7 +13,18 @@ MIN_STEPS = 8
 """Examined steps in a row: a last layer that begins at 0 leaves it sooner."""
 
 
-@check(stage="forward", confidence=0.9, needs=LossFacts, explains=("law.*", "loss.no_better_than_constant"))
+@check(
+    names_cause=False,
+    stage="forward",
+    confidence=0.9,
+    needs=LossFacts,
+    explains=(
+        "loss.no_better_than_constant",
+        "model.input_unused",
+        "model.output_same_for_all_samples",
+        "optim.weights_never_move",
+    ),
+)
 def predictions_identical(run: RunContext) -> Iterator[Result]:
     """The loss gets the same prediction for every sample of a batch, although the targets differ.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.shared_loss import where_of
@@ -46,4 +46,4 @@ def representation_collapse(run: RunContext) -> Iterator[Result]:
                 evidence=[("spread of the directions of a batch", last[-1], round(max(first), 3))],
             )
             return
-        yield Compared(f"representations with a spread of {last[-1]:.2g}")
+        yield Passed(f"representations with a spread of {last[-1]:.2g}")

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from itertools import takewhile
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import WeightsFacts
 
@@ -15,7 +15,7 @@ STILL_LOSSES = 8
 """Equal losses in a row that are no chance in float32."""
 
 
-@check(stage="loss", confidence=0.75, needs=WeightsFacts)
+@check(names_cause=False, stage="loss", confidence=0.75, needs=WeightsFacts)
 def stands_still(run: RunContext) -> Iterator[Result]:
     """The loss has the same bits in many steps in a row, though weights change.
 
@@ -38,7 +38,7 @@ def stands_still(run: RunContext) -> Iterator[Result]:
     is_coarse = loss != 0.0 and math.frexp(loss)[0] * 2**11 % 1 == 0.0  # in 16 bits a small change is rounded away
     moves = facts.moved and facts.stands_since >= last[0].step + STILL_LOSSES // 2
     if not moves or was_higher or len(last) < (3 if is_coarse else 1) * STILL_LOSSES:
-        yield Compared(f"{len(steps)} steps")
+        yield Passed(f"{len(steps)} steps")
         return
     yield run.finding(
         last[-1].step,

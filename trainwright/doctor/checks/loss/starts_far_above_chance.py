@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.shared_loss import OVER_CLASSES, where_of
@@ -18,7 +18,7 @@ MIN_STEPS, STAYS = 16, 0.9
 """The step at which it is evaluated, and the fraction of the loss at chance that it is below by then."""
 
 
-@check(stage="forward", confidence=0.85, needs=LossFacts)
+@check(names_cause=False, stage="forward", confidence=0.85, needs=LossFacts)
 def starts_far_above_chance(run: RunContext) -> Iterator[Result]:
     """The first loss is far above that of a model that knows nothing, and stays there.
 
@@ -42,9 +42,7 @@ def starts_far_above_chance(run: RunContext) -> Iterator[Result]:
         return
     bad = [each for each in known if _is_far(each)]
     if not bad:
-        yield Compared(
-            ", ".join(f"{each.op} {each.values[0][0]:.3g}, at chance {each.blank:.3g}" for each in known[:3])
-        )
+        yield Passed(", ".join(f"{each.op} {each.values[0][0]:.3g}, at chance {each.blank:.3g}" for each in known[:3]))
         return
     if run.last_step < MIN_STEPS and not run.finished:
         return

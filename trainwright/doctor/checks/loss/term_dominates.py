@@ -22,7 +22,7 @@ AGAINST_TARGETS = (
 """How the names of terms end that compare with targets: loss functions, and losses that are written by hand."""
 
 
-@check(stage="loss", confidence=0.9, explains=("gradient.clip*", "gradient.exploding", "grad.*", "optim.lr_too_*"))
+@check(stage="loss", confidence=0.9, explains=("gradient.*", "optim.lr_too_high", "optim.lr_too_low"))
 def term_dominates(run: RunContext) -> Iterator[Result]:
     """One term of the loss has a gradient a thousand times as large as another, which is not learned.
 

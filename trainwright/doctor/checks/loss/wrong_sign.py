@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.facts.updates import UpdateFacts
@@ -24,8 +24,8 @@ BY_HAND = ("log_softmax", "squared error", "absolute error")
     severity="critical",
     confidence=0.95,
     needs=LossFacts,
-    explains=("data.*", "gradient.exploding", "init.*", "law.*", "loss.falls_without_bound",
-              "loss.no_better_than_constant", "optim.lr_too_*", "optim.lr_too_*", "gradient.exploding"),
+    explains=("data.*", "gradient.exploding", "model.init_too_large", "optim.update_goes_uphill",
+              "loss.falls_without_bound", "loss.no_better_than_constant", "optim.lr_too_high", "optim.lr_too_low"),
 )  # fmt: skip
 def wrong_sign(run: RunContext) -> Iterator[Result]:
     """The loss is maximized: its sign is wrong.
@@ -53,7 +53,7 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
         return
     uphill = 1 if facts.maximizes else -1
     if any(each.wants != uphill for each in known if each.op != "entropy") or _negates_gradients(run):
-        yield Compared(f"{len(known)} calls of loss functions")
+        yield Passed(f"{len(known)} calls of loss functions")
         return
     call = next((each for each in reversed(known) if _is_negated(run, each, uphill) or _rises(run, each, uphill)), None)
     if call is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
@@ -61,4 +61,4 @@ def future_leak(run: RunContext) -> Iterator[Result]:
             )
             return
     if exams:
-        yield Compared("scores before and after later tokens changed")
+        yield Passed("scores before and after later tokens changed")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.function import FunctionFacts, InputsFacts
 from trainwright.doctor.finding import ExperimentRequest
 
 
-@check(stage="forward", confidence=0.8, needs=FunctionFacts)
+@check(names_cause=False, stage="forward", confidence=0.8, needs=FunctionFacts)
 def input_unused(run: RunContext) -> Iterator[Result]:
     """An input that varies from sample to sample has no effect on any output or on the loss.
 
@@ -42,4 +42,4 @@ def input_unused(run: RunContext) -> Iterator[Result]:
             evidence=[("change of the outputs", 0.0, "> 0")],
         )
     else:
-        yield Compared(f"{facts.tensors} inputs")
+        yield Passed(f"{facts.tensors} inputs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.modules import ModulesFacts
@@ -38,7 +38,7 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
     facts, modules, wiring = run.latest(FunctionFacts), run.latest(ModulesFacts), run.latest(WiringFacts)
     if facts is None or facts.neighbours is None or not facts.neighbours.is_real or facts.written:
         yield (
-            NotApplicable(facts.related) if facts is not None and facts.related else Compared("the outputs of a batch")
+            NotApplicable(facts.related) if facts is not None and facts.related else Passed("the outputs of a batch")
         )
         return
     if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):

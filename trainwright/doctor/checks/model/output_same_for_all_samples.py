@@ -12,6 +12,7 @@ from trainwright.runlog.records import Where
 
 
 @check(
+    names_cause=False,
     stage="forward",
     severity="critical",
     confidence=0.95,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modules import ModulesFacts
 
@@ -45,4 +45,4 @@ def representations_collapse(run: RunContext) -> Iterator[Result]:
             evidence=[("spread of the codes", last[-1].spread, first)],
         )
     else:
-        yield Compared(f"spread {first:.2g} at first, {last[-1].spread:.2g} now")
+        yield Passed(f"spread {first:.2g} at first, {last[-1].spread:.2g} now")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import OtherRatesFacts, WeightsFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
@@ -41,7 +41,7 @@ def lr_far_too_low(run: RunContext) -> Iterator[Result]:
         return
     first, now = sum(each.loss for each in steps[:4]) / 4, sum(each.loss for each in steps[-8:]) / 8
     if first - now > 0.1 * abs(first):
-        yield Compared(f"the loss fell from {first:.4g} to {now:.4g}")
+        yield Passed(f"the loss fell from {first:.4g} to {now:.4g}")
         return
     facts = run.latest(OtherRatesFacts)
     if facts is None:
@@ -51,7 +51,7 @@ def lr_far_too_low(run: RunContext) -> Iterator[Result]:
     was = facts.losses[0]
     better = [(factor, each) for factor, each in zip(facts.factors, facts.losses) if _fall(each) > LARGE]
     if _fall(was) > NEGLIGIBLE or not better or better[0][0] < 100.0:
-        yield Compared(f"{len(was)} updates on one batch: loss {was[0]:.4g} -> {was[-1]:.4g}")
+        yield Passed(f"{len(was)} updates on one batch: loss {was[0]:.4g} -> {was[-1]:.4g}")
         return
     factor, losses = better[0]
     yield run.finding(

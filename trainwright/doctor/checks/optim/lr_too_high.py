@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
@@ -42,7 +42,7 @@ def lr_too_high(run: RunContext) -> Iterator[Result]:
         return
     worse = [(step, facts) for step, facts in every if _raises(facts)][:3]
     if not worse:
-        yield Compared(f"{len(every)} updates")
+        yield Passed(f"{len(every)} updates")
         return
     yield from [ExperimentRequest(BatchStepsFacts.experiment, step) for step, _ in worse]
     trained = dict(run.every(BatchStepsFacts))

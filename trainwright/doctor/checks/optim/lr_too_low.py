@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.updates import UpdateFacts
@@ -42,7 +42,7 @@ def lr_too_low(run: RunContext) -> Iterator[Result]:
     is_clipped = (facts.norm_at_clip or 0.0) > 100 * facts.grad_norm
     pull = facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1e-12)
     if any(not each.ratio < NEGLIGIBLE for each in every) or is_clipped or pull < PULL or _rises(run):
-        yield Compared(f"{len(every)} updates of {min(each.ratio for each in every):.2g} of the weights and more")
+        yield Passed(f"{len(every)} updates of {min(each.ratio for each in every):.2g} of the weights and more")
         return
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
     noise = max(losses) - min(losses)

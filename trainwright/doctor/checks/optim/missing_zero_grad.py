@@ -12,7 +12,7 @@ from trainwright.runlog.records import Watched
 
 
 @check(
-    stage="backward", severity="critical", confidence=0.95, needs=CallsFacts,
+    points_at="backward", stage="backward", severity="critical", confidence=0.95, needs=CallsFacts,
     explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active", "loop.calls_out_of_order"),
 )  # fmt: skip
 def missing_zero_grad(run: RunContext) -> Iterator[Result]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import LoadedMomentsFacts
 from trainwright.doctor.finding import listed
@@ -40,7 +40,7 @@ def moments_of_other_params(run: RunContext) -> Iterator[Result]:
         return
     gap = sum(facts.gaps) / len(facts.gaps)
     if gap < APART or facts.matched > BETTER * gap:
-        yield Compared(f"{len(facts.gaps)} tensors of {facts.kind}")
+        yield Passed(f"{len(facts.gaps)} tensors of {facts.kind}")
         return
     yield run.finding(
         1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.finding import RemedyTrial, listed
@@ -36,7 +36,7 @@ def params_missing(run: RunContext) -> Iterator[Result]:
     if facts is None or not run.steps or any(each.stale for each in facts.optimizers):
         return
     if not facts.missing:
-        yield Compared(f"{len(facts.optimizers)} optimizers")
+        yield Passed(f"{len(facts.optimizers)} optimizers")
         return
     names = facts.missing
     yield run.finding(

@@ -11,6 +11,7 @@ from trainwright.doctor.shared_calls import kinds
 
 
 @check(
+    points_at="backward",
     stage="update",
     severity="critical",
     confidence=0.98,

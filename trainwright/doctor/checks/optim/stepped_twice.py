@@ -10,7 +10,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 
 
 @check(
-    stage="update", severity="critical", confidence=0.95, needs=CallsFacts,
+    points_at="step", stage="update", severity="critical", confidence=0.95, needs=CallsFacts,
     explains=("optim.lr_too_high", "loop.calls_out_of_order"),
 )  # fmt: skip
 def stepped_twice(run: RunContext) -> Iterator[Result]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.facts.updates import UpdateFacts
 
@@ -15,6 +15,7 @@ MIN_UPDATES, FEW = 3, 4
 
 
 @check(
+    names_cause=False,
     stage="update",
     severity="critical",
     confidence=0.95,
@@ -61,7 +62,7 @@ def update_goes_uphill(run: RunContext) -> Iterator[Result]:
             evidence=[("steps like this", f"{len(turned)} of {len(every)} that were examined", 0)],
         )
     else:
-        yield Compared(f"{len(every)} updates")
+        yield Passed(f"{len(every)} updates")
 
 
 def _wants_to_fall(run: RunContext) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
@@ -42,7 +42,7 @@ def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)
     now, first = sum(losses[-4:]) / 4, losses[0]
     if ratio <= (SHRINKS if facts.decoupled else OF_GRADIENT) or not now > first - 0.25 * abs(first):
-        yield Compared(f"a decay of {decay:g} at a learning rate of {rate:g}")
+        yield Passed(f"a decay of {decay:g} at a learning rate of {rate:g}")
         return
     how = f"takes {ratio:.1%} off all weights in each step" if facts.decoupled else f"is {ratio:.2g} times the gradient"
     yield run.finding(

@@ -13,7 +13,7 @@ from trainwright.doctor.finding import listed
 from trainwright.runlog.records import Where
 
 
-@check(stage="update", confidence=0.7, needs=WeightsFacts)
+@check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)
 def weights_drift(run: RunContext) -> Iterator[Result]:
     """A weight grows or shrinks steadily by orders of magnitude.
 

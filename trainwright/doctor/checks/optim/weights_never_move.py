@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import StillFacts, WeightsFacts
 from trainwright.doctor.finding import ExperimentRequest, listed
@@ -15,7 +15,7 @@ FIRST, ENOUGH, LATE = 4, 12, 40
 """Updates after which something has moved, every part has, and even a rarely used part."""
 
 
-@check(stage="update", confidence=0.7, needs=WeightsFacts)
+@check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)
 def weights_never_move(run: RunContext) -> Iterator[Result]:
     """Weights do not change, though the optimizer updates them at a learning rate above 0.
 
@@ -59,7 +59,7 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
     elif facts.updates >= ENOUGH and facts.moved and facts.still:
         yield from _some(run, facts)
     elif facts.updates >= FIRST:
-        yield Compared(f"{facts.moved} of {facts.tensors} tensors over {facts.updates} updates")
+        yield Passed(f"{facts.moved} of {facts.tensors} tensors over {facts.updates} updates")
 
 
 def _some(run: RunContext, facts: WeightsFacts) -> Iterator[Result]:
@@ -71,7 +71,7 @@ def _some(run: RunContext, facts: WeightsFacts) -> Iterator[Result]:
     needed = [each for each in still if each.effect]
     unused = [each for each in still if not each.effect]
     if not still:
-        yield Compared(f"{facts.moved} of {facts.tensors} tensors over {facts.updates} updates")
+        yield Passed(f"{facts.moved} of {facts.tensors} tensors over {facts.updates} updates")
         return
     names = [each.name for each in needed or unused]
     cancels = not needed and all(each.cancels for each in unused)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import WritesFacts
 
@@ -32,7 +32,7 @@ def weights_overwritten(run: RunContext) -> Iterator[Result]:
     if facts is None:
         return
     if len(facts.steps) < MIN_TIMES:
-        yield Compared(f"{facts.compared} evaluations") if facts.compared else NotApplicable("there is no evaluation")
+        yield Passed(f"{facts.compared} evaluations") if facts.compared else NotApplicable("there is no evaluation")
         return
     losses = {each.step: each.loss for each in run.steps if math.isfinite(each.loss)}
     moves = [abs(b - a) for a, b in pairwise(losses.values())]

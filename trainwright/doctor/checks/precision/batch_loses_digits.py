@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import BatchDigitsFacts
 
@@ -27,7 +27,7 @@ def batch_loses_digits(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(BatchDigitsFacts)
     if facts is None or facts.lost <= MAX_LOST:
-        yield Compared(f"the batches of {facts.compared if facts else 0} steps")
+        yield Passed(f"the batches of {facts.compared if facts else 0} steps")
         return
     yield run.finding(
         max(1, facts.since),

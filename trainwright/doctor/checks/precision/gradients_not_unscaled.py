@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import ScalerFacts
 
@@ -30,7 +30,7 @@ def gradients_not_unscaled(run: RunContext) -> Iterator[Result]:
     if facts is None or not (facts.steps or facts.scaled_updates):
         yield NotApplicable("no loss is scaled by a GradScaler")
     elif facts.scaled_updates < 2 and facts.other < 2:
-        yield Compared(f"{facts.steps} steps through the scaler")
+        yield Passed(f"{facts.steps} steps through the scaler")
     else:
         is_raw = facts.scaled_updates >= 2
         yield run.finding(

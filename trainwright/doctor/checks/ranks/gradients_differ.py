@@ -28,7 +28,7 @@ def _same_factor(run: RunContext, facts: RanksFacts) -> Iterator[Finding]:
     )
 
 
-@check(stage="backward", severity="critical", needs=RanksFacts)
+@check(names_cause=False, stage="backward", severity="critical", needs=RanksFacts)
 def gradients_differ(run: RunContext) -> Iterator[Result]:
     """The ranks update their weights with different gradients, so the replicas drift apart.
 

@@ -30,7 +30,7 @@ def _written_to(run: RunContext, facts: RanksFacts, first: Disagreement) -> Find
     )
 
 
-@check(stage="buffers", severity="critical", needs=RanksFacts)
+@check(names_cause=False, stage="buffers", severity="critical", needs=RanksFacts)
 def replicas_diverged(run: RunContext) -> Iterator[Result]:
     """The ranks no longer have the same weights, moments, buffers, hyperparameters or number of micro-batches.
 

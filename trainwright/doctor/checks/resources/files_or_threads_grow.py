@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
 from trainwright.doctor.shared_growth import READINGS, has_grown
@@ -12,7 +12,7 @@ from trainwright.doctor.shared_growth import READINGS, has_grown
 MIN_FILES, MIN_THREADS = 16, 4
 
 
-@check(stage="loop", confidence=0.85, needs=GrowthFacts)
+@check(names_cause=False, stage="loop", confidence=0.85, needs=GrowthFacts)
 def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
     """Open files or threads grow from step to step, until the process may have no more.
 
@@ -45,4 +45,4 @@ def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
             )
             return
     if held:
-        yield Compared(f"{held[-1].files} files and {held[-1].threads} threads after step {held[-1].step}")
+        yield Passed(f"{held[-1].files} files and {held[-1].threads} threads after step {held[-1].step}")

@@ -14,9 +14,7 @@ OLD_ENOUGH, MOST = 8, 0.3
 """Steps whose losses must still be there, and the fraction of all old ones; a loop may keep the last few."""
 
 
-@check(
-    stage="loop", confidence=0.95, needs=MemoryFacts, explains=("resources.memory_grows", "resources.steps_slow_down")
-)
+@check(stage="loop", confidence=0.95, needs=MemoryFacts, explains=("resources.memory_grows",))
 def graphs_kept(run: RunContext) -> Iterator[Result]:
     """Graphs of earlier steps are still in memory: a running total or a list of losses keeps them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
 from trainwright.doctor.shared_growth import READINGS, has_grown
@@ -29,7 +29,7 @@ def hooks_grow(run: RunContext) -> Iterator[Result]:
     facts = run.latest(GrowthFacts)
     counts = [each.hooks for each in facts.held] if facts else []
     if facts is None or not has_grown(counts, MIN_HOOKS):
-        yield Compared(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
+        yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return
     begin, end = facts.held[-READINGS], facts.held[-1]
     yield run.finding(

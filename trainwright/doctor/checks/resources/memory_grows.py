@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import Compared, Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
 from trainwright.doctor.shared_growth import READINGS
@@ -16,7 +16,7 @@ SETTLED = 64
 MIN_BYTES, MIN_FRACTION = 64 * MIB, 0.1
 
 
-@check(stage="loop", confidence=0.75, needs=GrowthFacts)
+@check(names_cause=False, stage="loop", confidence=0.75, needs=GrowthFacts)
 def memory_grows(run: RunContext) -> Iterator[Result]:
     """Memory grows from step to step, once caches are filled.
 
@@ -51,4 +51,4 @@ def memory_grows(run: RunContext) -> Iterator[Result]:
                 evidence=[("MiB, by step", [[h.step, s // MIB] for h, s in zip(held, sizes)][-8:], "constant")],
             )
             return
-    yield Compared(f"{held[-1].memory_bytes / MIB:.0f} MiB after step {held[-1].step}")
+    yield Passed(f"{held[-1].memory_bytes / MIB:.0f} MiB after step {held[-1].step}")

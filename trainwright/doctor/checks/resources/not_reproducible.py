@@ -8,7 +8,7 @@ from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 
 
-@check(stage="loop", confidence=0.5)
+@check(names_cause=False, stage="loop", confidence=0.5)
 def not_reproducible(run: RunContext) -> Iterator[Result]:
     """A step that is replayed from its bundle does not give the recorded bits.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 
 HALF, MIN_WAIT_S = 0.5, 0.01
@@ -34,7 +34,7 @@ def waits_for_data(run: RunContext) -> Iterator[Result]:
         return
     wait, step = statistics.median(waits), statistics.median(each.values["step_s"] for each in steps)
     if wait < HALF * step or wait < MIN_WAIT_S:
-        yield Compared(f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data")
+        yield Passed(f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data")
         return
     yield run.finding(
         run.last_step,

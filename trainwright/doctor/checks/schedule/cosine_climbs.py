@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
@@ -14,7 +14,7 @@ LAMBDA_FLOOR, LAMBDA_TOP, MIN_CHANGES = 0.05, 0.5, 12
 """Of a rate without a class that says so: fractions of the peak that it falls to and ends below, and changes of it."""
 
 
-@check(stage="loop", confidence=0.95, needs=LearningRateFacts)
+@check(points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts)
 def cosine_climbs(run: RunContext) -> Iterator[Result]:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
@@ -52,7 +52,7 @@ def cosine_climbs(run: RunContext) -> Iterator[Result]:
             trial=RemedyTrial("another_rate", {"lr": max(min(rates), 0.01 * facts.peak)}),
         )
     else:
-        yield Compared(f"{len(rates)} changes of the learning rate")
+        yield Passed(f"{len(rates)} changes of the learning rate")
 
 
 def _is_half_a_wave(rates: list[float], peak: float) -> bool:

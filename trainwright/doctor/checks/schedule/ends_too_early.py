@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
@@ -43,4 +43,4 @@ def ends_too_early(run: RunContext) -> Iterator[Result]:
             trial=RemedyTrial("another_rate", {"lr": facts.peak}),
         )
     else:
-        yield Compared(f"{steps} updates at up to {facts.peak:.3g}")
+        yield Passed(f"{steps} updates at up to {facts.peak:.3g}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
@@ -40,7 +40,7 @@ def factor_is_rate(run: RunContext) -> Iterator[Result]:
     factor = facts.peak / facts.base if facts.base else 1.0
     is_rate = facts.base < LOW and facts.base / NEAR < factor < NEAR * facts.base
     if not is_rate or len(run.steps) < MIN_CALLS or rates[-1] > rates[0]:
-        yield Compared(f"a factor of up to {factor:.3g}")
+        yield Passed(f"a factor of up to {factor:.3g}")
         return
     yield run.finding(
         run.last_step,

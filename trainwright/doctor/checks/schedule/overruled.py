@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
@@ -28,7 +28,7 @@ def overruled(run: RunContext) -> Iterator[Result]:
         return
     off = [each for each in facts.schedulers if each.calls >= 2 and each.off >= 4]
     if not off:
-        yield Compared(f"{sum(each.updates for each in facts.schedulers)} updates")
+        yield Passed(f"{sum(each.updates for each in facts.schedulers)} updates")
         return
     first = off[0]
     yield run.finding(

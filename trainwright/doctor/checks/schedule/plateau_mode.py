@@ -12,7 +12,13 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 from trainwright.doctor.finding import RemedyTrial
 
 
-@check(stage="loop", confidence=0.9, needs=LearningRateFacts, explains=("optim.lr_too_low", "schedule.ends_too_early"))
+@check(
+    points_at="schedule",
+    stage="loop",
+    confidence=0.9,
+    needs=LearningRateFacts,
+    explains=("optim.lr_too_low", "schedule.ends_too_early"),
+)
 def plateau_mode(run: RunContext) -> Iterator[Result]:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
@@ -43,7 +43,7 @@ def stepped_several_times(run: RunContext) -> Iterator[Result]:
                 evidence=[("calls without an update before", each.repeated, 0), ("calls after updates", each.advanced)],
             )
             return
-    yield Compared(f"{sum(each.calls for each in facts.schedulers)} calls")
+    yield Passed(f"{sum(each.calls for each in facts.schedulers)} calls")
 
 
 def _symptom(each: SchedulerFacts) -> str | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Compared, NotApplicable, Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, SchedulerFacts
 from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
-    stage="loop", confidence=0.9, needs=LearningRateFacts,
+    points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
     explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.ends_too_early", "schedule.learning_rate_zero"),
 )  # fmt: skip
 def unit_mismatch(run: RunContext) -> Iterator[Result]:
@@ -56,7 +56,7 @@ def unit_mismatch(run: RunContext) -> Iterator[Result]:
                 trial=RemedyTrial("another_rate", {"lr": facts.peak}),
             )
             return
-    yield Compared(f"{facts.schedulers[0].calls} calls in {facts.steps} steps")
+    yield Passed(f"{facts.schedulers[0].calls} calls in {facts.steps} steps")
 
 
 def _micro_batches(each: SchedulerFacts) -> str:

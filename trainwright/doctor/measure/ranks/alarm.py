@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.runlog import records
@@ -22,7 +22,7 @@ def record_of(facts: RanksFacts, step: int) -> records.Examined:
 
 def findings_of(facts: RanksFacts) -> list[Found]:
     """What the doctor says of these facts alone."""
-    return [each.found for each in diagnose(Case([record_of(facts, facts.newest)])).findings]
+    return [each.found for each in diagnose(RunContext([record_of(facts, facts.newest)])).findings]
 
 
 def raise_alarm(facts: RanksFacts, write: Callable[[Record], None], say: Callable[[str], None]) -> None:
