@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,7 @@ def diagnose(
         bool, typer.Option("--deep", help="Replay a step of it first, for all that found no time. It runs its code.")
     ] = False,
     model: ModelOf = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the findings below a warning.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is wrong with a run, dead or alive, from its records; exit 3 when a finding is critical."""
@@ -59,7 +61,7 @@ def diagnose(
         raise UsageError(
             "--model builds what --deep replays", remedy=f"trainwright diagnose {run} --deep --model {model}"
         )
-    answer(diagnosis_of(folder), as_json)
+    answer(replace(diagnosis_of(folder), verbose=verbose), as_json)
 
 
 @verb()

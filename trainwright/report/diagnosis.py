@@ -44,6 +44,7 @@ class Report:
         unreadable: Lines of the log that hold no record.
         unknown: Records of a kind that this version does not know.
         format_version: That of the run folder.
+        verbose: Print findings below a warning, too.
     """
 
     run: Path
@@ -58,6 +59,7 @@ class Report:
     unreadable: int = 0
     unknown: int = 0
     format_version: int = FORMAT_VERSION
+    verbose: bool = False
 
     @property
     def checks(self) -> Sequence[CheckState]:
@@ -74,12 +76,10 @@ class Report:
         if not self.examination.steps and not self.findings and not self.added:
             return [*lines, "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)"]
         if self.findings or not self.added:
-            lines += lines_of(self.findings)
+            lines += lines_of(self.findings, self.run, verbose=self.verbose)
         if self.added:
-            lines += ["found now, and not by the run itself:", *lines_of(self.added)]
+            lines += ["found now, and not by the run itself:", *lines_of(self.added, self.run, verbose=self.verbose)]
         lines += self.examination.lines(self.run)
-        if self.findings:
-            lines.append(f"more: trainwright explain {self.findings[0].code}")
         if self.experiments and self.can_be_trained_again:
             lines.append(f"a closer look would tell more: trainwright replay {self.run} --step {self.step}")
         return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from trainwright.runlog.records import Found, Where
+from trainwright.runlog.records import Evidence, Found, Where
 
 CRITICAL = 3
 """The exit code of a verb, or of a run that is otherwise well, with a critical finding."""
@@ -16,32 +16,48 @@ def exit_code(findings: Iterable[Found]) -> int:
     return CRITICAL if any(found.severity == "critical" for found in findings) else 0
 
 
-def lines_of(findings: Sequence[Found], run: Path | None = None) -> list[str]:
-    """The findings for a person, the first cause first."""
-    if not findings:
-        return ["diagnosis: nothing found"]
-    lines = [f"diagnosis: {len(findings)} finding{'s' if len(findings) > 1 else ''}, the first cause first"]
-    for number, found in enumerate(findings, 1):
+MOST_EVIDENCE = 3
+"""Measurements that the lines of a finding show; ``--json`` and the page have all."""
+
+
+def lines_of(findings: Sequence[Found], run: Path | None = None, *, verbose: bool = False) -> list[str]:
+    """The findings for a person, the first cause first, each in at most six lines.
+
+    Args:
+        findings: Those to print.
+        run: The run folder, for the last line.
+        verbose: Print findings below a warning, too. Else their number is printed.
+    """
+    shown = [each for each in findings if verbose or each.severity != "info"]
+    lines = ["diagnosis: nothing found"]
+    if shown:
+        lines = [f"diagnosis: {len(shown)} finding{'s' if len(shown) > 1 else ''}, the first cause first"]
+    for number, found in enumerate(shown, 1):
         lines += _one(number, found)
-    if run is not None:
-        lines.append(f"more: trainwright explain {findings[0].code}; trainwright diagnose {run}")
+    if hidden := len(findings) - len(shown):
+        where = f": trainwright diagnose {run} -v" if run is not None else ", which -v prints"
+        lines.append(f"{hidden} note{'s' if hidden > 1 else ''} below a warning{where}")
+    if run is not None and shown:
+        lines.append(f"more: trainwright explain {shown[0].code}; trainwright diagnose {run}")
     return lines
 
 
 def _one(number: int, found: Found) -> Iterator[str]:
-    where = place(found.where)
     since = f", since step {found.since_step}" if found.since_step not in (None, found.step) else ""
-    yield f"{number}. {found.severity}: {found.code} (step {found.step}{since}; {found.sure:.0%} sure){where}"
-    yield f"   {found.symptom}"
+    yield f"{number}. {found.severity}: {found.code}{place(found.where)} (step {found.step}{since})"
+    also = ", ".join(each.partition(":")[0] for each in found.consequences)
+    yield f"   {found.symptom}" + (f"; explains {also}" if also else "")
+    if found.evidence:
+        yield f"   seen: {'; '.join(map(_measured, found.evidence[:MOST_EVIDENCE]))}"
     yield f"   cause: {found.cause}"
-    for each in found.evidence:
-        expected = "" if each.expected is None else f" (expected {_value(each.expected)})"
-        yield f"   seen: {each.measure} {_value(each.seen)}{expected}"
-    yield f"   remedy: {found.remedy}"
-    for tried in found.tried:
-        yield f"   tried: {tried.remedy}: {tried.result}"
-    for consequence in found.consequences:
-        yield f"   follows: {consequence}"
+    yield f"   fix: {found.remedy}"
+    if found.tried:
+        yield f"   tried: {'; '.join(f'{each.remedy}: {each.result}' for each in found.tried)}"
+
+
+def _measured(evidence: Evidence) -> str:
+    expected = "" if evidence.expected is None else f" (expected {_value(evidence.expected)})"
+    return f"{evidence.measure} {_value(evidence.seen)}{expected}"
 
 
 def place(where: Where) -> str:

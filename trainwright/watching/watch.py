@@ -156,15 +156,13 @@ class Watch:
 
     def _closing_lines(self, ended: records.Ended) -> Iterator[str]:
         """What was found, what was examined, the verdict, and where to read more."""
-        yield from lines_of(self.findings())
+        yield from lines_of(self.findings(), self.folder.path if self.folder else None)
         yield from self.session.findings_log.examination().lines(self.folder.path if self.folder else None)
         if ended.verdict is not None:
             yield f"verdict: {ended.verdict}"
         if self.folder is not None:
             yield f"run      {self.folder.path}"
             yield f"page     trainwright serve {self.folder.path}   # or open {self.folder.path / REPORT_NAME}"
-        if self.findings():
-            yield f"more     trainwright explain {self.findings()[0].code}"
 
     def _ended(self, error: BaseException | None) -> records.Ended:
         losses, evaluations = losses_in(self.records), evaluations_in(self.records)
