@@ -87,7 +87,7 @@ def test_a_run_without_the_doctor_is_not_taken_for_a_loop_that_nobody_saw(tmp_pa
         log.close()
         if recipe:
             folder.recipe.write_text(recipe)
-        lines = diagnosis_of(folder).lines()
+        lines = replace(diagnosis_of(folder), verbose=True).lines()
         assert "step 6, finished" in lines[0] and said in "\n".join(lines)
         assert ("loop.unseen" in "\n".join(lines)) == (recipe is None)
 
