@@ -16,8 +16,6 @@ from trainwright.runlog.shapes import ProvenanceFile, read_as
 _OF_EACH_EXAMINATION = {"casts", "batch", "again"}
 """Experiments of which each examination of a step runs one or more."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
-WHILE_IT_TRAINS = 'tw.watch(..., examine="all"), or tw.fit(..., settings={"log.examine": "all"}),'
-"""How everything is examined while a run trains."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class Examination:
 
     Args:
         steps: Steps with a record; of a long run not every step has one.
+        taken: Steps that were taken while the doctor watched. Each of them was checked for NaN and infinity.
         replayed: Steps that were replayed and examined closely.
         laws: The result of each check; none where no check was applied.
         blind: Why steps could not be replayed, with the number of recorded steps, the most frequent reason first.
@@ -39,6 +38,7 @@ class Examination:
     blind: tuple[tuple[str, int], ...] = ()
     not_run: tuple[str, ...] = ()
     unexamined: Unexamined | None = None
+    taken: int = 0
 
     @classmethod
     def of(cls, records: Iterable[Record], laws: Sequence[LawState] = (), not_run: Sequence[str] = ()) -> Examination:
@@ -49,13 +49,15 @@ class Examination:
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
         left = [each for each in every if isinstance(each, Unexamined)][-1:]
+        numbers = {each.step for each in watched}
         return cls(
-            steps=len(watched),
+            steps=len(numbers),
             replayed=tuple(dict.fromkeys(close)),
             laws=tuple(laws),
             blind=tuple(blind.most_common()),
             not_run=tuple(not_run),
             unexamined=left[0] if left and left[0].experiments else None,
+            taken=max(numbers) - min(numbers) + 1 if numbers else 0,
         )
 
     @property
@@ -66,11 +68,14 @@ class Examination:
     def lines(self, run: Path | None = None) -> Iterator[str]:
         """What was examined; then, where something was not, what and why. ``run`` is the run folder."""
         recorded = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
+        if self.steps < self.taken:
+            sampled = f"a sample, the first ones in full; all {self.taken:,} were checked for NaN and infinity"
+            recorded = f"{self.steps:,} of {self.taken:,} steps ({sampled})"
         replayed = f"{len(self.replayed) or 'none'} of them replayed"
         yield "; ".join([f"examined  {recorded}, {replayed}", *self._checks()])
         if self.blind:
             reason, count = self.blind[0]
-            yield f"not replayed  {count:,} of {self.steps:,} steps: {' '.join(reason.split())[:MAX_REASON_CHARS]}"
+            yield f"not replayed  {count:,} of {self.steps:,} recorded steps: {' '.join(reason.split())[:MAX_REASON_CHARS]}"
         if self.unexamined is not None:
             yield f"not examined  {line_of_unexamined(self.unexamined, run)}"
         elif self.not_run:
@@ -104,8 +109,8 @@ def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
     if not count:
         return None
     return (
-        f"no time for {count} experiment{'' if count == 1 else 's'}: {unexamined.examined_s:.2g} s were spent "
-        f"on others in {unexamined.trained_s:.2g} s of training; {_later(unexamined, run)}"
+        f"no time for {count} experiment{'' if count == 1 else 's'}: others took {unexamined.examined_s:.2g} s beside "
+        f"{unexamined.trained_s:.2g} s of training; {_later(unexamined, run)}"
     )
 
 
@@ -115,7 +120,18 @@ def _later(unexamined: Unexamined, run: Path | None) -> str:
         return f"later: trainwright diagnose {run} --deep"
     if run is not None and unexamined.bundle is not None:
         return f"later: trainwright diagnose {run} --deep --model FILE.py:FUNCTION, which makes the model"
-    return f"{WHILE_IT_TRAINS} takes the time"
+    return f"{while_it_trains(run)} takes the time"
+
+
+def while_it_trains(run: Path | None) -> str:
+    """How everything is examined while a run of this kind trains; without a folder it is a watched loop."""
+    try:
+        recipe = None if run is None or not (run / "recipe.yaml").is_file() else read_text(run / "recipe.yaml")
+    except UnreadableFile:
+        recipe = ""
+    if recipe is None:
+        return 'tw.watch(..., examine="all")'
+    return 'tw.fit(..., settings={"log.examine": "all"})' if "use: live:" in recipe else "--set log.examine=all"
 
 
 def can_be_trained_again(run: Path) -> bool:
