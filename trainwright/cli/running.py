@@ -38,7 +38,7 @@ def demo(
         typer.Option(
             "--break",
             metavar="FAULT",
-            help="Plant a fault for the doctor: lr, nan, fp16, labels, zero-grad, sign, softmax, params, step; or none.",
+            help="Plant a fault: lr, nan, fp16, labels, zero-grad, sign, softmax, params, step; or none.",
         ),
     ] = None,
     as_json: Json = False,

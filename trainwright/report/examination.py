@@ -75,7 +75,8 @@ class Examination:
         yield "; ".join([f"examined  {recorded}, {replayed}", *self._checks()])
         if self.blind:
             reason, count = self.blind[0]
-            yield f"not replayed  {count:,} of {self.steps:,} recorded steps: {' '.join(reason.split())[:MAX_REASON_CHARS]}"
+            shown = " ".join(reason.split())[:MAX_REASON_CHARS]
+            yield f"not replayed  {count:,} of {self.steps:,} recorded steps: {shown}"
         if self.unexamined is not None:
             yield f"not examined  {line_of_unexamined(self.unexamined, run)}"
         elif self.not_run:
