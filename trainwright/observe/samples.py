@@ -15,8 +15,8 @@ from trainwright.state.train_state import TrainState
 class TextSamples:
     """An Observer that calls ``write`` at given shares of the run, and once more when the run is over.
 
-    ``write()`` returns the sample, or "" where it is left out; it must leave the model's mode and the random generators as they
-    are.
+    ``write()`` returns the sample, or "" where it is left out; it must leave the model's mode and the random
+    generators as they are.
     """
 
     def __init__(

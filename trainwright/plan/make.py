@@ -96,8 +96,8 @@ class Plan:
 
     ``initial_loss`` is that of the untrained model, None in a run that is resumed. ``lr`` is None until an optimizer
     that is not in the box is made, where the recipe gives none. An evaluation in the course of the run takes
-    ``evaluate_batches`` batches, 0 for the whole set; where ``evaluates_whole``, the whole set follows at the end. ``seconds`` is what is left of the run by the clock, by what
-    it is spent on; ``ends_in_s`` is when it must be over, if it must. ``settled`` is what the recipe left open and was
+    ``evaluate_batches`` batches, 0 for the whole set; where ``evaluates_whole``, the whole set follows at
+    the end. ``seconds`` is what is left of the run by the clock, by what it is spent on; ``ends_in_s`` is when it must be over, if it must. ``settled`` is what the recipe left open and was
     resolved before the model was built. ``header`` names every setting and who decided it.
     """
 
