@@ -293,3 +293,12 @@ def test_the_time_between_steps_is_measured_by_what_it_goes_into() -> None:
     assert measured.step_s == pytest.approx(1.0) and measured.beside_s == pytest.approx(0.25)
     assert measured.examination_s == pytest.approx(0.5), "those of the first steps are over"
     assert measured.examined_s == pytest.approx(7 * 5.0 + 32 * 0.5)
+
+
+def test_the_pace_of_the_first_line_counts_from_the_first_step() -> None:
+    """Between progress and the first step are plan and dry run."""
+    now_s, state, file = [0.0], make_state(), io.StringIO()
+    progress = Progress(Console(file=file, width=200), clock=lambda: now_s[0])
+    now_s[0] = 100.0
+    run(state, batches(1), make_step(loss), until=for_steps(1), observers=[progress])
+    assert file.getvalue() == "", "ten seconds have not passed since the first step began"

@@ -115,8 +115,8 @@ def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     end = "end         about 14:31:07, after 67.7 s: training 60 s, evaluation 5 s, examinations at most 2.7 s"
     assert end in lines
     (timed,) = [line for line in lines if line.startswith("time ")]
-    assert timed.startswith("time        about 10 ms a step, about 6,000 steps in 60 s: the fastest dry run of forward")
-    assert timed.endswith("log, doctor and load of the machine come on top")
+    assert timed.startswith("time        about 10 ms a step, about 6,000 steps in 60 s: a dry run of forward")
+    assert timed.endswith("log, doctor and what else the machine does come on top")
     assert not any(line.startswith("end ") for line in preflight(replace(plan, seconds={}), now_s))
 
 

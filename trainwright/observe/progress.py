@@ -212,6 +212,7 @@ class Progress:
         self._work_s += result.step_s
         if self._samples is None:
             self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
+            self._shown_s = self._clock() - result.step_s  # plan and dry run came before
         now_s = self._clock()
         if now_s - self._shown_s < self._every_s:
             return

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from trainwright.plan.header import TOPICS
-from trainwright.plan.make import Plan
 from trainwright.plan.trace import KINDS
+
+if TYPE_CHECKING:
+    from trainwright.plan.make import Plan
 
 COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """What the seconds of ``until`` count."""
-TIMED = "the fastest dry run of forward, backward and update; log, doctor and load of the machine come on top"
+TIMED = "a dry run of forward, backward and update; log, doctor and what else the machine does come on top"
 """The seconds of a step in the header."""
 EXAMINATIONS = "examinations"
 """In the seconds of a plan: the most that they may take where nothing is found. They end sooner where all are made."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.law import LawState
+from trainwright.plan.explain import human_seconds
 from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Examined, Record, Unexamined, Watched
@@ -106,12 +107,12 @@ class Examination:
 
 def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
     """What found no time, and how it is examined later; None where everything did. ``run`` None: it has no folder."""
-    count = len(unexamined.experiments)
+    count, took_s = len(unexamined.experiments), unexamined.examined_s
     if not count:
         return None
     return (
-        f"no time for {count} experiment{'' if count == 1 else 's'}: others took {unexamined.examined_s:.2g} s beside "
-        f"{unexamined.trained_s:.2g} s of training; {_later(unexamined, run)}"
+        f"no time for {count} experiment{'' if count == 1 else 's'}: others took {human_seconds(took_s)} of "
+        f"{human_seconds(took_s + unexamined.trained_s)}; {_later(unexamined, run)}"
     )
 
 
