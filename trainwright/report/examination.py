@@ -70,7 +70,7 @@ class Examination:
         """What was examined; then, where something was not, what and why. ``run`` is the run folder."""
         recorded = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
         if self.steps < self.taken:
-            sampled = f"a sample, the first ones in full; all {self.taken:,} were checked for NaN and infinity"
+            sampled = f"fewer of the later ones; all {self.taken:,} were checked for NaN and infinity"
             recorded = f"{self.steps:,} of {self.taken:,} steps ({sampled})"
         replayed = f"{len(self.replayed) or 'none'} of them replayed"
         yield "; ".join([f"examined  {recorded}, {replayed}", *self._checks()])
