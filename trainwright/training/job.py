@@ -370,7 +370,9 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | Non
     seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
     plan = job.plan
     if seen.mean:
-        why = "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+        why = (
+            "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+        )
         plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
     plan = replace(plan, notes=(*plan.notes, *memory_note(job.recipe, seen.optimizer_bytes)))
     share = tensor_share(job.parts.model, plan.degrees)
