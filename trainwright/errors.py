@@ -268,7 +268,7 @@ def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[s
 def suggest(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the nearest known one, or all of them when none is near."""
     names = list(known)
-    near = get_close_matches(name[:100], names, n=1, cutoff=0.5)
+    near = get_close_matches(name[:100], names, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
     return f"known are: {', '.join(names)}"
@@ -277,5 +277,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raises UsageError unless ``value`` is one of ``choices``."""
     if value not in (names := list(choices)):
-        remedy = suggest(str(value), names)
+        near = get_close_matches(str(value)[:100], names, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"
         raise UsageError(f"{name} must be one of {', '.join(names)}; got {value!r}", remedy=remedy)

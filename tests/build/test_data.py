@@ -549,6 +549,17 @@ def test_count_tokens() -> None:
     assert count_tokens({"x": torch.rand(2, 5), "ids": torch.zeros(3, 4, dtype=torch.int32)}) == 12
     assert count_tokens((torch.rand(2, 3), torch.zeros(2, dtype=torch.long))) == 0
     assert count_tokens("text") == 0
+    assert count_tokens(({"labels": torch.zeros(2, 9).long(), "ids": torch.zeros(2, 5).long()}, None)) == 10
+    assert count_tokens({"input_ids": torch.zeros(2, 4, 5).long(), "labels": torch.zeros(2).long()}) == 40
+
+
+def test_targets_and_pixels_are_no_tokens() -> None:
+    images, classes, several = torch.rand(2, 3, 4, 4), torch.zeros(2, 4, 4).long(), torch.zeros(2, 9).long()
+    assert count_tokens((images, classes)) == 0
+    assert count_tokens((images, several)) == 0
+    assert count_tokens({"pixel_values": images, "labels": several}) == 0
+    assert count_tokens({"image": images, "mask": classes}) == 0
+    assert count_tokens((images.long(), several)) == 0
 
 
 def test_unwrap_takes_a_loader_apart() -> None:

@@ -179,6 +179,23 @@ def test_a_model_that_would_keep_a_trace_is_not_tried(make: type[nn.Linear], why
     assert not Path("written.txt").exists()
 
 
+def test_a_machine_that_is_busy_most_of_the_time_is_foretold_as_such() -> None:
+    calls: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+
+    def wait(module: nn.Module, *_: object) -> None:
+        calls[module].append(1)
+        if len(calls[module]) % 4:
+            time.sleep(0.02)
+
+    model = nn.Linear(8, 1)
+    calls[model] = []
+    model.register_forward_hook(wait)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = StepBatch((MicroBatch(torch.randn(1, 8), np.arange(1)),))
+    seen = dry_run(state, batch, lambda model, x: model(x).mean(), modes=[Mode(FP32, 1)], budget_s=10.0)
+    assert seen.seconds["fp32", 1] >= 0.02
+
+
 def test_few_calls_are_enough() -> None:
     calls: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
     model = nn.Linear(8, 3)

@@ -174,10 +174,10 @@ LINE = ProgressLine(
 def test_the_whole_line() -> None:
     assert LINE.text() == (
         " 43%  epoch 3/7  step 860  loss 2.912  val 2.950  lr 0.00025  1 warning  2 steps skipped  ETA 2m10s  "
-        "2.00 GiB  waits for data 14%  1,234 samples/s  78,976 tokens/s  MFU 41.2%  [2.91] > bigram 2.46"
+        "process 2.00 GiB  waits for data 14%  1,234 samples/s  78,976 tokens/s  MFU 41.2%  [2.91] > bigram 2.46"
     )
     bare = ProgressLine(fraction=0.0, step=1, loss=math.nan, lr=1.0, memory_bytes=0, samples_s=0.0)
-    assert bare.text() == "  0%  step 1  loss not finite  lr 1  ETA ?  0.00 GiB  0 samples/s"
+    assert bare.text() == "  0%  step 1  loss not finite  lr 1  ETA ?  process 0.00 GiB  0 samples/s"
 
 
 def test_a_narrow_terminal_shows_skips_and_memory_and_not_the_pace() -> None:
@@ -293,3 +293,12 @@ def test_the_time_between_steps_is_measured_by_what_it_goes_into() -> None:
     assert measured.step_s == pytest.approx(1.0) and measured.beside_s == pytest.approx(0.25)
     assert measured.examination_s == pytest.approx(0.5), "those of the first steps are over"
     assert measured.examined_s == pytest.approx(7 * 5.0 + 32 * 0.5)
+
+
+def test_the_pace_of_the_first_line_counts_from_the_first_step() -> None:
+    """Between progress and the first step are plan and dry run."""
+    now_s, state, file = [0.0], make_state(), io.StringIO()
+    progress = Progress(Console(file=file, width=200), clock=lambda: now_s[0])
+    now_s[0] = 100.0
+    run(state, batches(1), make_step(loss), until=for_steps(1), observers=[progress])
+    assert file.getvalue() == "", "ten seconds have not passed since the first step began"

@@ -41,6 +41,14 @@ def test_runs_are_compared_by_what_was_asked_and_what_came_of_it(tmp_path: Path)
     assert "    validation loss 0.7 reached at step 20, after 20 s" in lines
 
 
+def test_times_that_each_start_measures_are_no_part_of_the_plan(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path, f"r{i}", records(1.0), settings={}).path for i in range(2)]
+    for path, wait_s in zip(paths, (0.1, 0.2), strict=True):
+        plan = json.loads((path / "plan.json").read_text())
+        (path / "plan.json").write_text(json.dumps({**plan, "step_s": 1 + wait_s, "wait_s": wait_s}))
+    assert compared(*paths).plan == ()
+
+
 def test_what_differs_in_a_third_run_only_has_the_value_of_all(tmp_path: Path) -> None:
     settings = ({"seed": 1}, {"seed": 1}, {"seed": 1, "optimizer.lr": 0.5})
     paths = [make_run(tmp_path, f"r{i}", records(1.0), settings=each).path for i, each in enumerate(settings)]

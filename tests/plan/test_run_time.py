@@ -105,13 +105,18 @@ def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
 
 def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     now_s = time.mktime((2026, 11, 24, 14, 30, 0, 0, 0, -1))
-    plan = replace(planned("60s", "0.2run"), seconds={"training": 60.0, "evaluation": 5.0})
+    spent = {"training": 60.0, "evaluation": 5.0, "examinations": 2.7}
+    plan = replace(planned("60s", "0.2run"), seconds=spent, step_s=0.01)
     lines = preflight(plan, now_s)
     assert (
         "length      60 s of training: steps and waiting for data; "
         "evaluation, saving, examinations and samples come on top"
     ) in lines
-    assert "end         about 14:31:05, after 65 s: training 60 s, evaluation 5 s" in lines
+    end = "end         about 14:31:07, after 67.7 s: training 60 s, evaluation 5 s, examinations at most 2.7 s"
+    assert end in lines
+    (timed,) = [line for line in lines if line.startswith("time ")]
+    assert timed.startswith("time        about 10 ms a step, about 6,000 steps in 60 s: a dry run of forward")
+    assert timed.endswith("log, doctor and what else the machine does come on top")
     assert not any(line.startswith("end ") for line in preflight(replace(plan, seconds={}), now_s))
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainwright.report.diagnosis import diagnosis_of
+from trainwright.report.examination import while_it_trains
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Examined, Started, Watched
+from trainwright.runlog.records import Ended, Examined, Started, Unexamined, Watched
 from trainwright.runlog.writer import LogWriter
 
 
@@ -50,6 +51,39 @@ def test_nothing_found_says_in_what(tmp_path: Path) -> None:
         log.write(Examined(time_s=time.time(), step=step, experiment="again", values=values))
     log.close()
     assert "1 recorded step, 1 of them replayed" in examined(folder)
+
+
+def test_of_a_long_run_some_steps_are_recorded_and_the_line_says_what_that_means(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, None)
+    log = LogWriter(folder.log)
+    for step in (4, 300, 300):  # a resume takes a step again
+        log.write(Watched(time_s=time.time(), step=step, loss=1.0, grad_norm=1.0, lr=0.1, events=(), values={}))
+    log.close()
+    assert examined(folder).startswith(
+        "examined  3 of 298 steps (fewer of the later ones; all 298 were checked for NaN and infinity), none "
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hint"),
+    [
+        (None, 'tw.watch(..., examine="all") takes'),
+        ("model:\n  use: live:Net\n", 'tw.fit(..., settings={"log.examine": "all"}) takes'),
+        ("model:\n  use: gpt\n", "later: trainwright diagnose {run} --deep"),
+    ],
+    ids=["a watched loop", "live objects", "a recipe"],
+)
+def test_one_hint_for_the_kind_of_run(tmp_path: Path, recipe: str | None, hint: str) -> None:
+    folder = run_with(tmp_path, recipe)
+    log = LogWriter(folder.log)
+    log.write(Unexamined(time_s=0.0, step=3, experiments=("again",), examined_s=0.25, trained_s=12.0))
+    log.close()
+    [line] = [line for line in diagnosis_of(folder).lines() if line.startswith("not examined")]
+    assert line.startswith("not examined  no time for 1 experiment: others took 250 ms of 12.2 s; ")
+    assert hint.replace("{run}", str(folder.path)) in line
+    assert ("tw.watch" in line) + ("tw.fit" in line) + ("--deep" in line) == 1
+    again = {None: "tw.watch(", "model:\n  use: gpt\n": "--set log.examine=all"}.get(recipe, "tw.fit(")
+    assert while_it_trains(folder.path).startswith(again)
 
 
 def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:

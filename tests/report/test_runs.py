@@ -32,6 +32,15 @@ def make_run(root: Path, name: str, *, steps: int, ended: str | None) -> RunFold
     return folder
 
 
+def test_a_resumed_run_began_when_it_began(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    for time_s, step in ((1.6e9, 0), (1.7e9, 5)):
+        with folder.log.open("a") as log:
+            log.write(to_json(Started(time_s=time_s, step=step, version="0", pid=1)) + "\n")
+    folder.recipe.write_text("")
+    assert list_runs(tmp_path).rows[0].began_s == 1.6e9
+
+
 def test_every_run_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("runs"), "done", steps=9000, ended="finished")  # longer than what is read of it

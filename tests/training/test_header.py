@@ -213,3 +213,11 @@ def test_nothing_is_named_as_planned_where_the_plan_changed_nothing() -> None:
     found = fitted(settings={"batch": {"size": 8, "micro": "auto"}, "optimizer.offload": "auto"})
     assert not {"recompute", "offload", "compile", "loss"} & found.keys()
     assert found["batch"][1] == "planned"
+
+
+def test_a_resumed_run_has_no_first_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"log.doctor": False}
+    for until, count in (("2steps", 1), ("4steps", 0)):
+        resume = {"resume": "runs/run"} if until == "4steps" else {}
+        tw.fit(nn.Linear(4, 2), data(), nn.CrossEntropyLoss(), until=until, settings=settings, **resume)
+        assert capsys.readouterr().out.count("first loss") == count

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from trainwright.training.job import Job
-from trainwright.verbs.demo import FIRST_TOKENS, LEAST_TOKENS, SAMPLE_TOKENS, SampleWriter, demo
+from trainwright.verbs.demo import FIRST_TOKENS, LEAST_TOKENS, PROMPT, SAMPLE_TOKENS, SampleWriter, _FinalToo, demo
 
 
 @pytest.mark.slow
@@ -57,7 +57,17 @@ def test_a_sample_is_as_long_as_its_share_of_the_run_allows() -> None:
     write()
     assert model.calls == FIRST_TOKENS + 30  # a hundredth of 60 s
     write._token_s = 0.6 / (LEAST_TOKENS - 1)
-    assert "left out" in write() and model.calls == FIRST_TOKENS + 30
+    assert write() == "" and model.calls == FIRST_TOKENS + 30
+
+
+def test_a_sample_that_is_left_out_is_not_shown_and_the_last_one_always_is(tmp_path: Path) -> None:
+    write, _ = writer(60.0)
+    write._token_s, said = 10.0, list[str]()
+    samples = _FinalToo(write, folder=tmp_path / "samples", say=said.append)
+    samples.show("25% of the run")
+    assert said == []
+    samples.close()
+    assert said == [f"sample at the end:\n    {'x' * (LEAST_TOKENS + len(PROMPT))}"]
 
 
 def test_a_run_that_may_take_as_long_as_it_takes_writes_whole_samples() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from tests import forked
-from trainwright.cli import app
+from trainwright.cli import app, running
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Watched
@@ -74,6 +76,12 @@ def test_the_budget_of_the_demo_holds_for_a_planted_fault_too(budget: str, least
 
 def test_every_fault_of_the_demo_is_expected_here() -> None:
     assert set(NAMED) | {"none"} == set(FAULTS)
+
+
+def test_the_help_lists_every_fault() -> None:
+    (option,) = get_type_hints(running.demo, include_extras=True)["broken"].__metadata__
+    listed = option.help.partition(": ")[2]
+    assert set(re.findall(r"[\w-]+", listed)) - {"or"} == set(FAULTS)
 
 
 def test_an_unknown_fault_ends_in_a_sentence() -> None:

@@ -88,6 +88,16 @@ def test_the_seconds_at_the_end_are_of_the_wall(clock: Clock, monkeypatch: pytes
     assert budget.left_at_end_s == pytest.approx(END_S / 4)
 
 
+def test_what_is_told_of_a_run_is_wall_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets.time, "perf_counter", lambda: 4 * clock())
+    budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 10)
+    spend(budget, clock, 0.5)
+    assert (budget.examined_wall_s, budget.trained_wall_s) == (2.0, 40.0)
+    with budget.spending():
+        clock.now_s += 1.0
+        assert (budget.examined_wall_s, budget.trained_wall_s) == (6.0, 40.0), "the one that goes on counts"
+
+
 def test_what_follows_evidence_has_seconds_of_its_own(clock: Clock) -> None:
     budget = trained(ExaminationBudget(CPU, clock=clock), clock, 1e-3)
     spend(budget, clock, 0.5)

@@ -84,7 +84,7 @@ def test_what_could_not_be_replayed_is_said_with_the_reason(capsys: Captured) ->
         for _ in range(6):
             optimizer.step(closure)
     said = capsys.readouterr().err
-    assert re.search(r"^not replayed  6 of 6 steps: .*closure", said, re.MULTILINE), said
+    assert re.search(r"^not replayed  6 of 6 recorded steps: .*closure", said, re.MULTILINE), said
 
 
 def test_a_loop_without_a_step_has_no_loss(capsys: Captured) -> None:

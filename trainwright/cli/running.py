@@ -34,7 +34,12 @@ def demo(
     ] = None,
     settings: Settings = None,
     broken: Annotated[
-        str | None, typer.Option("--break", metavar="FAULT", help="Plant a fault for the doctor: lr, nan, labels, ...")
+        str | None,
+        typer.Option(
+            "--break",
+            metavar="FAULT",
+            help="Plant a fault: lr, nan, fp16, labels, zero-grad, sign, softmax, params, step; or none.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -63,4 +63,4 @@ def _nearest(code: str) -> str:
     if same:
         return suggest(code, same)
     topics = sorted({f"{each.partition('.')[0]}." for each in codes()})
-    return suggest(code, codes() if get_close_matches(code, codes(), cutoff=0.5) else topics)
+    return suggest(code, codes() if get_close_matches(code, codes()) else topics)

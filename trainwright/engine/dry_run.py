@@ -40,7 +40,7 @@ from trainwright.world.group import SOLO, World
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
 SLOW_S = 2.0  # of all modes together; two further times of each would cost more than they tell
 IN_A_ROW = 2  # of one of several modes: the first after another number of threads pays for the change
-ENOUGH = 8  # rounds: the shortest of so many times hardly gets shorter
+ENOUGH = 8  # rounds: their median hardly changes
 _PARTS = {  # of a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -59,11 +59,12 @@ class Mode(NamedTuple):
 class DryRun:
     """``loss`` of the untrained model on the first micro-batch, in fp32; ``mean``: the loss returned a plain mean.
 
-    ``seconds`` holds the shortest time of forward and backward of the batch, by mode: other work of the machine can
-    only add to it. ``thread_s`` is the same by the processor time of the calling thread, which does not count that it
-    waits: all the work of a mode of one thread. ``update_s`` is that of the optimizer's update, 0 where it was not
-    measured, and ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is what autograd saves for the backward
-    pass of one micro-batch, without the weights and the batch. ``outputs`` is the last dimension of the model's output.
+    ``seconds`` holds the time of forward and backward of the batch by mode: the median over the newer half of the
+    rounds, so that what the machine does besides is in it as in the run, and the first calls, which are slower, are
+    not. ``thread_s`` is the shortest processor time of the calling thread, which does not count that it waits: all the
+    work of a mode of one thread. ``update_s`` is that of the optimizer's update, 0 where it was not measured, and
+    ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is what autograd saves for the backward pass of one
+    micro-batch, without the weights and the batch. ``outputs`` is the last dimension of the model's output.
     """
 
     loss: float
@@ -176,18 +177,21 @@ def _timed(
         for done in count(1):
             for precision, threads in modes:
                 torch.set_num_threads(threads)
+                in_round = list[float]()
                 for _ in range(in_a_row):
                     clear_grads(state.optimizer)
                     started_s, thread_s = time.perf_counter(), time.thread_time()
                     float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
-                    times[precision.name, threads].append(time.perf_counter() - started_s)
+                    in_round.append(time.perf_counter() - started_s)
                     of_thread[precision.name, threads].append(time.thread_time() - thread_s)
+                times[precision.name, threads].append(min(in_round))
             elapsed_s = time.perf_counter() - begin_s
             is_known = elapsed_s >= budget_s and done >= (rounds if elapsed_s < SLOW_S else least)
             if world.least(int(is_known or done >= ENOUGH)):
                 break
         update_s, kept = _update(state) if updates and world.size == 1 else (0.0, None)
-    seconds, work = ({mode: min(each) for mode, each in every.items()} for every in (times, of_thread))
+    seconds = {mode: statistics.median(each[-max(1, len(each) // 2) :]) for mode, each in times.items()}
+    work = {mode: min(each) for mode, each in of_thread.items()}
     return replace(first, seconds=seconds, thread_s=work, update_s=update_s, optimizer_bytes=kept)
 
 

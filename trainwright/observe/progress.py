@@ -45,6 +45,7 @@ class ProgressLine:
         epochs: How many are planned.
         loss: The mean over the steps since the last line.
         val: The last validation loss.
+        memory_of: Whose memory it is: that of the process, or that of tensors on the GPU.
         findings: Counts of what the doctor found, in words.
         left_s: Seconds until the whole run is over; None: not known yet.
         mfu: Model FLOPs utilization.
@@ -58,6 +59,7 @@ class ProgressLine:
     lr: float
     memory_bytes: int
     samples_s: float
+    memory_of: str = "process"
     epoch: int | None = None
     epochs: float | None = None
     val: float | None = None
@@ -82,7 +84,7 @@ class ProgressLine:
             parts.append(self.findings)
         if self.skipped:
             parts.append(f"{self.skipped} step{'s' * (self.skipped > 1)} skipped")
-        parts += [f"ETA {duration(self.left_s)}", f"{self.memory_bytes / 2**30:.2f} GiB"]
+        parts += [f"ETA {duration(self.left_s)}", f"{self.memory_of} {self.memory_bytes / 2**30:.2f} GiB"]
         if self.wait > MIN_WAIT_FRACTION:
             parts.append(f"waits for data {self.wait:.0%}")
         parts.append(f"{self.samples_s:,.0f} samples/s")
@@ -210,6 +212,7 @@ class Progress:
         self._work_s += result.step_s
         if self._samples is None:
             self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
+            self._shown_s = self._clock() - result.step_s  # plan and dry run came before
         now_s = self._clock()
         if now_s - self._shown_s < self._every_s:
             return
@@ -233,6 +236,7 @@ class Progress:
             loss=self._losses.take(),
             lr=result.lr,
             memory_bytes=in_use_bytes(result.grad_norm.device),
+            memory_of="GPU" if result.grad_norm.device.type == "cuda" else "process",
             samples_s=samples_s,
             epoch=state.data.epoch + 1 if self.has_epochs or state.data.epoch else None,
             epochs=self.epochs,

@@ -15,7 +15,8 @@ from trainwright.state.train_state import TrainState
 class TextSamples:
     """An Observer that calls ``write`` at given shares of the run, and once more when the run is over.
 
-    ``write()`` returns the sample; it must leave the model's mode and the random generators as they are.
+    ``write()`` returns the sample, or "" where it is left out; it must leave the model's mode and the random
+    generators as they are.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class TextSamples:
     def show(self, title: str) -> None:
         """Prints one sample now and keeps it in the folder."""
         text = self._write()
+        if not text:
+            return
         self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
         try:
             make_subfolder(self._folder)

@@ -17,7 +17,7 @@ from trainwright.runlog.json_values import JsonValue, strict
 
 SAME_RUN = {"seed", "name", "folder"}
 """Keys in which runs of one recipe differ: they are told together, with their spread."""
-MEASURED = ("notes", "header", "step_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
+MEASURED = ("notes", "header", "step_s", "wait_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
 """Keys of a plan that each start measures again, and the header, which repeats the recipe in words."""
 SMOOTHED = 15
 """Rows of the log whose median is compared where nothing was validated."""

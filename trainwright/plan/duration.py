@@ -94,7 +94,7 @@ def _steps(duration: Duration, pace: Pace, path: str) -> int:
                 raise RecipeError(
                     Problem(
                         path,
-                        "tokens need batches with a tensor of token ids (integers, two dimensions)",
+                        "tokens need batches whose inputs are token ids (integers, two dimensions)",
                         got=str(duration),
                         remedy="give it in steps, epochs or samples",
                     )

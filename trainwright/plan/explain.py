@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from trainwright.plan.header import TOPICS
-from trainwright.plan.make import Plan
 from trainwright.plan.trace import KINDS
+
+if TYPE_CHECKING:
+    from trainwright.plan.make import Plan
 
 COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """What the seconds of ``until`` count."""
+TIMED = "a dry run of forward, backward and update; log, doctor and what else the machine does come on top"
+"""The seconds of a step in the header."""
+EXAMINATIONS = "examinations"
+"""In the seconds of a plan: the most that they may take where nothing is found. They end sooner where all are made."""
 ALL_COUNTED = "from the first step on: training, evaluation, examinations, samples and the last save"
 """What they count where the whole run must be over."""
 
@@ -29,9 +36,9 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
     notes = [note for note in plan.notes if note.topic not in topics and note.why not in reasons]
     lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in notes]
     if plan.memory_bytes is not None:
-        lines.append(f"memory      {held_in_words(plan.memory_bytes)}")
+        lines.append(f"memory      tensors {held_in_words(plan.memory_bytes)}; the process comes on top")
     if plan.step_s is not None:
-        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}")
+        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {TIMED}")
     if plan.ends_in_s is not None:
         lines.append(f"end         {_end_by_the_clock(plan.ends_in_s, now_s)}")
     elif plan.seconds:
@@ -77,14 +84,15 @@ def _steps_in_time(plan: Plan) -> str:
 def _end(seconds: Mapping[str, float], now_s: float) -> str:
     """`about 14:32:05, after 62 s: training 60 s, evaluation 2.1 s`"""
     total_s = sum(seconds.values())
-    parts = ", ".join(f"{what} {human_seconds(each)}" for what, each in seconds.items() if each)
+    most = {EXAMINATIONS: f"{EXAMINATIONS} at most"}
+    parts = ", ".join(f"{most.get(what, what)} {human_seconds(each)}" for what, each in seconds.items() if each)
     return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
 
 
 def corrected(step_s: float, foretold_s: float, left_s: float, now_s: float) -> str:
     """What is said of the end when a run has found its pace."""
     end = f"ends about {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
-    return f"a step takes {human_seconds(step_s)}, {human_seconds(foretold_s)} were foretold: {end}"
+    return f"a step takes {human_seconds(step_s)}, predicted were {human_seconds(foretold_s)}: {end}"
 
 
 def _end_by_the_clock(left_s: float, now_s: float) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, cast
 from trainwright.errors import Problem, Problems, RecipeError
 from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.plan.explain import human_seconds
 from trainwright.plan.header import RunHeader
 from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
@@ -94,11 +95,12 @@ class Kept:
 class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step, with the ``wait_s`` for its batch.
 
-    ``lr`` is None until an optimizer that is not in the box is made, where the recipe gives none. An evaluation in the
-    course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
-    ``evaluates_whole``, the whole set follows at the end. ``seconds`` is what is left of the run by the clock, by what
-    it is spent on; ``ends_in_s`` is when it must be over, if it must. ``settled`` is what the recipe left open and was
-    resolved before the model was built. ``header`` names every setting and who decided it.
+    ``initial_loss`` is that of the untrained model, None in a run that is resumed. ``lr`` is None until an optimizer
+    that is not in the box is made, where the recipe gives none. An evaluation in the course of the run takes
+    ``evaluate_batches`` batches, 0 for the whole set; where ``evaluates_whole``, the whole set follows at the end.
+    ``seconds`` is what is left of the run by the clock, by what it is spent on; ``ends_in_s`` is when it must be over,
+    if it must. ``settled`` is what the recipe left open and was resolved before the model was built. ``header`` names
+    every setting and who decided it.
     """
 
     device: str
@@ -339,7 +341,7 @@ def choose_threads(
         return counts[0], (Note("threads", str(counts[0]), "memory is too short to try fewer"),)
     fastest = min(counts, key=lambda count: by_count[count])
     chosen = fastest if by_count[counts[0]] > FEWER_THREADS_PAY_ABOVE * by_count[fastest] else counts[0]
-    timed = " and ".join(f"{took * 1e3:.3g} ms with {count}" for count, took in by_count.items())
+    timed = " and ".join(f"{human_seconds(took)} with {count}" for count, took in by_count.items())
     return chosen, (Note("threads", str(chosen), f"measured in the dry run: one step takes {timed}"),)
 
 
@@ -366,7 +368,9 @@ def choose_precision(
             why = "memory is limited or too short, so bf16 was not tried" if seconds else "bf16 was not timed"
         return "fp32", Note("precision", "fp32", why)
     gain = seconds["fp32"] / (seconds["bf16"] or 1.0)  # 0 where the clock is too coarse
-    timed = f"one thread works {seconds['fp32'] * 1e3:.3g} ms a step in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
+    timed = (
+        f"one thread works {human_seconds(seconds['fp32'])} a step in fp32 and {human_seconds(seconds['bf16'])} in bf16"
+    )
     chosen: PrecisionName = "bf16" if gain > BF16_PAYS_ABOVE else "fp32"
     return chosen, Note("precision", chosen, f"measured in the dry run: {timed}")
 

@@ -57,7 +57,7 @@ class ShortName:
         if colon and module.endswith(".py"):
             module = module.removesuffix(".py").replace("/", ".").strip(".")
             return f"write the module as it is imported: {readable(module)}:{readable(name)}"
-        close = difflib.get_close_matches(text[:100].lower().replace("-", "_"), self.names, n=1, cutoff=0.55)
+        close = difflib.get_close_matches(text[:100].lower().replace("-", "_"), self.names, n=1)
         if close and not colon:
             return f"did you mean {close[0]}?"
         module, dot, name = text.rpartition(".")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.check import CheckState
+from trainwright.plan.explain import human_seconds
 from trainwright.runlog.files import UnreadableFile, read_text
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Examined, Record, Unexamined, Watched
@@ -16,8 +17,6 @@ from trainwright.runlog.shapes import ProvenanceFile, read_as
 _OF_EACH_EXAMINATION = {"casts", "batch", "again"}
 """Experiments of which each examination of a step runs one or more."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
-WHILE_IT_TRAINS = 'tw.watch(..., examine="all"), or tw.fit(..., settings={"log.examine": "all"}),'
-"""How everything is examined while a run trains."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class Examination:
 
     Args:
         steps: Steps with a record; of a long run not every step has one.
+        taken: Steps that were taken while the doctor watched. Each of them was checked for NaN and infinity.
         replayed: Steps that were replayed and examined closely.
         checks: The result of each check; none where no check was applied.
         blind: Why steps could not be replayed, with the number of recorded steps, the most frequent reason first.
@@ -39,6 +39,7 @@ class Examination:
     blind: tuple[tuple[str, int], ...] = ()
     not_run: tuple[str, ...] = ()
     unexamined: Unexamined | None = None
+    taken: int = 0
 
     @classmethod
     def of(
@@ -51,13 +52,15 @@ class Examination:
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
         left = [each for each in every if isinstance(each, Unexamined)][-1:]
+        numbers = {each.step for each in watched}
         return cls(
-            steps=len(watched),
+            steps=len(numbers),
             replayed=tuple(dict.fromkeys(close)),
             checks=tuple(checks),
             blind=tuple(blind.most_common()),
             not_run=tuple(not_run),
             unexamined=left[0] if left and left[0].experiments else None,
+            taken=max(numbers) - min(numbers) + 1 if numbers else 0,
         )
 
     @property
@@ -68,11 +71,15 @@ class Examination:
     def lines(self, run: Path | None = None) -> Iterator[str]:
         """What was examined; then, where something was not, what and why. ``run`` is the run folder."""
         recorded = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
+        if self.steps < self.taken:
+            sampled = f"fewer of the later ones; all {self.taken:,} were checked for NaN and infinity"
+            recorded = f"{self.steps:,} of {self.taken:,} steps ({sampled})"
         replayed = f"{len(self.replayed) or 'none'} of them replayed"
         yield "; ".join([f"examined  {recorded}, {replayed}", *self._checks()])
         if self.blind:
             reason, count = self.blind[0]
-            yield f"not replayed  {count:,} of {self.steps:,} steps: {' '.join(reason.split())[:MAX_REASON_CHARS]}"
+            shown = " ".join(reason.split())[:MAX_REASON_CHARS]
+            yield f"not replayed  {count:,} of {self.steps:,} recorded steps: {shown}"
         if self.unexamined is not None:
             yield f"not examined  {line_of_unexamined(self.unexamined, run)}"
         elif self.not_run:
@@ -102,12 +109,12 @@ class Examination:
 
 def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
     """What found no time, and how it is examined later; None where everything did. ``run`` None: it has no folder."""
-    count = len(unexamined.experiments)
+    count, took_s = len(unexamined.experiments), unexamined.examined_s
     if not count:
         return None
     return (
-        f"no time for {count} experiment{'' if count == 1 else 's'}: {unexamined.examined_s:.2g} s were spent "
-        f"on others in {unexamined.trained_s:.2g} s of training; {_later(unexamined, run)}"
+        f"no time for {count} experiment{'' if count == 1 else 's'}: others took {human_seconds(took_s)} of "
+        f"{human_seconds(took_s + unexamined.trained_s)}; {_later(unexamined, run)}"
     )
 
 
@@ -117,7 +124,18 @@ def _later(unexamined: Unexamined, run: Path | None) -> str:
         return f"later: trainwright diagnose {run} --deep"
     if run is not None and unexamined.bundle is not None:
         return f"later: trainwright diagnose {run} --deep --model FILE.py:FUNCTION, which makes the model"
-    return f"{WHILE_IT_TRAINS} takes the time"
+    return f"{while_it_trains(run)} takes the time"
+
+
+def while_it_trains(run: Path | None) -> str:
+    """How everything is examined while a run of this kind trains; without a folder it is a watched loop."""
+    try:
+        recipe = None if run is None or not (run / "recipe.yaml").is_file() else read_text(run / "recipe.yaml")
+    except UnreadableFile:
+        recipe = ""
+    if recipe is None:
+        return 'tw.watch(..., examine="all")'
+    return 'tw.fit(..., settings={"log.examine": "all"})' if "use: live:" in recipe else "--set log.examine=all"
 
 
 def can_be_trained_again(run: Path) -> bool:

@@ -14,7 +14,7 @@ from trainwright.runlog.figures import figure
 from trainwright.runlog.files import reason_of
 from trainwright.runlog.folder import RunFolder, runs_in
 from trainwright.runlog.json_values import strict
-from trainwright.runlog.reader import read_end
+from trainwright.runlog.reader import read_begin_s, read_end
 from trainwright.runlog.records import Ended, RunVerdict, Step, Watched
 
 
@@ -70,7 +70,9 @@ def _row_or_reason(folder: RunFolder) -> RunRow:
 
 def _row(folder: RunFolder) -> RunRow:
     records = read_end(folder.log) if os.path.lexists(folder.log) else ()
-    began_s = min(sign.stat().st_mtime for sign in (folder.recipe, folder.plan, folder.log) if sign.exists())
+    began_s = read_begin_s(folder.log) if os.path.lexists(folder.log) else None
+    if began_s is None:
+        began_s = min(sign.stat().st_mtime for sign in (folder.recipe, folder.plan, folder.log) if sign.exists())
     steps = [record for record in records if isinstance(record, Step | Watched)]
     evaluated = evaluations_in(records)
     return RunRow(

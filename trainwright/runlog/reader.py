@@ -106,6 +106,17 @@ def read_end(path: Path | str) -> tuple[Record, ...]:
     return decoded(lines[1:] if begin else lines).records  # the first may be cut off
 
 
+def read_begin_s(path: Path | str) -> float | None:
+    """Reads the unix time at which the run began: of the first start in the log. None: its begin holds none.
+
+    The times of files are no such time: a resume writes them again, and so does a copy. Raises UsageError when there is
+    no such log.
+    """
+    with _open(Path(path)) as file:
+        first = decoded(file.read(END_BYTES).splitlines(keepends=True)[:100]).records
+    return next((each.time_s for each in first if isinstance(each, Started) and each.time_s > 0), None)
+
+
 def read_course(path: Path | str) -> tuple[Record, ...]:
     """Reads what happened to a run over all its processes, without the telemetry and without the facts of the doctor.
 

@@ -184,8 +184,9 @@ class Examined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Unexamined(Record):
-    """At the end of a run: experiments and trials of remedies that found no time in ``examined_s`` seconds.
+    """At the end of a run: experiments and trials of remedies that found no time.
 
+    Examinations took ``examined_s`` seconds beside ``trained_s`` seconds of training, both by the clock.
     ``bundle`` is the folder of the last steps, from which they can run later: ``step-00000320``; None: it was not kept.
     """
 

@@ -132,7 +132,7 @@ class StepBatch:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens: elements of the first int32 or int64 tensor of two or more dimensions, else 0."""
+        """Number of token ids in the inputs; 0 where they are something else."""
         return sum([count_tokens(data) for data, ids in self.micro if len(ids)])
 
     @property
@@ -178,13 +178,21 @@ def count_rows(data: object) -> int | None:
 
 
 def count_tokens(data: Any) -> int:
-    """Elements of the first int32 or int64 tensor with at least two dimensions in a batch, 0 when there is none."""
+    """Token ids in the inputs of a batch, 0 where these are something else.
+
+    Token ids are int32 or int64 in two dimensions, and ``input_ids`` of a mapping in any. In a tuple or list the first
+    tensor of two or more dimensions is the input: integers that come after it are targets, such as the classes of
+    pixels. A mapping has no order, so there every tensor but ``labels`` may be one.
+    """
     if isinstance(data, Tensor):
-        integer = data.dim() >= 2 and data.dtype in (torch.int32, torch.int64)
-        return data.numel() if integer else 0
+        return data.numel() if data.dim() == 2 and data.dtype in (torch.int32, torch.int64) else 0
     if isinstance(data, tuple | list):
         for each in data:  # in each step: next() of a generator takes twice the time
-            if number := count_tokens(each):
+            if (number := count_tokens(each)) or (isinstance(each, Tensor) and each.dim() >= 2):
                 return number
         return 0
-    return count_tokens(list(data.values())) if isinstance(data, Mapping) else 0
+    if not isinstance(data, Mapping):
+        return 0
+    if isinstance(ids := data.get("input_ids"), Tensor):
+        return ids.numel()
+    return max([count_tokens(each) for name, each in data.items() if name != "labels"], default=0)

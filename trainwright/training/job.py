@@ -43,6 +43,7 @@ from trainwright.forecast.peak_pace import peak_samples_s
 from trainwright.forecast.resolve import Resolved, is_for, left_open, resolve, resolved_before
 from trainwright.observe.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
+from trainwright.plan.explain import EXAMINATIONS
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes, room_for_logits
@@ -77,7 +78,7 @@ from trainwright.training.problems import all_at_once
 from trainwright.training.reading import time_workers
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.watching.budget import predicted_end_s, predicted_s
+from trainwright.watching.budget import foretold_s, predicted_end_s
 from trainwright.world import (
     ALONE,
     ONE,
@@ -292,6 +293,8 @@ def _prepared(
                 most=None if loading.loader is None else _left_of_epoch(plan, state, loading.batch_size) - 1,
             )
         plan = _with_times(plan, job, kept)
+        if state.step:  # the dry run has measured the loss of a model that was trained
+            plan = replace(plan, initial_loss=None)
     job.plan = first_of(world, plan)
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
@@ -367,7 +370,9 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | Non
     seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
     plan = job.plan
     if seen.mean:
-        why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
+        why = (
+            "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+        )
         plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
     plan = replace(plan, notes=(*plan.notes, *memory_note(job.recipe, seen.optimizer_bytes)))
     share = tensor_share(job.parts.model, plan.degrees)
@@ -478,7 +483,7 @@ def _of_examinations(plan: Plan, job: Job) -> dict[str, float]:
     training_s = training_time_s(plan)
     if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
         return {}
-    return {"examinations": predicted_s(training_s * (1 - until_of(plan)(job.state)))}
+    return {EXAMINATIONS: foretold_s(training_s * (1 - until_of(plan)(job.state)))}
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

@@ -12,7 +12,7 @@ from trainwright.errors import UsageError
 from trainwright.pages.report import leave_report
 from trainwright.replay.bundle import kind_of
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.examination import WHILE_IT_TRAINS, can_be_trained_again
+from trainwright.report.examination import can_be_trained_again, while_it_trains
 from trainwright.runlog.ending import RUNNING, state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.identity import identity_of
@@ -46,7 +46,7 @@ def examine_later(folder: RunFolder, *, model: str | None, say: Say) -> None:
     if done.blind:
         raise UsageError(
             f"step {done.step} of {folder.path} cannot be replayed: {done.blind}",
-            remedy=f"train it again: {WHILE_IT_TRAINS} examine it while it trains",
+            remedy=f"train it again: {while_it_trains(folder.path)} examines it while it trains",
         )
     _append(folder, done, records)
     leave_report(folder, say)
@@ -76,11 +76,11 @@ def _last_steps(folder: RunFolder, records: Sequence[Record]) -> str:
         )
         raise UsageError(
             f"{folder.path} does not hold its last steps ({why})",
-            remedy=f"train it again: {WHILE_IT_TRAINS} examine it while it trains",
+            remedy=f"train it again: {while_it_trains(folder.path)} examines it while it trains",
         )
     path = folder.bundles / kept[-1]
     if kind_of(path) is None:
-        raise UsageError(f"{path} is gone", remedy=f"train it again: {WHILE_IT_TRAINS} examine it")
+        raise UsageError(f"{path} is gone", remedy=f"train it again: {while_it_trains(folder.path)} examines it")
     return str(path)
 
 

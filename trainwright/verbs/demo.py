@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,7 +27,7 @@ from trainwright.world import Launch
 SAMPLE_SHARE = 0.01
 """Of the seconds of a demo: what a sample may take."""
 LEAST_TOKENS = 16
-"""A shorter sample says nothing, and is left out."""
+"""A shorter sample says nothing: in the course of a run it is left out, at the end it is as long as this."""
 TASKS = {"text": "demo.yaml", "digits": "demo-digits.yaml"}
 PROMPT = "The "
 SAMPLE_TOKENS, FIRST_TOKENS = 160, 48
@@ -57,7 +59,12 @@ def demo(
 class _FinalToo(TextSamples):
     """Shows one more sample when the run has ended for any reason."""
 
+    def __init__(self, write: SampleWriter, *, folder: Path, say: Callable[[str], None]) -> None:
+        super().__init__(write, folder=folder, say=say)
+        self._writer = write
+
     def close(self) -> None:
+        self._writer.is_last = True
         self.show("the end")
 
 
@@ -73,17 +80,20 @@ class SampleWriter:
     """Lets the model of ``job`` continue a prompt, without changing its state.
 
     Where the seconds of the run are counted by the clock, a sample is as long as its share of them allows: by what a
-    token of the one before has taken.
+    token of the one before has taken. It is empty where that is shorter than ``LEAST_TOKENS``, unless it ``is_last``.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, self._data = job, cast("Any", job.parts.train.dataset)
         self._token_s: float | None = None
+        self.is_last = False
 
     def __call__(self) -> str:
         tokens = self._tokens()
         if tokens < LEAST_TOKENS:
-            return f"(left out: {LEAST_TOKENS} characters would take more than {SAMPLE_SHARE:.1%} of the run)"
+            if not self.is_last:
+                return ""
+            tokens = LEAST_TOKENS
         prompt = torch.tensor([self._data.encode(PROMPT)], device=self._job.device)
         begin_s = time.perf_counter()
         with self._job.precision.autocast():

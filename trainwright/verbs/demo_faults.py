@@ -70,9 +70,14 @@ def show(fault: str, say: Callable[[str], None], *, budget: str | None = None) -
     how_long = f"{length.steps} steps" if length.steps else f"{length.seconds:g} s"
     say(f"planted: {loop.what}; {how_long} of a plain PyTorch loop under tw.watch")
     root = Path(tempfile.mkdtemp(prefix="trainwright-broken-"))
+    threads = torch.get_num_threads()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        run = _train(loop, root / fault)
+        torch.set_num_threads(1)  # enough for so small a network; several would wait for each other on a busy machine
+        try:
+            run = _train(loop, root / fault)
+        finally:
+            torch.set_num_threads(threads)
     return diagnosis_of(run)
 
 

@@ -34,6 +34,8 @@ INCIDENT_S, INCIDENT_STEPS = 3.0, 8
 """The first step that is not finite may be examined for so many seconds, or as long as so many steps, beyond that."""
 RECENT_STEPS = 8
 """The fastest of so many steps is the time of a step: others may contain an evaluation."""
+COLD_EXAMINATIONS_S = 0.3
+"""Seconds that the examinations of a run of 0.3 s took beyond their budget on two CPU cores, its code being cold."""
 COLD_S, COLD_TIMES = 0.05, 4
 """The first step of a run takes so many seconds more than later ones, or so many times as long: its code is cold."""
 
@@ -54,6 +56,7 @@ class ExaminationBudget:
         self.spent_s = self.spent_on_evidence_s = self._trained_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps = 0  # since the clock was read last
+        self._wall_s, self._examines_since_s = 0.0, math.nan  # of examinations; of the one that goes on
         self.has_replayed_incident = False
         self.begin()
 
@@ -85,6 +88,17 @@ class ExaminationBudget:
     def step_s(self) -> float:
         """Seconds that a step takes, when the clock was read last. 0 before the first one."""
         return min(self._recent, default=0.0)
+
+    @property
+    def examined_wall_s(self) -> float:
+        """Wall time of examinations so far, with the one that goes on."""
+        since_s = time.perf_counter() - self._examines_since_s
+        return self._wall_s + (0.0 if math.isnan(since_s) else since_s)
+
+    @property
+    def trained_wall_s(self) -> float:
+        """Wall time since the run began, without examinations."""
+        return time.perf_counter() - self._begin_s - self.examined_wall_s
 
     @property
     def left_s(self) -> float:
@@ -123,10 +137,12 @@ class ExaminationBudget:
         """A context whose time is spent on an examination, and not on training."""
         self._count()
         begin_s = self.clock()
+        self._examines_since_s = time.perf_counter()
         try:
             yield
         finally:
             spent_s = self.clock() - begin_s
+            self._wall_s, self._examines_since_s = self.examined_wall_s, math.nan
             self.spent_s += spent_s
             self._since_s += spent_s
 
@@ -134,6 +150,11 @@ class ExaminationBudget:
 def predicted_s(training_s: float) -> float:
     """The most seconds that the examinations of a run may take that trains for ``training_s``."""
     return max(FREE_S, END_FRACTION * training_s)
+
+
+def foretold_s(training_s: float) -> float:
+    """The same, with what is not measured beforehand: code that runs for the first time, and facts of every step."""
+    return COLD_EXAMINATIONS_S + predicted_s(training_s)
 
 
 def predicted_end_s(training_s: float) -> float:

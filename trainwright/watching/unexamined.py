@@ -27,8 +27,8 @@ def keep_rest(
                 time_s=time.time(),
                 step=step,
                 experiments=tuple(names),
-                examined_s=budget.spent_s,
-                trained_s=budget.trained_s,
+                examined_s=budget.examined_wall_s,
+                trained_s=budget.trained_wall_s,
                 bundle=None if folder is None else _kept(runner, step, folder),
             )
         )
