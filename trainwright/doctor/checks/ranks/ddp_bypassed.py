@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import since
+from trainwright.doctor.shared_ranks import ranks_of, since
 
 
-@check(stage="forward", severity="critical", needs=RanksFacts)
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.95,
+    needs=RanksFacts,
+    explains=("ranks.replicas_diverged", "ranks.gradients_differ"),
+)
 def ddp_bypassed(run: RunContext) -> Iterator[Result]:
     """The module inside of DistributedDataParallel is called, so no gradient is exchanged.
 
@@ -24,21 +30,13 @@ def ddp_bypassed(run: RunContext) -> Iterator[Result]:
 
     Sources: minimind #853, OpenTSLM #49, openvla-oft #160.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
+    facts = ranks_of(run)
     differing, exchange = facts.disagreement("gradients"), facts.exchange
-    if differing is None or exchange is None or exchange.wrapped_calls or not facts.is_wrapped:
-        return
-    yield run.finding(
-        max(1, facts.newest),
-        symptom=f"gradients differ between the ranks, {since(differing)}: no forward call went through "
-        "DistributedDataParallel",
-        cause="the loop calls the module inside (ddp.module(x)), so no gradient is exchanged",
-        remedy="call the DistributedDataParallel object itself: ddp(x)",
-        sure=0.95,
-        stage="forward",
-        since_step=differing.step,
-        evidence=[("forward calls of the model in that step, through the wrapper", 0, exchange.calls)],
-        explains=("ranks.replicas_diverged", "ranks.gradients_differ"),
-    )
+    if differing is not None and exchange is not None and facts.is_wrapped and not exchange.wrapped_calls:
+        yield run.finding(
+            max(1, facts.newest),
+            symptom=f"gradients differ between the ranks, {since(differing)}: no forward call went through "
+            "DistributedDataParallel",
+            since_step=differing.step,
+            evidence=[("forward calls of the model in that step, through the wrapper", 0, exchange.calls)],
+        )

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import since
+from trainwright.doctor.shared_ranks import ranks_of, since
 
 
-@check(stage="backward", severity="critical", needs=RanksFacts)
+@check(
+    stage="backward",
+    severity="critical",
+    confidence=0.95,
+    needs=RanksFacts,
+    explains=("ranks.replicas_diverged", "ranks.gradients_differ"),
+    points_at="backward",
+)
 def no_sync_at_boundary(run: RunContext) -> Iterator[Result]:
     """The last micro-batch of a step runs its forward pass inside of `no_sync()`, so nothing is exchanged.
 
@@ -23,20 +30,13 @@ def no_sync_at_boundary(run: RunContext) -> Iterator[Result]:
 
     Fix: leave `no_sync()` for the forward and backward pass of the last micro-batch of each step.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
+    facts = ranks_of(run)
     differing, exchange = facts.disagreement("gradients"), facts.exchange
-    if differing is None or exchange is None or not exchange.wrapped_calls or exchange.last_synced:
-        return
-    yield run.finding(
-        max(1, facts.newest),
-        symptom=f"gradients differ between the ranks, {since(differing)}: the last forward call was inside no_sync()",
-        cause="the exchange happens in the backward pass of a forward call outside of no_sync(), and there is none",
-        remedy="leave no_sync() for the forward and backward pass of the last micro-batch of each step",
-        sure=0.95,
-        stage="backward",
-        since_step=differing.step,
-        evidence=[("forward calls outside of no_sync in that step", exchange.synced_calls, 1)],
-        explains=("ranks.replicas_diverged", "ranks.gradients_differ"),
-    )
+    if differing is not None and exchange is not None and exchange.wrapped_calls and not exchange.last_synced:
+        yield run.finding(
+            max(1, facts.newest),
+            symptom=f"gradients differ between the ranks, {since(differing)}: the last forward call was inside "
+            "no_sync()",
+            since_step=differing.step,
+            evidence=[("forward calls outside of no_sync in that step", exchange.synced_calls, 1)],
+        )
