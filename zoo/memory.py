@@ -46,7 +46,7 @@ def total_keeps_graphs(watch: Watch, seed: int) -> None:
                 total += loss
 
 
-@fault("K02", "resources.outputs_kept", delay="M", fixable=False)
+@fault("K02", "resources.graphs_kept", delay="M", fixable=False)
 def outputs_kept(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(classes=256)

@@ -53,9 +53,9 @@ class MemoryFacts:
     """Tensors, graphs and copies of the model that the loop still holds.
 
     ``old_losses`` and ``old_outputs`` are those of the last 64 steps but three, ``graphs_alive``, ``losses_alive`` and
-    ``outputs_alive`` what is alive of them. ``with_graph`` counts all tensors with a graph, ``copies`` modules like the
-    model, of ``model_bytes`` each. ``private_bytes`` is the memory that a worker of the loader shares with nobody, at
-    the first and the last reading; the dataset holds ``objects`` Python objects of ``object_bytes``.
+    ``outputs_alive`` (with a graph) what is alive of them. ``copies`` counts modules like the model, of ``model_bytes``
+    each. ``private_bytes`` is the memory that a worker of the loader shares with nobody, at the first and the last
+    reading; the lists and dicts of the dataset hold ``objects`` Python objects.
     """
 
     experiment: ClassVar[str] = "memory"
@@ -66,9 +66,7 @@ class MemoryFacts:
     outputs_alive: int = 0
     output_bytes: int = 0
     graphs: tuple[GraphSize, ...] = ()
-    with_graph: tuple[Counted, ...] = ()
     copies: tuple[Counted, ...] = ()
     model_bytes: int = 0
     private_bytes: tuple[float, ...] = ()
     objects: int = 0
-    object_bytes: int = 0

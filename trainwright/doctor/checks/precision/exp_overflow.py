@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by, traced_check
 
 
-@check(
-    stage="forward",
-    severity="critical",
-    confidence=0.97,
-    needs=TraceFacts,
-    explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"),
-)
+@traced_check(explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"))
 def exp_overflow(run: RunContext) -> Iterator[Result]:
     """The exponential of a large number is infinite: above 88.7 in float32, above 11.09 in float16.
 
@@ -32,10 +25,5 @@ def exp_overflow(run: RunContext) -> Iterator[Result]:
 
     Sources: WorldModels #14.
     """
-    yield from traced_by(
-        run,
-        {
-            "exp_overflow": Way("{op}{place} of {highest:.4g} is more than {dtype} can represent", guard="guarded"),
-        },
-        lambda first: first.dtype != "float16" or not first.fp32_finite,
-    )
+    cause = "{op}{place} of {highest:.4g} is more than {dtype} can represent"
+    yield from traced_by(run, {"exp_overflow": Way(cause, guard="guarded")})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def mask_overflow(run: RunContext) -> Iterator[Result]:
     """A mask adds a number such as -1e9, which is -inf in float16: a row that is all masked, or 0 times it, is NaN.
 
@@ -27,12 +26,5 @@ def mask_overflow(run: RunContext) -> Iterator[Result]:
 
     Sources: gpt-2 #122, apex #1105.
     """
-    yield from traced_by(
-        run,
-        {
-            "mask_overflow": Way(
-                "the large negative constant of the mask is -inf in {dtype}{place}; a row with nothing else is NaN",
-                guard="finite_mask",
-            ),
-        },
-    )
+    cause = "the large negative constant of the mask is -inf in {dtype}{place}; a row with nothing else is NaN"
+    yield from traced_by(run, {"mask_overflow": Way(cause, guard="finite_mask")})

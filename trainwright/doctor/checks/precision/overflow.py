@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, skipped_by_scaler, traced_at, traced_by
+from trainwright.doctor.shared_nonfinite import Way, skipped_by_scaler, traced_at, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def overflow(run: RunContext) -> Iterator[Result]:
     """An operation makes infinity of finite numbers: they are larger than their dtype can hold, in float32 too.
 

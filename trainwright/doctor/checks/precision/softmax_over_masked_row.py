@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def softmax_over_masked_row(run: RunContext) -> Iterator[Result]:
     """A softmax over a row in which every entry is masked with -inf is 0/0: NaN.
 
@@ -28,9 +27,5 @@ def softmax_over_masked_row(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch #103963, #41508, PR 131060.
     """
-    yield from traced_by(
-        run,
-        {
-            "softmax_all_masked": Way("every entry of a row of {op}{place} is -inf: 0 / 0", guard="finite_mask"),
-        },
-    )
+    cause = "every entry of a row of {op}{place} is -inf: 0 / 0"
+    yield from traced_by(run, {"softmax_all_masked": Way(cause, guard="finite_mask")})

@@ -10,8 +10,8 @@ from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
 from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 
 MEANS = frozenset(
-    "mean cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
-    "binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss".split()
+    {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
+    | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"}
 )
 DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
 
