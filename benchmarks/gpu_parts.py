@@ -222,7 +222,7 @@ def watch(device: torch.device) -> None:
 
 
 def zoo(device: torch.device) -> None:
-    small = ("--seconds", "200") if device.type == "cuda" else ("--share", "0.01", "--jobs", "2", "--seconds", "60")
+    small = ("--seconds", "200") if device.type == "cuda" else ("--jobs", "2", "--seconds", "60")
     other_benchmark("gpu_zoo", "--device", device.type, *small)
 
 

@@ -1,6 +1,6 @@
-"""The zoo on a GPU: healthy programs and the faults of the list, with their models and batches moved there.
+"""The zoo on a GPU: the named faults and healthy runs, with their models and batches moved there.
 
-    python -m benchmarks.gpu_zoo [--device cuda] [--jobs 12] [--share 1.0] [--seconds 300]
+    python -m benchmarks.gpu_zoo [--device cuda] [--jobs 12] [--seconds 300]
 
 When a program's watch begins, its modules go to the device, as the batches of its DataLoaders do, and the device
 becomes the default one. A program that mixes in CPU tensors of its own raises an error of torch about devices; such
@@ -30,8 +30,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.figures import about
 from zoo import judge
-from zoo.mutant_runs import run_watched
-from zoo.programs import program, programs
 
 ABOUT_DEVICES = (
     "same device",
@@ -94,8 +92,8 @@ def on(device: str) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any
         torch.set_default_device(None)
 
 
-def one(kind: str, name: str, device: str) -> dict[str, Any]:
-    """A run of a program (kind "healthy") or of an entry (kind "fault") there; for a process of a pool."""
+def one(name: str, device: str) -> dict[str, Any]:
+    """A run of an entry there; for a process of a pool."""
     torch.set_num_threads(1)
     trace = ""
 
@@ -107,20 +105,14 @@ def one(kind: str, name: str, device: str) -> dict[str, Any]:
             trace = traceback.format_exc()
             raise
 
-    line: dict[str, Any] = {"kind": kind, "name": name}
+    line: dict[str, Any] = {"name": name}
     with on(device) as moving:
-        if kind == "healthy":
-            seen = run_watched(lambda watch, seed: traced(program(name, seed).run, moving(watch)), 0)
-            line |= {"steps": seen.steps, "seconds": seen.seconds, "error": seen.error}
-            line |= {"failures": list(seen.failures), "alarms": [f"{f.code}@{f.step}" for f in seen.alarms]}
-            line["critical"] = sum(f.severity == "critical" for f in seen.found)
-        else:
-            entry = judge.load()[name]
-            score, _ = judge.run(replace(entry, run=lambda watch, seed: traced(entry.run, moving(watch), seed)), 0)
-            line |= {"steps": score.steps, "seconds": score.seconds, "error": score.error, "said": score.said[:5]}
-            line |= {"failures": [score.error] if score.failed else [], "rank": score.rank, "in_time": score.in_time}
-            line |= {"detected": score.detected, "located": score.located, "early": score.early}
-            line["alarms"], line["critical"] = score.critical + score.warned, len(score.critical)
+        entry = judge.load()[name]
+        score, _ = judge.run(replace(entry, run=lambda watch, seed: traced(entry.run, moving(watch), seed)), 0)
+        line |= {"steps": score.steps, "seconds": score.seconds, "error": score.error, "said": score.said[:5]}
+        line |= {"failures": [score.error] if score.failed else [], "rank": score.rank, "in_time": score.in_time}
+        line |= {"detected": score.detected, "located": score.located, "early": score.early}
+        line["alarms"], line["critical"] = score.critical + score.warned, len(score.critical)
     line["cpu_only"] = bool(line["error"] and any(words in line["error"] for words in ABOUT_DEVICES))
     if "trainwright/" in trace or (line["error"] and not line["cpu_only"]):
         line["trace"] = trace[-1800:]
@@ -133,7 +125,7 @@ def is_told(line: dict[str, Any]) -> bool:
         return True
     if line["cpu_only"]:
         return False
-    quiet = line["kind"] == "healthy" or line["name"].startswith("H")
+    quiet = line["name"].startswith("H")
     return bool(line["alarms"]) if quiet else line["rank"] != 0 or not line["in_time"]
 
 
@@ -141,14 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--share", type=float, default=1.0, help="of the healthy programs, chosen by a fixed hash")
     parser.add_argument("--seconds", type=float, default=300.0, help="after so many nothing more is begun")
     options = parser.parse_args()
     about("gpu_zoo")
     end_s = time.monotonic() + options.seconds
-    jobs = [("fault", name) for name in judge.load()] + [("healthy", name) for name in programs(kept_out=False)]
-    jobs.sort(key=lambda job: _place(job[1]))
-    jobs = [job for job in jobs if job[0] == "fault" or _place(job[1]) < options.share]
+    jobs = sorted(judge.load(), key=_place)
     counts: Counter[str] = Counter()
     for line in _lines(jobs, options.device, options.jobs, end_s):
         _count(line, counts)
@@ -160,15 +149,14 @@ def _work(jobs: Any, lines: Any, device: str) -> None:
     """Takes jobs until there is none, or until the CUDA context of this process cannot be used any more."""
     with suppress(Empty):
         while True:
-            kind, name = jobs.get(timeout=1.0)
-            line = one(kind, name, device)
+            line = one(jobs.get(timeout=1.0), device)
             lines.put(line)
             if "CUDA error" in str(line["error"]):
                 break
     lines.put(None)
 
 
-def _lines(jobs: Sequence[tuple[str, str]], device: str, processes: int, end_s: float) -> Iterator[dict[str, Any]]:
+def _lines(jobs: Sequence[str], device: str, processes: int, end_s: float) -> Iterator[dict[str, Any]]:
     """What came of the jobs, as it comes, up to the end; a process that had to stop has a successor."""
     context = multiprocessing.get_context("spawn")
     todo, lines = context.Queue(), context.Queue()
@@ -199,7 +187,7 @@ def _place(name: str) -> float:
 
 
 def _count(line: dict[str, Any], counts: Counter[str]) -> None:
-    kind = "healthy" if line["kind"] == "healthy" or line["name"].startswith("H") else "fault"
+    kind = "healthy" if line["name"].startswith("H") else "fault"
     counts[f"{kind} runs"] += 1
     counts["failed watches"] += bool(line["failures"])
     if is_told(line):

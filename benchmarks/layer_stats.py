@@ -102,7 +102,7 @@ def watched_seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[f
     batches = itertools.chain.from_iterable(loader for _ in itertools.count())
     ends = [time.perf_counter()]
     with tempfile.TemporaryDirectory() as folder:
-        with tw.watch(model, optimizer, out=Path(folder) / "run", laws="cheap", quiet=True):
+        with tw.watch(model, optimizer, out=Path(folder) / "run", examine="listen", quiet=True):
             for x, y in itertools.islice(batches, steps):
                 optimizer.zero_grad()
                 loss(model(x), y).backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.rows import each_row
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.resources.names.shortage import thrashing
 from trainwright.observe.telemetry import allocator_values
@@ -35,7 +35,7 @@ def readings(
 
 
 def found(*records: Telemetry) -> list[Finding]:
-    said = list(thrashing(Case(records, finished=True)))
+    said = list(thrashing(RunContext(records, finished=True)))
     assert all(isinstance(each, Finding) for each in said)
     return [each for each in said if isinstance(each, Finding)]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainwright as tw
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Check, Finding
 from trainwright.doctor.pages import codes as pages
 from trainwright.doctor.precision.names import mechanisms, nonfinite
@@ -49,7 +49,7 @@ def skipped(step: int, loss: float = 1.0, kind: str = "scaler_skipped") -> Watch
 
 
 def said(check: Check, *records: Record) -> list[Found]:
-    return [each.found for each in check(Case(records)) if isinstance(each, Finding)]
+    return [each.found for each in check(RunContext(records)) if isinstance(each, Finding)]
 
 
 def codes(check: Check, *records: Record) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.rows import each_row
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.finding import OldCheck as Check
 from trainwright.doctor.measure.modes import drop_rate
@@ -43,7 +43,7 @@ def update(step: int, lr: float = 1e-3, *, autocast: bool = False) -> Watched:
 
 
 def said(check: Check, *records: Record, finished: bool = False) -> list[Finding | ExperimentRequest]:
-    return list(check(Case(records, finished=finished)))
+    return list(check(RunContext(records, finished=finished)))
 
 
 def codes(check: Check, *records: Record, finished: bool = False) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.precision.measure.batches import _narrowed
 from trainwright.runlog.records import Found
@@ -64,7 +64,7 @@ def watched(
 
 
 def states(watch: Any) -> dict[str, str]:
-    laws = diagnose(Case(watch.records, finished=True)).laws
+    laws = diagnose(RunContext(watch.records, finished=True)).laws
     return {each.name.removeprefix("precision."): each.state for each in laws if each.name.startswith("precision.")}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tests.rows import each_row
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.facts.ranks import (
     ExchangeFacts,
@@ -64,7 +64,7 @@ def compared(change: Change = lambda row: row, *, steps: int = 6, size: int = 3)
 def findings(facts: RanksFacts) -> list[Found]:
     """What the doctor says of facts that went through the log."""
     record = from_json(to_json(Examined(time_s=0.0, step=facts.newest, experiment="ranks", values=strict(vars(facts)))))
-    return [each.found for each in diagnose(Case([record])).findings]
+    return [each.found for each in diagnose(RunContext([record])).findings]
 
 
 def codes(facts: RanksFacts) -> list[str]:

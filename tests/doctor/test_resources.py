@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.doctor.law_loops import Change, Loop, broken, found, states, watched
 from tests.rows import each_row
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
 from trainwright.doctor.resources.measure import EVERY, FIRST, Growth
@@ -165,7 +165,7 @@ def logged(record: Record) -> Record:
 
 
 def broken_by(records: list[Record]) -> set[str]:
-    laws = diagnose(Case(records, finished=True)).laws
+    laws = diagnose(RunContext(records, finished=True)).laws
     return {each.name.removeprefix("resources.") for each in laws if each.state == "broken"}
 
 

@@ -64,7 +64,7 @@ def test_a_watched_loop_leaves_its_report_and_none_without_a_folder(tmp_path: Pa
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for out in (tmp_path / "loop", None):
-        with tw.watch(model, optimizer, out=out, quiet=True, laws="cheap"):
+        with tw.watch(model, optimizer, out=out, quiet=True, examine="listen"):
             for _ in range(3):
                 optimizer.zero_grad()
                 model(torch.randn(4, 3)).square().mean().backward()
@@ -79,7 +79,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_loop(
 ) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tw.watch(model, optimizer, out=tmp_path / "loop", laws="cheap"):
+    with tw.watch(model, optimizer, out=tmp_path / "loop", examine="listen"):
         (tmp_path / "loop" / "report.html").mkdir()
         model(torch.randn(4, 3)).square().mean().backward()
         optimizer.step()

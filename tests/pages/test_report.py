@@ -67,9 +67,9 @@ def test_a_report_shows_the_run(tmp_path: Path) -> None:
 
 def test_what_a_code_means_is_told_with_it(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, "run", [step(1), found("loss.softmax_before_cross_entropy")]))
-    assert "Look-alikes" in page.text
-    own = page_of(make_run(tmp_path, "own", [step(1), found("law.own.mine")]))
-    assert "law.own.mine" in own.text and "Look-alikes" not in own.text
+    assert "How it is detected" in page.text
+    own = page_of(make_run(tmp_path, "own", [step(1), found("own.mine")]))
+    assert "own.mine" in own.text and "How it is detected" not in own.text
 
 
 TREE = {"name": "", "kind": "GPT", "parameters": 12, "trained": 12, "count": 1, "last": "", "children": []}

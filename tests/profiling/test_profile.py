@@ -213,7 +213,7 @@ def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[floa
     loader = DataLoader(Rows(), batch_size=4)
     losses, batches = [], iter(loader)
     with tw.watch(
-        model, optimizer, loader=loader, out=tmp_path / "watch", laws="cheap", quiet=True, **options
+        model, optimizer, loader=loader, out=tmp_path / "watch", examine="listen", quiet=True, **options
     ) as watch:
         for _ in range(steps):
             x, y = next(batches)

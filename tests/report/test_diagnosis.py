@@ -97,7 +97,7 @@ def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "run")
     log = LogWriter(folder.log)
     facts = {"backwards": 5, "moved": False, "steps_heard": 0, "optimizers": [], "missing": []}
-    log.write(Examined(time_s=time.time(), step=1, experiment="contract", values=facts))
+    log.write(Examined(time_s=time.time(), step=1, experiment="calls", values=facts))
     log.write(Ended(time_s=0.0, ending="finished", reason="", step=0, loss=None, val_loss=None, skipped=0, seconds=1.0))
     log.close()
     report = diagnosis_of(folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.doctor.finding import finding
+from trainwright.doctor.finding import make_finding
 from trainwright.report.verdict import WORDS, VerdictFacts, judge, noise_of
 from trainwright.runlog.findings import Severity
 from trainwright.runlog.records import Evaluated, Found
@@ -41,7 +41,7 @@ def facts(course: Course | None = None, noise: float = 0.0, **changes: Any) -> V
 
 
 def found(severity: Severity, code: str = "loss.wrong_sign") -> Found:
-    return finding(code, severity, 1, symptom="", cause="", remedy="", sure=1.0).found
+    return make_finding(code, severity, 1, symptom="", cause="", remedy="", sure=1.0).found
 
 
 def falls(t: float) -> float:

@@ -50,7 +50,7 @@ def test_a_process_that_starts_has_no_findings_yet() -> None:
     ("first", "second"),
     [
         (found("z", "critical", sure=0.1), found("a", "warning", sure=1.0)),
-        (found("z"), found("law.a.b", sure=1.0)),
+        (found("z"), found("a", sure=1.0, names_cause=False)),
         (found("z", sure=0.9), found("a", sure=0.5)),
         (found("z", stage="input"), found("a", stage="update")),
         (found("z", stage="loop"), found("a")),

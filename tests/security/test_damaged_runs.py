@@ -78,7 +78,7 @@ def served() -> None:
 ACTS: dict[str, Callable[[], object]] = {
     "diagnose": lambda: invoke("diagnose", "runs/bad"),
     "deep": lambda: invoke("diagnose", "runs/bad", "--deep"),
-    "laws": lambda: invoke("laws", "runs/bad"),
+    "checks": lambda: invoke("checks", "runs/bad"),
     "runs": listed,
     "serve": served,
     "report": lambda: invoke("report", "runs/bad"),
@@ -91,7 +91,7 @@ ACTS: dict[str, Callable[[], object]] = {
 SHOWN = ("report", "serve", "compare")
 STEP = "checkpoints/step-00000008"
 READ_BY = {
-    "log.jsonl": ("diagnose", "deep", "laws", "runs", *SHOWN),
+    "log.jsonl": ("diagnose", "deep", "checks", "runs", *SHOWN),
     "recipe.yaml": ("diagnose", "runs", "export", "resume", "replay", *SHOWN),
     **dict.fromkeys(("plan.json", "provenance.json"), ("runs", *SHOWN)),
     **dict.fromkeys(("model.json", "profile.json", "errors.json", "graph.svg"), SHOWN[:2]),

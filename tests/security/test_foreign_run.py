@@ -54,7 +54,7 @@ def invoke(*words: str) -> Result:
 
 SAFE = {
     "diagnose": ("diagnose", "runs/theirs"),
-    "laws": ("laws", "runs/theirs"),
+    "checks": ("checks", "runs/theirs"),
     "runs": ("runs", "runs"),
     "report": ("report", "runs/theirs"),
     "compare": ("compare", "runs/theirs", "runs/theirs"),

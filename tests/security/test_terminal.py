@@ -50,7 +50,7 @@ def test_the_end_of_a_run(runs: Path, command: str) -> None:
 
 def test_values_of_a_plan_and_findings(runs: Path) -> None:
     for name, device in (("a", "cpu"), ("b", EVIL)):
-        folder = make_run(runs, name, [started(), step(1), found(f"law.own.{EVIL}", text=EVIL)], settings={})
+        folder = make_run(runs, name, [started(), step(1), found(f"own.{EVIL}", text=EVIL)], settings={})
         folder.write_json("plan.json", {**PLAN, "device": device})
     assert SHOWN in invoke("compare", "runs/a", "runs/b")
 

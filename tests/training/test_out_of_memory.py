@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forked import Forked
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, OutOfMemory, Watched
@@ -178,4 +178,6 @@ def test_a_whole_run_is_recorded_and_the_doctor_sees_each_step_once(tmp_path: Pa
     limits = [min([64, *(e.next_micro or 0 for e in short if e.step <= step)]) for step in range(1, 5)]
     assert [len(each.values["ids"]) for each in watched] == [64 // limit for limit in limits]
     assert [each for each in records if isinstance(each, Found) and each.severity == "critical"] == []
-    assert "resources.out_of_memory" in [each.found.code for each in diagnose(Case(records, finished=True)).findings]
+    assert "resources.out_of_memory" in [
+        each.found.code for each in diagnose(RunContext(records, finished=True)).findings
+    ]

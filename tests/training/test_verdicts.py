@@ -276,7 +276,7 @@ def test_a_run_that_goes_well(name: str) -> None:
 def test_a_watched_loop_that_reports_its_validation(folder: Path, course: Callable[[float], float]) -> None:
     model, (x, y) = mlp(20, 64, 2), classes(64, noise=1.0)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    with tw.watch(model, optimizer, out="runs/loop", laws="cheap", quiet=True) as watch:
+    with tw.watch(model, optimizer, out="runs/loop", examine="listen", quiet=True) as watch:
         for number in range(1, 101):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()

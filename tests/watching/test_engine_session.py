@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.doctor.case import Case
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.engine.spikes import SpikeHandler
 from trainwright.engine.step import StepFn
@@ -176,7 +176,7 @@ def test_laws_are_judged_by_steps_of_the_engine_that_run_again() -> None:
     watched = EngineSession(state, make, write=written.append)
     train(watched, state, 30)
     watched.end(None)
-    states = {law.name: law.state for law in diagnose(Case(written, finished=True)).laws}
+    states = {law.name: law.state for law in diagnose(RunContext(written, finished=True)).laws}
     looked_at = ("vitals.weights_move", "update.follows_its_rule", "gradient.is_the_derivative")
     of_one_model = ("function.inputs_matter", "loss.targets_are_the_minimum", "loss.batch_is_cut_anywhere")
     assert {name: states[name] for name in (*looked_at, *of_one_model)} == dict.fromkeys(

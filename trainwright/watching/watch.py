@@ -50,6 +50,7 @@ from trainwright.watching.experiments import OwnCheck
 from trainwright.watching.layers import layer_probes
 from trainwright.watching.prepared import unwrapped
 from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
+from trainwright.watching.reference import ReferenceProbe
 from trainwright.watching.session import WatchOptions, WatchSession
 from trainwright.watching.told import TellingProbe
 
@@ -266,6 +267,7 @@ def watch(
     patience_s: float = 60.0,
     checks: str | OwnCheck | Sequence[str | OwnCheck] = DEFAULT,
     examine: Examine = "budget",
+    like: str | Path | None = None,
     profile: bool | int = False,
     layers: bool = True,
     sinks: Sequence[str] = (),
@@ -303,6 +305,8 @@ def watch(
             far, and at most 4 % and 3 s more at the end; what found no time is said. ``"all"``: everything is examined
             at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
             ``"listen"``: no step is replayed.
+        like: Folder of a healthy run of the same or a similar program. What held there and does not hold here is a
+            finding with both values: order of calls, modes, shapes, which weights change, losses (docs/doctor.md).
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
         layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md), where this
@@ -329,13 +333,14 @@ def watch(
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
     optimizers = _optimizers(optimizer, roots)
+    reference = None if like is None else ReferenceProbe(like)
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     bundles, to_skip = folder.bundles if folder else None, _to_skip(skip)
     are_foreign = any(isinstance(each, ForeignOptimizer) for each in optimizers)
 
     def objects() -> LoopObjects:
         by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
-        further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
+        further: tuple[Probe | None, ...] = (profiled, reference, telling if telling.is_needed else None, *by_layer)
         return LoopObjects(
             loaders=_listed(loader),
             scalers=_listed(scaler),

@@ -40,7 +40,7 @@ def detached_from_model(run: RunContext) -> Iterator[Result]:
     Usual cause: `.item()`, `.detach()`, `.data`, `.numpy()` or `torch.tensor(...)` between the outputs and
     `backward()`, or a forward pass under `no_grad`.
 
-    Looks like: model.params_not_registered, where the gradients go to other parameters than those of the optimizer.
+    Looks like: optim.params_not_registered, where the gradients go to other parameters than those of the optimizer.
 
     Fix: keep the tensors that the model and the loss function return, and call `.item()` only for what is printed.
     """

@@ -24,8 +24,6 @@ def real_class_ignored(run: RunContext) -> Iterator[Result]:
 
     Usual cause: the padding index of the inputs (0) is passed as `ignore_index`, although 0 is a class of the targets.
 
-    Looks like: loss.end_token_ignored, where labels were set to -100 by the number of a token.
-
     Fix: fill up targets with -100, the default of `ignore_index`, instead of a class.
 
     Sources: nyu-mll/jiant#925; pytorch.org/docs, torch.nn.CrossEntropyLoss.

@@ -22,7 +22,7 @@ def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
     Usual cause: files, sockets or executors that are opened in the loop and not closed; iterators of a loader with
     workers that are kept.
 
-    Looks like: resources.workers_restart, where the workers end and are started again.
+    Looks like: data.workers_restarted_each_step, where the workers end and are started again.
 
     Fix: open with a `with` statement; one executor for the whole run; `persistent_workers=True`.
 

@@ -1,0 +1,59 @@
+"""See the function."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.reference import ReferenceFacts
+from trainwright.doctor.finding import Measured
+from trainwright.doctor.shared_reference import apart, compared, differences
+
+NUM_POINTS = 8
+"""Recorded steps that are compared: the first ones and the last common ones."""
+MIN_DEVIATIONS = 4.0
+"""Standard deviations of the reference run that its own batches explain."""
+
+
+@check(stage="loss", confidence=0.7, needs=ReferenceFacts, names_cause=False)
+def course_differs(run: RunContext) -> Iterator[Result]:
+    """Losses, gradient norms or learning rates are not those of the reference run at the same steps.
+
+    How it is detected: the learning rate at common steps; the mean loss and gradient norm of the first and of the last
+    8 common steps, where they differ by a quarter and by 4 standard deviations of the reference run.
+
+    Usual cause: another initialization, learning rate, loss, batch size or amount of data.
+
+    Looks like: reference.program_differs and reference.data_differ, which say what is different in the program.
+
+    Fix: begin with the first difference in the program; where there is none, with the learning rate.
+    """
+    if (both := compared(run)) is None:
+        return
+    reference, here = both
+    theirs = {each.step: each for each in reference.traits.course}
+    common = [(each, theirs[each.step]) for each in here.course if each.step in theirs]
+    if len(common) < NUM_POINTS:
+        return
+    rates = [(one, other) for one, other in common if apart(one.lr, other.lr, 0.01)]
+    evidence: list[Measured] = [(f"learning rate at step {one.step}", one.lr, other.lr) for one, other in rates[:1]]
+    for part, name in ((common[:NUM_POINTS], "first"), (common[-NUM_POINTS:], "last")):
+        losses = _apart([one.loss for one, _ in part], [other.loss for _, other in part])
+        norms = _apart([one.grad_norm for one, _ in part], [other.grad_norm for _, other in part])
+        for what, means in (("loss", losses), ("gradient norm", norms)):
+            if means is not None:
+                evidence.append((f"mean {what} of the {name} {NUM_POINTS} common steps", *means))
+    if evidence:
+        yield run.finding(run.last_step, symptom=differences(evidence), evidence=evidence)
+
+
+def _apart(here: Sequence[float], there: Sequence[float]) -> tuple[float, float] | None:
+    """The two means where they differ beyond the spread of the reference."""
+    if not all(map(math.isfinite, (*here, *there))):
+        return None
+    ours, other = statistics.fmean(here), statistics.fmean(there)
+    is_beyond = abs(ours - other) > MIN_DEVIATIONS * statistics.stdev(there)
+    return (ours, other) if is_beyond and apart(ours, other) else None

@@ -1,0 +1,45 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.reference import ReferenceFacts
+from trainwright.doctor.shared_reference import apart, compared, differences, differing
+
+MIN_SCALE = 0.5
+"""Relative difference of the standard deviation of an input: batches differ by less."""
+
+
+@check(stage="input", confidence=0.8, needs=ReferenceFacts, names_cause=False)
+def data_differ(run: RunContext) -> Iterator[Result]:
+    """The batches differ from those of the reference run in shape, scale, number of rows, classes or repetition.
+
+    How it is detected: the rows of a step, the shapes of the inputs, their standard deviation, the largest target, and
+    the fraction of rows that were read for the first time, from the 8th step on.
+
+    Usual cause: another data set, batch size or preprocessing, or a sampler that repeats.
+
+    Fix: look at the difference. Where it is meant, use another run as reference.
+    """
+    if (both := compared(run)) is None:
+        return
+    reference, here = both
+    there = reference.traits
+    evidence = differing(
+        [
+            ("rows of a step", here.rows, there.rows),
+            ("shapes of the inputs", list(here.shapes), list(there.shapes)),
+        ]
+    )
+    if apart(here.scale, there.scale, MIN_SCALE):
+        evidence.append(("largest standard deviation of an input", here.scale, there.scale))
+    if apart(here.distinct, there.distinct) and 2 * here.steps > there.steps:
+        evidence.append(("fraction of rows that are new", here.distinct, there.distinct))
+    ours, theirs = here.largest_target, there.largest_target
+    if ours is not None and theirs is not None and not theirs / 2 <= ours <= theirs:
+        evidence.append(("largest target", ours, theirs))
+    if evidence:
+        yield run.finding(run.last_step, symptom=differences(evidence), evidence=evidence)

@@ -1,0 +1,36 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.reference import ReferenceFacts
+from trainwright.doctor.shared_reference import compared
+
+
+@check(stage="update", confidence=0.85, needs=ReferenceFacts, names_cause=False)
+def weights_stand_still(run: RunContext) -> Iterator[Result]:
+    """Fewer weights change than in the reference run.
+
+    How it is detected: the number of trainable tensors that have changed since the start, of equally many.
+
+    Usual cause: a part of the model that is cut off from the loss, frozen, or missing in the optimizer.
+
+    Looks like: gradient.does_not_reach, optim.weights_never_move, which name the weights.
+
+    Fix: compare the parameters of the optimizer and the forward pass with those of the reference run.
+    """
+    if (both := compared(run)) is None:
+        return
+    reference, here = both
+    there = reference.traits
+    if here.moved is None or there.moved is None or here.tensors is None or here.tensors != there.tensors:
+        return
+    if here.moved < there.moved:
+        yield run.finding(
+            run.last_step,
+            symptom=f"{here.moved} of {here.tensors} weights have changed, {there.moved} in the reference run",
+            evidence=[("weights that have changed", here.moved, there.moved)],
+        )

@@ -1,0 +1,93 @@
+"""The traits of a run, read from its records, and their comparison with those of a reference run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.facts.data import BatchFacts, RowsFacts, TargetsFacts
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.facts.modes import ModesFacts
+from trainwright.doctor.facts.reference import Point, ReferenceFacts, Traits
+from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.finding import Measured
+from trainwright.doctor.shared_calls import LETTERS, WORDS
+from trainwright.runlog.json_values import JsonValue
+from trainwright.runlog.records import Watched
+
+MIN_STEPS = 8
+"""Steps before a run is compared: the first may be a warm-up of the loop itself."""
+MAX_POINTS = 128
+"""Steps whose numbers are kept of a reference run."""
+MIN_SPREAD = 0.25
+"""Relative difference of two runs that seeds and batches explain."""
+
+
+def traits_of(run: RunContext) -> Traits:
+    """The traits of a run."""
+    steps = run.steps
+    words = Counter("".join(LETTERS[kind] for kind, _ in each.events if kind in LETTERS) for each in steps)
+    updates = [value for each in steps for kind, value in each.events if kind == "step" and isinstance(value, dict)]
+    modes, weights, calls = run.latest(ModesFacts), run.latest(WeightsFacts), run.latest(CallsFacts)
+    batch, rows, targets = run.latest(BatchFacts), run.latest(RowsFacts), run.latest(TargetsFacts)
+    losses = {call.op for _, facts in run.every(LossFacts) for call in facts.given}
+    evaluations = modes and modes.num_evaluated_in_train + len(modes.evaluated_in_eval)
+    return Traits(
+        steps=run.last_step,
+        calls=" ".join(WORDS[each] for each in words.most_common(1)[0][0]) if words else "",
+        loss_calls=tuple(sorted(losses)),
+        autocast=statistics.fmean(bool(each.get("autocast")) for each in updates) if updates else None,
+        eval_modules=tuple(sorted(each.module for each in modes.eval if each.trained)) if modes else None,
+        evaluated_in_train=modes.num_evaluated_in_train if modes and evaluations else None,
+        tensors=weights.tensors if weights else None,
+        moved=weights.moved if weights else None,
+        parameters=tuple(each.parameters for each in calls.optimizers) if calls else (),
+        rows=rows.batch if rows and rows.batch else None,
+        shapes=tuple(str(list(each.shape[1:])) for each in batch.inputs) if batch else (),
+        scale=max((each.std for each in batch.inputs if each.std is not None), default=None) if batch else None,
+        distinct=rows.distinct / rows.rows if rows and rows.rows else None,
+        largest_target=targets.largest if targets and targets.targets else None,
+        course=tuple(Point(each.step, each.loss, each.grad_norm, each.lr) for each in _thinned(steps)),
+    )
+
+
+def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
+    return steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
+
+
+def compared(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
+    """The reference and the traits of this run; None while there are too few steps to compare."""
+    reference, here = run.latest(ReferenceFacts), traits_of(run)
+    return (reference, here) if reference is not None and here.steps >= MIN_STEPS else None
+
+
+def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured]:
+    """Rows of (what, here, in the reference run) whose values are both known and differ."""
+    unknown: tuple[JsonValue, ...] = (None, "", [])
+    return [each for each in rows if each[1] not in unknown and each[2] not in unknown and each[1] != each[2]]
+
+
+def apart(here: float | None, there: float | None, by: float = MIN_SPREAD) -> bool:
+    """Whether two numbers differ by more than the fraction ``by`` of the larger one."""
+    return here is not None and there is not None and abs(here - there) > by * max(abs(here), abs(there))
+
+
+def differences(evidence: Sequence[Measured]) -> str:
+    """The first difference as a sentence."""
+    what, here, there = (*evidence[0], None)[:3]
+    more = f" (and {len(evidence) - 1} more)" if len(evidence) > 1 else ""
+    return f"{what}: {_text(here)} here, {_text(there)} in the reference run{more}"
+
+
+def _text(value: JsonValue) -> str:
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else ", ".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )
