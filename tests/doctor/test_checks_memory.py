@@ -9,11 +9,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from trainwright.doctor.resources.names.shortage import thrashing
 
 from tests.rows import each_row
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Finding
-from trainwright.doctor.resources.names.shortage import thrashing
 from trainwright.observe.telemetry import allocator_values
 from trainwright.runlog.records import Telemetry, from_json, to_json
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trainwright.doctor.precision.names import mechanisms, nonfinite
 
 import trainwright as tw
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Check, Finding
 from trainwright.doctor.pages import codes as pages
-from trainwright.doctor.precision.names import mechanisms, nonfinite
 from trainwright.report.findings import place
 from trainwright.runlog.records import Examined, Found, Record, Watched
 from zoo.host import cnn, images, loader, mlp, table

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from trainwright.doctor.precision.names import formats
+from trainwright.doctor.resources.names import held
 
 from tests.rows import each_row
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.finding import OldCheck as Check
 from trainwright.doctor.measure.modes import drop_rate
-from trainwright.doctor.precision.names import formats
-from trainwright.doctor.resources.names import held
 from trainwright.runlog.records import Examined, Record, Watched
 
 SHADOW: dict[str, Any] = {

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainwright.doctor.precision.measure.batches import _narrowed
 
 import trainwright as tw
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.precision.measure.batches import _narrowed
 from trainwright.runlog.records import Found
 
 Part = Callable[[Tensor], Tensor]

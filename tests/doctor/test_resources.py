@@ -12,14 +12,14 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from tests.doctor.law_loops import Change, Loop, broken, found, states, watched
+from torch import Tensor, nn
+from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
+from trainwright.doctor.resources.measure import EVERY, FIRST, Growth
+
 from tests.rows import each_row
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
-from trainwright.doctor.resources.measure import EVERY, FIRST, Growth
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import strict

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from trainwright.doctor.check import check
+from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import FirstNonfinite, SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Stage, in_words
@@ -20,9 +20,7 @@ MAX_IDS = 16
 DIVERGED = 10.0
 """Losses that are so many times the lowest one: then the run has diverged, and the operation is not the first cause."""
 
-traced_check = partial(
-    check, stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES
-)
+traced_check = partial(check, stage="forward", severity="critical", confidence=0.97, explains=CONSEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,10 @@ def traces(run: RunContext) -> list[Traced]:
     return found
 
 
-def traced_by(run: RunContext, ways: Mapping[str, Way]) -> Iterator[Finding]:
+def traced_by(run: RunContext, ways: Mapping[str, Way]) -> Iterator[Result]:
     """The finding of the first step whose operation became non-finite in one of these ways."""
+    if run.was_tried(TraceFacts) and (why := run.not_measured(TraceFacts)) is not None:
+        yield NotApplicable(why)
     found = next((each for each in traces(run) if each[2].kind == "op" and each[2].what in ways), None)
     if found is not None:
         yield finding_of(run, found, ways[found[2].what])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.doctor.context import RunContext
 from trainwright.doctor.check import Check
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.finding import ExperimentRequest
 from trainwright.runlog.json_values import strict

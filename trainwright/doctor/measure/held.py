@@ -1,23 +1,20 @@
-"""Memory that a run does not release: graphs, outputs, copies of the model, pages of the data in the workers."""
+"""Memory that a run does not release: graphs, outputs, pages of the data in the workers."""
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sized
 from typing import cast
 
 import psutil
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from trainwright.doctor.facts.resources import Counted, GraphSize, MemoryFacts
+from trainwright.doctor.facts.resources import GraphSize, MemoryFacts
 from trainwright.recorder.plain_tensors import num_bytes
-from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
@@ -25,9 +22,6 @@ from trainwright.runlog.json_values import Facts, strict
 REMEMBERED = 64
 YOUNG = 3  # steps for which a loop may well keep its last losses
 MAX_NODES = 20_000
-SCAN_EVERY = 8
-SCAN_FRACTION = 0.01  # of the time
-FREE_SCANS_UNTIL = 64  # where everything is examined
 
 
 class _Mark:
@@ -42,7 +36,6 @@ class Memory(Probe):
     rests = frozenset({"on_output", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._roots = watched.subject.roots
         self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=REMEMBERED)
         self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=REMEMBERED)
         self._steps = 0
@@ -50,15 +43,9 @@ class Memory(Probe):
         self._graphs: list[GraphSize] = []
         self._counted_at = 0
         self._newest = self._newest_before = -1  # numbers of the last nodes of this step, and of the one before
-        self._copies: deque[Counted] = deque(maxlen=32)
-        self._next_scan, self._next_scan_s = SCAN_EVERY, 0.0
         self._loader: Loader | None = None
         self._iterator: Callable[[], object] = lambda: None
         self._private: list[float] = []
-        self._free_until = 0
-
-    def begin(self, site: WatchSite) -> None:
-        self._free_until = FREE_SCANS_UNTIL if site.examines_all else 0
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         """The workers do not exist yet; ``values`` reads them from the iterator."""
@@ -93,7 +80,6 @@ class Memory(Probe):
         self._rests = step.step > REMEMBERED and step.step % 4 > 0
 
     def values(self) -> Facts | None:
-        self._count_copies()
         workers = getattr(self._iterator(), "_workers", None) or ()
         private = [_private_bytes(worker.pid) for worker in workers]
         if private and all(private):
@@ -109,28 +95,10 @@ class Memory(Probe):
             outputs_alive=len(with_graph),
             output_bytes=sum(map(num_bytes, with_graph)),
             graphs=tuple(self._graphs),
-            copies=tuple(self._copies),
-            model_bytes=sum(p.nbytes for p in self._roots[0].parameters()),
             private_bytes=tuple(self._private),
             objects=_python_objects(getattr(self._loader, "dataset", None)) if self._private else 0,
         )
         return dict(strict(vars(facts)))
-
-    def _count_copies(self) -> None:
-        """Count other modules of the roots' classes and shapes. An object refers to its class, so the referrers of the
-        class hold all of them. All but the first scan take at most SCAN_FRACTION of the time.
-        """
-        begin_s = time.perf_counter()
-        if self._steps < self._next_scan or begin_s < self._next_scan_s:
-            return
-        shapes = {type(root): _shapes(root) for root in self._roots}
-        own = {id(root) for root in self._roots}
-        found = [each for each in gc.get_referrers(*shapes) if type(each) in shapes and id(each) not in own]
-        found = [each for each in found if "_parameters" in vars(each)]  # else it is being made
-        copies = sum(_shapes(each) == shapes[type(each)] for each in found)
-        self._copies.append(Counted(self._steps, copies))
-        now_s, self._next_scan = time.perf_counter(), self._steps + SCAN_EVERY
-        self._next_scan_s = now_s + (now_s - begin_s) / SCAN_FRACTION if self._steps > self._free_until else 0.0
 
 
 def _count(node: Node) -> tuple[int, int]:
@@ -142,10 +110,6 @@ def _count(node: Node) -> tuple[int, int]:
                 seen.add(other)
                 todo.append(other)
     return len(seen), min(each._sequence_nr() for each in seen)
-
-
-def _shapes(module: nn.Module) -> list[torch.Size]:
-    return [p.shape for p in module.parameters()]
 
 
 def _private_bytes(pid: int) -> float:

@@ -12,9 +12,7 @@ from trainwright.doctor.shared_nonfinite import traced_at
 from trainwright.runlog.records import Where
 
 
-@check(
-    stage="buffers", severity="critical", confidence=0.99, needs=SeenNonfinite, explains=("precision.nonfinite_step",)
-)
+@check(stage="buffers", severity="critical", confidence=0.99, explains=("precision.nonfinite_step",))
 def running_statistics_nonfinite(run: RunContext) -> Iterator[Result]:
     """The running mean or variance of a BatchNorm is not finite: every evaluation from now on is NaN.
 
