@@ -97,7 +97,7 @@ def one_rank_computes_in_bf16(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, loss)
 
 
-@rank_fault("Y06", "ranks.averaged_twice")
+@rank_fault("Y06", "ranks.gradients_off_by_ranks")
 def the_mean_is_divided_again(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
@@ -170,7 +170,7 @@ def one_rank_leaves_a_batch_out(watch: Watch, seed: int, rank: int) -> None:
                 update(optimizer, loss)
 
 
-@rank_fault("Y12", "ranks.stale_buckets", "ranks.gradients_differ")
+@rank_fault("Y12", "ranks.ddp_does_not_exchange", "ranks.gradients_differ")
 def the_head_is_replaced_after_wrapping(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, find_unused=True)
     torch.manual_seed(seed)

@@ -32,7 +32,8 @@ class RankStep:
     ``buffers`` are checksums of bits, in the order of the model; None for what may differ. ``batch`` is that of the
     inputs, ``rng`` that of the state of the generators once the batch was read; ``draws``: the step drew numbers from
     them. ``factor`` is what the gradients of a part were multiplied by between backward pass and update. ``divides``:
-    the forward pass communicates, or is a stage of a pipeline. ``program`` is what the rank does, in words.
+    the forward pass communicates, or is a stage of a pipeline. ``program`` is what the rank does, in words; ``schedule``
+    the line that steps a schedule.
     ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided; ``shrunk``: they
     are means over the ranks, of losses that were divided by the number of ranks. Of the last ``steps`` steps ``own_s``
     is the median time outside of calls in which ranks wait for each other, ``step_s`` that of the whole.
@@ -49,6 +50,7 @@ class RankStep:
     divides: bool = False
     program: dict[str, str] = field(default_factory=dict)
     groups: tuple[dict[str, float], ...] = ()
+    schedule: str = ""
     micro_batches: int = 0
     samples: tuple[int, ...] = ()
     batch: int | None = None
@@ -117,7 +119,7 @@ class Disagreement:
     """What must be the same on all ranks and was not, for the first time in ``step``; in step ``agreed`` it still was.
 
     ``agreed`` is -1 where it never was. ``ranks`` are those that differ from most; () where there are no most.
-    ``names`` are the parameters, ``values`` what each rank has, where that is a number.
+    ``names`` are the parameters or hyperparameters, ``source`` the line that sets these.
     """
 
     what: str
@@ -125,7 +127,7 @@ class Disagreement:
     agreed: int
     ranks: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    values: tuple[float, ...] = ()
+    source: str = ""
     one_bit: bool = False
 
 

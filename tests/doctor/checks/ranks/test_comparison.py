@@ -95,8 +95,8 @@ def test_healthy_ranks() -> None:
 @pytest.mark.parametrize(
     ("change", "code", "rank"),
     [
-        (exchanged(replace(SYNCED, synced_calls=0, last_synced=False)), "ranks.no_sync_at_boundary", None),
-        (exchanged(SYNCED), "ranks.stale_buckets", None),
+        (exchanged(replace(SYNCED, synced_calls=0, last_synced=False)), "ranks.ddp_does_not_exchange", None),
+        (exchanged(SYNCED), "ranks.ddp_does_not_exchange", None),
         (exchanged(BY_HAND), "ranks.gradients_differ", None),
         (lambda each: replace(apart(each), reduced=(each.step, 0)), "ranks.gradients_differ", None),
         (on(1, 3, groups=({"lr": 0.05},)), "ranks.replicas_diverged", 1),
@@ -107,8 +107,8 @@ def test_healthy_ranks() -> None:
         (lambda each: replace(each, samples=(each.step,)), "ranks.identical_batches", None),
         (lambda each: replace(each, rng=each.step), "ranks.same_random_numbers", None),
         (lambda each: replace(each, factor=0.2 + each.rank), "ranks.gradients_differ", None),
-        (lambda each: replace(each, summed=True), "ranks.gradients_summed", None),
-        (lambda each: replace(each, shrunk=True), "ranks.averaged_twice", None),
+        (lambda each: replace(each, summed=True), "ranks.gradients_off_by_ranks", None),
+        (lambda each: replace(each, shrunk=True), "ranks.gradients_off_by_ranks", None),
         (on(2, 1, own_s=0.03), "ranks.straggler", 2),
         (on(2, 3, without_gradient=("a.weight",)), "ranks.unused_parameters", 2),
     ],
@@ -122,9 +122,10 @@ def test_faults(change: Change, code: str, rank: int | None) -> None:
 def test_the_inner_module_is_called() -> None:
     """After a first step through the wrapper."""
     found = findings(compared(lambda each: replace(apart(each), exchange=SYNCED if each.step < 2 else BY_HAND)))
-    assert found[0].code in ("ranks.stale_buckets", "ranks.ddp_bypassed")
+    assert found[0].code == "ranks.ddp_does_not_exchange"
     late = compared(lambda each: each if each.step < 3 else replace(apart(each), exchange=BY_HAND))
-    assert findings(late)[0].code == "ranks.ddp_bypassed"
+    found = findings(late)
+    assert found[0].code == "ranks.ddp_does_not_exchange" and "ddp.module" in found[0].cause
 
 
 def by_hand(change: Change) -> Change:

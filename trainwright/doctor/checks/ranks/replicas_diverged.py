@@ -57,7 +57,7 @@ def replicas_diverged(run: RunContext) -> Iterator[Result]:
         cause = "each rank made its own weights, and nothing gave all of them those of one"
     elif first.names == ("lr",):
         cause = "each rank computes its learning rate by itself, from its own loss or count of steps"
-        where = Where(rank=where.rank, source=run.line_of("schedule", first.step))
+        where = Where(rank=where.rank, source=first.source or None)
     yield run.finding(
         max(1, facts.newest),
         symptom=symptom,

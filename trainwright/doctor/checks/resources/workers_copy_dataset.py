@@ -24,7 +24,7 @@ def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
 
     Fix: hold the data in NumPy arrays, tensors or Arrow tables.
 
-    Sources: pytorch/pytorch #13246.
+    Sources: pytorch/pytorch #13246, #20433.
     """
     facts = run.latest(MemoryFacts)
     if facts is None or facts.objects < MANY or len(facts.private_bytes) < 2:

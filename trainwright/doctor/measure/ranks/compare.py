@@ -140,14 +140,13 @@ class Comparison:
             self._agreed[what] = rows[0].step
             return
         columns = [[row[index] for row in values.values()] for index in differing]
-        numbers = columns[0] if what == "micro_batches" else []
         found = Disagreement(
             what=what,
             step=rows[0].step,
             agreed=self._agreed.get(what, -1),
             ranks=_minority({rank: tuple(row[index] for index in differing) for rank, row in values.items()}),
             names=tuple(self._names_of(what, differing, [*values.values()])),
-            values=tuple(float(each) for each in numbers if isinstance(each, int)),
+            source=rows[0].schedule if what == "hyperparameters" else "",
             one_bit=what == "weights" and len(columns) == 1 and _is_one_bit(columns[0]),
         )
         if what in LEAD_TO_WEIGHTS and "weights" not in self._differing:

@@ -24,6 +24,7 @@ from trainwright.doctor.measure.ranks.reduction import SumWatch, is_divided_agai
 from trainwright.doctor.measure.ranks.replica import EVERY, KnownSums, Replica, RowSums, is_due
 from trainwright.doctor.measure.ranks.traits import traits_of
 from trainwright.errors import text_of
+from trainwright.recorder.callers import caller
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, constants_of, tensors_of
@@ -87,6 +88,7 @@ class RanksProbe(Probe):
         self._seen: RanksFacts | None = None
         self._reported: RanksFacts | None = None
         self._codes: set[str] = set()
+        self._schedule = ""
 
     @property
     def _is_due(self) -> bool:
@@ -223,6 +225,9 @@ class RanksProbe(Probe):
             named = zip(self._replica.names, self._parameters)
             self._step.missing += [name for name, p in named if id(p) in owned and p.grad is None]
 
+    def on_schedule(self, scheduler: object) -> None:
+        self._schedule = self._schedule or caller() or ""
+
     def on_closed(self, step: RecordedStep) -> None:
         so_far, self._step = self._step, StepSoFar()
         self._steps = step.step
@@ -253,6 +258,7 @@ class RanksProbe(Probe):
             rank=exchange.rank,
             step=step.step,
             groups=self._replica.groups(),
+            schedule=self._schedule,
             micro_batches=so_far.micro_batches,
             samples=samples_of(step) if is_known else (),
             rng=zlib.crc32(states) if is_own else None,
