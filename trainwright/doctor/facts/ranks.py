@@ -32,11 +32,11 @@ class RankStep:
     ``buffers`` are checksums of bits, in the order of the model; None for what may differ. ``batch`` is that of the
     inputs, ``rng`` that of the state of the generators once the batch was read; ``draws``: the step drew numbers from
     them. ``factor`` is what the gradients of a part were multiplied by between backward pass and update. ``divides``:
-    the forward pass communicates, or is a stage of a pipeline. ``program`` is what the rank does, in words; ``schedule``
-    the line that steps a schedule.
-    ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided; ``shrunk``: they
-    are means over the ranks, of losses that were divided by the number of ranks. Of the last ``steps`` steps ``own_s``
-    is the median time outside of calls in which ranks wait for each other, ``step_s`` that of the whole.
+    the forward pass communicates, or is a stage of a pipeline. ``program`` is what the rank does, in words.
+    ``schedule`` is the line that steps a scheduler. ``summed``: the gradients are sums over the ranks, of losses that
+    are means, and were not divided; ``shrunk``: they are means over the ranks, of losses that were divided by the
+    number of ranks. Of the last ``steps`` steps ``own_s`` is the median time outside of calls in which ranks wait for
+    each other, ``step_s`` that of the whole.
     """
 
     rank: int
