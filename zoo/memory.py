@@ -1,8 +1,7 @@
-"""Memory that a run never gives back: K01-K06."""
+"""Memory that a run never gives back: K01-K04."""
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -46,7 +45,7 @@ def total_keeps_graphs(watch: Watch, seed: int) -> None:
                 total += loss
 
 
-@fault("K02", "resources.outputs_kept", delay="M", fixable=False)
+@fault("K02", "resources.graphs_kept", delay="M", fixable=False)
 def outputs_kept(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(classes=256)
@@ -134,20 +133,3 @@ def workers_copy_on_write(watch: Watch, seed: int) -> None:
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-
-
-@fault("K06", "resources.model_copies_grow", delay="M", active=8, fixable=False)
-def copies_of_every_epoch(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp(width=512)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed, n=512), seed)
-    with watch(model, optimizer, loader=batches):
-        history = []
-        for _ in range(20):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-            history.append(copy.deepcopy(model))

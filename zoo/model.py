@@ -288,7 +288,7 @@ def elbo(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
     return F.mse_loss(decoded, x.flatten(1)) + kl
 
 
-@fault("M18", "precision.exp_overflow", delay="N")
+@fault("M18", "precision.overflow", delay="N")
 def variance_overflows(watch: Watch, seed: int) -> Mapping[str, Any]:
     torch.manual_seed(seed)
     train(watch, VAE(), loader(*images(seed), seed), elbo)

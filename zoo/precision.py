@@ -108,7 +108,7 @@ class SoftMaskAttention(nn.Module):
         return scores.softmax(-1) @ v
 
 
-@fault("P03", "precision.mask_overflow", delay="N", active=5)
+@fault("P03", "precision.softmax_over_masked_row", delay="N", active=5)
 def mask_overflows(watch: Watch, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     ids = sequences(seed)

@@ -37,7 +37,7 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-@rank_fault("X01", "ranks.ddp_bypassed")
+@rank_fault("X01", "ranks.ddp_does_not_exchange")
 def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -47,7 +47,7 @@ def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(call(x), y))
 
 
-@rank_fault("X01b", "ranks.ddp_bypassed")
+@rank_fault("X01b", "ranks.ddp_does_not_exchange")
 def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model.module), batches(seed, rank)
@@ -56,7 +56,7 @@ def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> N
             update(optimizer, F.cross_entropy((model.module if step % 2 else model)(x), y))
 
 
-@rank_fault("X02", "ranks.stale_buckets")
+@rank_fault("X02", "ranks.ddp_does_not_exchange")
 def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     model.double().float()  # as .cpu().cuda() does, it makes each parameter forget its hook
@@ -125,7 +125,7 @@ def one_batch_fewer(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("X11", "ranks.no_sync_at_boundary")
+@rank_fault("X11", "ranks.ddp_does_not_exchange")
 def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, batch=8)
@@ -138,7 +138,7 @@ def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
                 optimizer.zero_grad()
 
 
-@rank_fault("X11b", "ranks.no_sync_at_boundary")
+@rank_fault("X11b", "ranks.ddp_does_not_exchange")
 def forward_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
@@ -154,7 +154,7 @@ def replica(seed: int) -> nn.Sequential:
     return net()
 
 
-@rank_fault("X12", "ranks.gradients_summed")
+@rank_fault("X12", "ranks.gradients_off_by_ranks")
 def sum_without_division(watch: Watch, seed: int, rank: int) -> None:
     model = replica(seed)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)

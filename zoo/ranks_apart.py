@@ -97,7 +97,7 @@ def one_rank_computes_in_bf16(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, loss)
 
 
-@rank_fault("Y06", "ranks.averaged_twice")
+@rank_fault("Y06", "ranks.gradients_off_by_ranks")
 def the_mean_is_divided_again(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
@@ -170,7 +170,7 @@ def one_rank_leaves_a_batch_out(watch: Watch, seed: int, rank: int) -> None:
                 update(optimizer, loss)
 
 
-@rank_fault("Y12", "ranks.stale_buckets", "ranks.gradients_differ")
+@rank_fault("Y12", "ranks.ddp_does_not_exchange", "ranks.gradients_differ")
 def the_head_is_replaced_after_wrapping(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, find_unused=True)
     torch.manual_seed(seed)
@@ -282,3 +282,183 @@ def layers_are_divided(watch: Watch, seed: int, rank: int) -> None:
     with watch(model, optimizer, loader=data):
         for _, x, y in [*data, *data]:
             update(optimizer, F.cross_entropy(model(x), y))
+
+
+class Joined(torch.autograd.Function):
+    """The sum over the ranks; backward passes the gradient on (the end of a layer that is divided)."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        x = x.clone()
+        distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Shared(torch.autograd.Function):
+    """The same on all ranks; backward adds up the gradients (the begin of a layer that is divided)."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        distributed.all_reduce(grad)
+        return grad
+
+
+class DividedMlp(nn.Module):
+    """Column- and row-parallel layers by hand; with ``replicas`` also layers that every rank has."""
+
+    def __init__(self, seed: int, rank: int, *, replicas: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.last = (nn.Linear(20, 20), nn.Linear(10, 10)) if replicas else (nn.Identity(), nn.Identity())
+        self.norm = nn.LayerNorm(20) if replicas else nn.Identity()
+        torch.manual_seed(100 * seed + rank)
+        self.up, self.down = nn.Linear(20, 64 // RANKS, bias=replicas), nn.Linear(64 // RANKS, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(Shared.apply(self.norm(self.first(x)))).relu()  # type: ignore[no-untyped-call]
+        out: Tensor = self.last(Joined.apply(self.down(hidden)))  # type: ignore[no-untyped-call]
+        return out
+
+
+def trained(watch: Watch, model: nn.Module, seed: int, rank: int, *, own: bool, by_hand: bool = False) -> None:
+    """Ranks that see the same samples unless ``own``; gradients are averaged by hand if wanted."""
+    optimizer, data = adam(model), batches(seed, rank, own=own)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in [*data, *data]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters() if by_hand else ():
+                distributed.all_reduce(p.grad)
+                p.grad /= RANKS
+            optimizer.step()
+
+
+@healthy_ranks("HY6")
+def layers_are_divided_by_hand(watch: Watch, seed: int, rank: int) -> None:
+    trained(watch, DividedMlp(seed, rank, replicas=True), seed, rank, own=False)
+
+
+@healthy_ranks("HY7")
+def every_layer_is_divided_by_hand(watch: Watch, seed: int, rank: int) -> None:
+    trained(watch, DividedMlp(seed, rank, replicas=False), seed, rank, own=False)
+
+
+class Sequences(nn.Module):
+    """Each rank computes with its half of the rows' elements, and gathers the keys of all (context parallelism)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.key, self.head = nn.Linear(1, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, width = distributed.get_rank(), x.shape[1] // RANKS
+        hidden = self.embed(x[:, rank * width : (rank + 1) * width, None])
+        whole = Joined.apply(self.key(hidden).mean(1))  # type: ignore[no-untyped-call]
+        out: Tensor = self.head(nn.functional.dropout(hidden, 0.1).mean(1) + whole)
+        return out
+
+
+@healthy_ranks("HY8")
+def sequences_are_divided_by_hand(watch: Watch, seed: int, rank: int) -> None:
+    torch.manual_seed(seed)
+    trained(watch, Sequences(), seed, rank, own=False, by_hand=True)
+
+
+class Experts(nn.Module):
+    """A router on every rank, one expert on each; the expert of a rank may see no sample of a batch."""
+
+    def __init__(self, seed: int, rank: int, *, alike: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.router, self.head = nn.Linear(20, RANKS), nn.Linear(20, 10)
+        torch.manual_seed(seed if alike else 100 * seed + rank)
+        self.expert = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = distributed.get_rank()
+        weights = Shared.apply(self.router(x).softmax(1))  # type: ignore[no-untyped-call]
+        mine = (weights.argmax(1) == rank).nonzero().flatten()
+        own = torch.zeros_like(x).index_add(0, mine, self.expert(x[mine]) * weights[mine, rank, None])
+        out: Tensor = self.head(x + Joined.apply(own))  # type: ignore[no-untyped-call]
+        return out
+
+
+@healthy_ranks("HY9")
+def experts_by_hand(watch: Watch, seed: int, rank: int) -> None:
+    trained(watch, Experts(seed, rank, alike=False), seed, rank, own=False)
+
+
+@healthy_ranks("HY10")
+def experts_that_begin_alike(watch: Watch, seed: int, rank: int) -> None:
+    trained(watch, Experts(seed, rank, alike=True), seed, rank, own=False)
+
+
+@healthy_ranks("HY11")
+def stages_by_hand(watch: Watch, seed: int, rank: int) -> None:
+    """A pipeline of two stages of the same shapes."""
+    torch.manual_seed(seed)
+    stage = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
+    optimizer, data = adam(stage), batches(seed, rank, own=False)
+    with watch(stage, optimizer, loader=data):
+        for _, x, y in [*data, *data]:
+            optimizer.zero_grad()
+            if rank == 0:
+                out = stage(x)
+                distributed.send(out.detach(), 1)
+                grad = torch.empty_like(out)
+                distributed.recv(grad, 1)
+                out.backward(grad)
+            else:
+                received = torch.empty_like(x)
+                distributed.recv(received, 0)
+                received.requires_grad_()
+                F.cross_entropy(stage(received), y).backward()
+                distributed.send(received.grad, 0)
+            optimizer.step()
+
+
+@healthy_ranks("HY12")
+def each_rank_updates_its_part(watch: Watch, seed: int, rank: int) -> None:
+    """ZeRO by hand: gradients are reduced to the rank that updates a parameter, which sends it to the others."""
+    torch.manual_seed(seed)
+    model = net()
+    torch.manual_seed(1000 * seed + rank)
+    parameters = list(model.parameters())
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in [*data, *data]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for number, p in enumerate(parameters):
+                distributed.reduce(p.grad, number % RANKS)
+                p.grad /= RANKS
+            optimizer.step()
+            for number, p in enumerate(parameters):
+                distributed.broadcast(p.detach(), number % RANKS)
+
+
+@healthy_ranks("HY13")
+def a_choice_of_all_ranks(watch: Watch, seed: int, rank: int) -> None:
+    """Every rank draws the same width for its batch, from generators that were seeded alike."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(net())
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in [*data, *data]:
+            update(optimizer, F.cross_entropy(model(x * torch.rand(1)), y))
+
+
+@healthy_ranks("HY14")
+def a_model_of_its_own_on_each_rank(watch: Watch, seed: int, rank: int) -> None:
+    """An ensemble: nothing is exchanged."""
+    torch.manual_seed(100 * seed + rank)
+    trained(watch, net(), seed, rank, own=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import FirstNonfinite, SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Stage, in_words
@@ -17,9 +19,8 @@ MAX_IDS = 16
 """Sample ids that a finding names."""
 DIVERGED = 10.0
 """Losses that are so many times the lowest one: then the run has diverged, and the operation is not the first cause."""
-SMALLEST_FP16_EPS = 3e-8
-"""Less is 0 in float16."""
-_BEFORE = ("weight", "buffer", "state", "gradient")
+
+traced_check = partial(check, stage="forward", severity="critical", confidence=0.97, explains=CONSEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def traces(run: RunContext) -> list[Traced]:
     found: list[Traced] = []
     for step, trace in run.every(TraceFacts):
         first = trace.first
-        if first is None or (first.kind in _BEFORE and found):
+        if first is None or (first.kind in ("weight", "buffer", "state", "gradient") and found):
             continue
         if first.reached == "buffer" and is_harmless(run, step, trace) and all(map(math.isfinite, trace.losses)):
             continue  # the step itself was finite: see model.running_statistics_nonfinite
@@ -50,15 +51,13 @@ def traces(run: RunContext) -> list[Traced]:
     return found
 
 
-def traced_by(
-    run: RunContext, ways: Mapping[str, Way], accepts: Callable[[FirstNonfinite], bool] = lambda first: True
-) -> Iterator[Finding]:
+def traced_by(run: RunContext, ways: Mapping[str, Way]) -> Iterator[Result]:
     """The finding of the first step whose operation became non-finite in one of these ways."""
-    for found in traces(run):
-        first = found[2]
-        if first.kind == "op" and first.what in ways and accepts(first) and not divides_by_eps(first):
-            yield finding_of(run, found, ways[first.what])
-            return
+    if run.was_tried(TraceFacts) and (why := run.not_measured(TraceFacts)) is not None:
+        yield NotApplicable(why)
+    found = next((each for each in traces(run) if each[2].kind == "op" and each[2].what in ways), None)
+    if found is not None:
+        yield finding_of(run, found, ways[found[2].what])
 
 
 def finding_of(run: RunContext, traced: Traced, way: Way) -> Finding:
@@ -71,23 +70,20 @@ def finding_of(run: RunContext, traced: Traced, way: Way) -> Finding:
     symptom = f"step {step} is not finite"
     if harmless:
         symptom = f"the loss of step {step} is not finite, its gradients are: only the reported loss is affected"
+    alone = "one sample" if len(first.rows or ()) == 1 else f"each of {len(first.rows or ())} samples"
+    was_diverging = first.kind == "op" and _was_diverging(run, step)
     return run.finding(
         step,
         symptom=symptom + (f" (so were {len(same) - 1} later ones)" if len(same) > 1 else ""),
-        cause=cause_of(first, way) + _in_which(first, len(ids)),
+        cause=cause_of(first, way) + (f"; {alone} of the batch causes it alone" if first.rows else ""),
         remedy=way.fix,
         severity="warning" if harmless else None,
-        sure=0.7 if first.kind == "constant" or (first.kind == "op" and _was_diverging(run, step)) else None,
+        sure=0.7 if first.kind == "constant" or was_diverging else None,
         stage=_stage(first),
         where=where_of(trace, first, ids),
-        evidence=_evidence(trace, first),
+        evidence=_evidence(first),
         trial=trial_of(trace, first, way),
     )
-
-
-def divides_by_eps(first: FirstNonfinite) -> bool:
-    """An optimizer in float16 with an eps that is 0 there."""
-    return first.phase == "update" and first.dtype == "float16" and 0 < (first.eps or 0) < SMALLEST_FP16_EPS
 
 
 def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
@@ -107,20 +103,11 @@ def skipped_by_scaler(run: RunContext, step: int) -> bool:
 
 def cause_of(first: FirstNonfinite, way: Way) -> str:
     """The cause in words."""
-    ranges = first.inputs
-    return way.cause.format(
-        op=first.op,
-        place=f" in {in_words(first.module)}" if first.phase != "update" else "",
-        dtype=first.dtype,
-        what=first.what,
-        kind=first.kind,
-        name=first.name,
-        eps=first.eps or 0.0,
-        hidden_by=first.hidden_by,
-        largest=max((max(-each.min, each.max) for each in ranges), default=0.0),
-        highest=max((each.max for each in ranges), default=0.0),
-        lowest=min((each.min for each in ranges), default=0.0),
-    )
+    place = "" if first.phase == "update" else f" in {in_words(first.module)}"
+    highest = max((each.max for each in first.inputs), default=0.0)
+    lowest = min((each.min for each in first.inputs), default=0.0)
+    ranges = {"highest": highest, "lowest": lowest, "largest": max(highest, -lowest)}
+    return way.cause.format(**vars(first), place=place, **ranges)
 
 
 def where_of(trace: TraceFacts, first: FirstNonfinite, ids: list[int]) -> Where:
@@ -160,9 +147,8 @@ def is_harmless(run: RunContext, step: int, trace: TraceFacts) -> bool:
 
 
 def _place(first: FirstNonfinite) -> tuple[object, ...]:
-    if first.kind != "op":
-        return (first.kind,)
-    return first.kind, first.what, first.module, first.op, first.reached
+    is_op = first.kind == "op"
+    return (first.kind, first.what, first.module, first.op, first.reached) if is_op else (first.kind,)
 
 
 def _was_diverging(run: RunContext, step: int) -> bool:
@@ -178,20 +164,9 @@ def _stage(first: FirstNonfinite) -> Stage:
     return "forward" if first.module is not None else "loss"
 
 
-def _in_which(first: FirstNonfinite, num_ids: int) -> str:
-    num_rows = len(first.rows or ())
-    if num_ids == 1:
-        return "; without that one sample the step is finite"
-    if num_rows == 1:
-        return "; one sample of the batch causes it alone"
-    return f"; each of {num_rows} samples of the batch causes it alone" if num_rows else ""
-
-
-def _evidence(trace: TraceFacts, first: FirstNonfinite) -> Iterator[Measured]:
+def _evidence(first: FirstNonfinite) -> Iterator[Measured]:
     for number, seen in enumerate(first.inputs):
         counts = (("zeros", seen.zeros), ("nan", seen.nan), ("inf", seen.inf))
         text = f"{seen.dtype} {list(seen.shape)} in {seen.min:.4g}..{seen.max:.4g}"
         yield f"input {number} of {first.op}", text + "".join(f", {count} {name}" for name, count in counts if count)
     yield f"output of {first.kernel}", f"{first.output.nan} nan, {first.output.inf} inf", "none"
-    if trace.fp32:
-        yield "loss of the same step in fp32", ", ".join(f"{loss:.4g}" for loss in trace.fp32)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainwright.doctor.facts.ranks import Disagreement
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.ranks import Disagreement, RanksFacts
 from trainwright.doctor.finding import listed
 from trainwright.runlog.records import Where
+
+
+def ranks_of(run: RunContext) -> RanksFacts:
+    """The newest comparison of the ranks, which the check declares that it needs."""
+    facts = run.latest(RanksFacts)
+    assert facts is not None
+    return facts
 
 
 def in_ranks(numbers: Sequence[int]) -> str:
@@ -17,10 +25,10 @@ def in_ranks(numbers: Sequence[int]) -> str:
 def since(differing: Disagreement) -> str:
     """Since when the ranks differ."""
     if differing.agreed < 0:
-        return "from the begin" if differing.step == 0 else f"in step {differing.step}, the first that was compared"
+        return "from the start" if differing.step == 0 else f"in step {differing.step}, the first that was compared"
     return f"in step {differing.step}; after step {differing.agreed} they were still the same"
 
 
 def one_rank(ranks: Sequence[int]) -> Where:
-    """The rank, where it is one."""
+    """The rank, if it is one."""
     return Where(rank=ranks[0] if len(ranks) == 1 else None)

@@ -11,7 +11,7 @@ from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm, record_of
 from trainwright.doctor.measure.ranks.engine import EngineRows
 from trainwright.doctor.measure.ranks.exchange import Exchange, Meeting, Site
-from trainwright.doctor.measure.ranks.replica import Replica
+from trainwright.doctor.measure.ranks.replica import Replica, folded_names
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import text_of
@@ -52,7 +52,7 @@ class RanksObserver:
         every += [p for group in state.optimizer.param_groups for p in group["params"]]
         parameters = list({id(p): p for p in every}.values())
         replica = Replica(LiveObjects(roots, parts_of(state.optimizer), parameters), is_split=not are_copies)
-        meeting = Meeting(replica.folded_names)
+        meeting = Meeting(folded_names(replica.names))
         site = Site(self._folder, lambda facts: raise_alarm(facts, write, say))
         self._exchange = Exchange(name, meeting, site, number=0, patience_s=patience_s)
         self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples)

@@ -1,4 +1,4 @@
-"""What is measured of states that are loaded, and of what goes on after it."""
+"""What is measured of states that are loaded, and of the steps after it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import ClassVar
 class MomentsFacts:
     """The state of one optimizer right before its first update since the watch began, or since it was loaded.
 
-    Of ``parameters`` with a gradient ``with_state`` have a state; ``least_steps`` and ``most_steps`` are their counts
-    of updates.
+    ``with_state`` parameters with a gradient have a state; ``steps`` is the highest count of updates.
     """
 
     kind: str
-    parameters: int
     with_state: int
-    least_steps: int
-    most_steps: int
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +42,12 @@ class LoadFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageFacts:
-    """A module like the model that nothing trains, in a run that goes on with moments of an earlier one.
+class OverwrittenFacts:
+    """Weights that were loaded before the first forward call: ``gone`` have other values there."""
 
-    ``distance`` is that from the weights at the first update, relative to them. ``follows`` is the cosine between its
-    first moves and the direction to the weights.
-    """
-
-    distance: float
-    follows: float
+    weights: int
+    gone: int
+    fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,4 +58,4 @@ class ResumeFacts:
     optimizers: tuple[MomentsFacts, ...] = ()
     schedules: tuple[ScheduleFacts, ...] = ()
     loads: tuple[LoadFacts, ...] = ()
-    averages: tuple[AverageFacts, ...] = ()
+    overwritten: OverwrittenFacts | None = None

@@ -27,7 +27,7 @@ class FirstNonfinite:
     its name then. ``what`` is the mechanism, as of ``replay.mechanism``. ``op`` is the function that the user called,
     ``kernel`` the ATen operation. ``reached``: loss, gradient, weight, buffer or end. ``rows`` are the samples of the
     micro-batch that each make the step non-finite alone, ``ids`` their ids where these are known. ``empty`` is the one
-    value that fills an input of exactly these samples. ``fp32_finite``: the operation is finite in float32.
+    value that fills an input of exactly these samples. ``eps`` is that of the optimizer.
     """
 
     kind: str
@@ -42,7 +42,6 @@ class FirstNonfinite:
     dtype: str
     inputs: tuple[ValueRange, ...]
     output: ValueRange
-    fp32_finite: bool | None = None
     hidden_by: str | None = None
     micro_batch: int = 0
     eps: float | None = None
@@ -56,8 +55,7 @@ class TraceFacts:
     """The replay of a step that was not finite. ``losses`` are those without the loss scale.
 
     ``finite_without_scale``: only the scale of a gradient scaler makes it overflow. ``gradients`` are the names of
-    those that are not finite. ``fp32``: the losses of the whole step in float32; ``fp32_finite``: all of that step is
-    finite.
+    those that are not finite. ``fp32_finite``: the whole step is finite in float32.
     """
 
     experiment: ClassVar[str] = "trace"
@@ -66,7 +64,6 @@ class TraceFacts:
     gradients: tuple[str, ...] = ()
     finite_without_scale: bool = False
     first: FirstNonfinite | None = None
-    fp32: tuple[float, ...] = ()
     fp32_finite: bool = False
 
 

@@ -28,16 +28,10 @@ class Aliased:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatFacts:
-    """The 16-bit dtypes in a forward pass and its loss: of ``values``, and of the ``weights`` that are trained.
-
-    ``loss_ops`` are the functions after the models that take 16-bit numbers. ``scaled``: the loss is scaled.
-    """
+    """The 16-bit dtype in a forward pass and its loss; ``loss_ops`` are the functions after the models that take it."""
 
     experiment: ClassVar[str] = "formats"
-    values: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
-    backwards: int = 1
-    scaled: bool = False
+    dtype: str = ""
     loss_ops: tuple[str, ...] = ()
     emptied: tuple[Emptied, ...] = ()
     aliased: tuple[Aliased, ...] = ()
@@ -59,11 +53,11 @@ class MixedPrecisionFacts:
 
     ``still`` is the fraction of sampled 16-bit weights with a gradient that an update left unchanged, the median of
     ``updates`` updates at the highest learning rate so far. ``kept_elsewhere``: the optimizer keeps float32 copies or
-    rounds at random. ``still_scaled`` updates were made with gradients of a scaled loss that nothing unscaled.
-    ``stale_since`` is the first step that computed with weights which autocast had cached before the last update.
+    rounds at random. ``stale_since`` is the first step that computed with weights which autocast had cached before the
+    last update.
 
-    Of the gradients of a loss in float16 without a scale ``zeros`` is the fraction of 0, and ``smallest`` that of the
-    two smallest numbers of float16, the median of several steps. ``sum_error`` is how far 16-bit sums over
+    Of the gradients of a loss in float16 without a scale ``zeros`` is the fraction of 0, and ``rms_in_steps`` the root
+    mean square in steps of 6e-8, the median of several steps. ``sum_error`` is how far 16-bit sums over
     ``micro_batches`` are from the float32 sum, and ``sum_rounding`` how far that sum rounded once is.
     """
 
@@ -71,24 +65,9 @@ class MixedPrecisionFacts:
     still: float = 0.0
     updates: int = 0
     kept_elsewhere: bool = False
-    still_scaled: int = 0
-    scale: float = 1.0
     stale_since: int | None = None
     zeros: float = 0.0
     rms_in_steps: float = math.inf
     micro_batches: int = 0
     sum_error: float = 0.0
     sum_rounding: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchDigitsFacts:
-    """A tensor of a batch that the step used after a cast to ``dtype``: what was lost, in its standard deviations."""
-
-    experiment: ClassVar[str] = "digits_of_batches"
-    compared: int
-    since: int = 0
-    place: str = ""
-    dtype: str = ""
-    lost: float = 0.0
-    values: int = 0

@@ -1,4 +1,4 @@
-"""What is measured of several ranks. Each rank tells of its own steps; the first one compares them."""
+"""What is measured of several ranks. Each rank reports its own steps; the first one compares them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,29 @@ FOLDS = 64
 class ExchangeFacts:
     """How one rank exchanged the gradients of a step.
 
-    ``wrapped_calls`` are forward calls through DistributedDataParallel, ``synced_calls`` those of them outside of
-    ``no_sync``; ``calls`` are those of the model with gradients, however it was called. ``collectives`` were begun
-    from the first of them to the update. ``last_synced``: the last call was one of the synced.
+    ``calls`` are forward calls of the model with gradients, ``wrapped_calls`` those through DistributedDataParallel,
+    ``synced_calls`` those of them outside of ``no_sync``; ``last_synced``: the last call was one of these.
     """
 
     calls: int = 0
     wrapped_calls: int = 0
     synced_calls: int = 0
     last_synced: bool = False
-    collectives: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step as one rank saw it; step 0 is the state at the begin.
+    """One step as one rank saw it; step 0 is the state at the start.
 
-    ``weights``, ``gradients`` (at the update), ``reduced`` (as the last backward pass left them), ``moments`` (what the
-    optimizer keeps; None where this rank keeps nothing) and ``buffers`` (None for those that may differ) are checksums
-    of bits, in the order of the model. ``factor`` is what the gradients of a part were multiplied by between backward
-    pass and update. ``program`` is what the rank does, in words. ``groups`` are the numbers in the optimizer's
-    parameter groups. ``samples`` are the ids of the step, [] where they are not known; ``batch`` is a checksum of the
-    inputs.
-    ``rng`` is a checksum of the generators' state before the first forward call, ``draws`` whether the calls drew
-    from them. ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided;
-    ``shrunk``: they are means over the ranks, of losses that were divided by the number of ranks before.
-    Of the last ``steps`` steps, those since the last row, ``own_s`` is the median time outside of calls in which ranks
-    wait for each other, ``step_s`` that of the whole.
+    ``weights``, ``gradients`` (at the update), ``reduced`` (as the last backward pass left them), ``moments`` and
+    ``buffers`` are checksums of bits, in the order of the model; None for what may differ. ``batch`` is that of the
+    inputs, ``rng`` that of the state of the generators once the batch was read; ``draws``: the step drew numbers from
+    them. ``factor`` is what the gradients of a part were multiplied by between backward pass and update. ``divides``:
+    the forward pass communicates, or is a stage of a pipeline. ``program`` is what the rank does, in words.
+    ``schedule`` is the line that steps a scheduler. ``summed``: the gradients are sums over the ranks, of losses that
+    are means, and were not divided; ``shrunk``: they are means over the ranks, of losses that were divided by the
+    number of ranks. Of the last ``steps`` steps ``own_s`` is the median time outside of calls in which ranks wait for
+    each other, ``step_s`` that of the whole.
     """
 
     rank: int
@@ -51,8 +47,10 @@ class RankStep:
     moments: tuple[int | None, ...] = ()
     buffers: tuple[int | None, ...] = ()
     factor: float | None = None
+    divides: bool = False
     program: dict[str, str] = field(default_factory=dict)
     groups: tuple[dict[str, float], ...] = ()
+    schedule: str = ""
     micro_batches: int = 0
     samples: tuple[int, ...] = ()
     batch: int | None = None
@@ -121,7 +119,7 @@ class Disagreement:
     """What must be the same on all ranks and was not, for the first time in ``step``; in step ``agreed`` it still was.
 
     ``agreed`` is -1 where it never was. ``ranks`` are those that differ from most; () where there are no most.
-    ``names`` are the parameters, ``values`` what each rank has, where that is a number.
+    ``names`` are the parameters or hyperparameters, ``source`` the line that sets these.
     """
 
     what: str
@@ -129,7 +127,7 @@ class Disagreement:
     agreed: int
     ranks: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    values: tuple[float, ...] = ()
+    source: str = ""
     one_bit: bool = False
 
 
@@ -166,13 +164,8 @@ class ProgramDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class PaceFacts:
-    """Medians of the last ``rows`` rows of each rank: ``own_s`` and ``step_s``, in the order of the ranks.
+    """Medians of the last rows of each rank. ``behind`` are the ranks that were far slower in each, since ``since``."""
 
-    ``behind`` are the ranks that are far slower than the median rank, at least one of them in each of these rows, the
-    first of which is of step ``since``.
-    """
-
-    rows: int
     own_s: tuple[float, ...]
     step_s: float
     behind: tuple[int, ...] = ()
@@ -184,11 +177,10 @@ class RanksFacts:
     """What the first rank found when it compared the ranks.
 
     ``present`` are the ranks that are watched, of ``size``. ``compared`` steps were compared, the last is ``newest``.
-    ``are_reduced``: gradients were compared as the backward passes left them, too. ``factors`` are what each rank
-    multiplied its part of the gradients by in step ``factors_since``, where these differ.
-    ``exchange`` is that of the first step in which gradients differed, on the rank that exchanged least. ``missing``
-    are parameters that had no gradient on one rank and one on others. ``is_wrapped``: there is a
-    DistributedDataParallel around the model. ``lost``: why the ranks can no longer be compared.
+    ``exchange`` is that of the first step in which gradients differed, on the rank that exchanged least.
+    ``is_wrapped``: DistributedDataParallel wraps the model. ``are_reduced``: gradients were compared as the backward
+    passes left them, too. ``factors`` are what each rank multiplied its part of the gradients by in step
+    ``factors_since``, where these differ. ``missing`` are parameters without a gradient on rank ``missing_on`` alone.
     """
 
     experiment: ClassVar[str] = "ranks"
@@ -210,7 +202,6 @@ class RanksFacts:
     missing_on: int | None = None
     statuses: tuple[RankStatus, ...] = ()
     pace: PaceFacts | None = None
-    lost: str = ""
 
     def disagreement(self, what: str) -> Disagreement | None:
         """The one about ``what``; None where the ranks agree."""
@@ -247,15 +238,8 @@ class RanksFacts:
     @property
     def guilty_of_nonfinite(self) -> tuple[RankStatus, ...]:
         """Ranks whose own loss was the first that was not finite, where that of another was finite then."""
-        bad = [each for each in self.statuses if each.nonfinite is not None]
-        if not bad:
-            return ()
-        first = min(each.nonfinite.step for each in bad if each.nonfinite)
-        own = [
-            each
-            for each in bad
-            if each.nonfinite and each.nonfinite.step == first and not math.isfinite(each.nonfinite.own_loss)
-        ]
-        others = [each for each in self.statuses if each not in own]
-        told = [each for each in others if each.begun >= first or each.nonfinite]
-        return tuple(own) if told else ()
+        bad = [(each, each.nonfinite) for each in self.statuses if each.nonfinite is not None]
+        first = min((found.step for _, found in bad), default=0)
+        own = [each for each, found in bad if found.step == first and not math.isfinite(found.own_loss)]
+        are_there = any(each not in own and (each.begun >= first or each.nonfinite) for each in self.statuses)
+        return tuple(own) if are_there else ()

@@ -31,14 +31,6 @@ class GrowthFacts:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """How many there were after a step."""
-
-    step: int
-    count: int
-
-
-@dataclass(frozen=True)
 class GraphSize:
     """The nodes of the graph behind the loss of a step. ``goes_back``: some are of earlier steps."""
 
@@ -50,12 +42,12 @@ class GraphSize:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Tensors, graphs and copies of the model that the loop still holds.
+    """Tensors and graphs that the loop still holds.
 
     ``old_losses`` and ``old_outputs`` are those of the last 64 steps but three, ``graphs_alive``, ``losses_alive`` and
-    ``outputs_alive`` what is alive of them. ``with_graph`` counts all tensors with a graph, ``copies`` modules like the
-    model, of ``model_bytes`` each. ``private_bytes`` is the memory that a worker of the loader shares with nobody, at
-    the first and the last reading; the dataset holds ``objects`` Python objects of ``object_bytes``.
+    ``outputs_alive`` (with a graph) what is alive of them. ``private_bytes`` is the memory that a worker of the loader
+    shares with nobody, at the first and the last reading; the lists and dicts of the dataset hold ``objects`` Python
+    objects.
     """
 
     experiment: ClassVar[str] = "memory"
@@ -66,9 +58,5 @@ class MemoryFacts:
     outputs_alive: int = 0
     output_bytes: int = 0
     graphs: tuple[GraphSize, ...] = ()
-    with_graph: tuple[Counted, ...] = ()
-    copies: tuple[Counted, ...] = ()
-    model_bytes: int = 0
     private_bytes: tuple[float, ...] = ()
     objects: int = 0
-    object_bytes: int = 0

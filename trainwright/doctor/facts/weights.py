@@ -110,13 +110,3 @@ class TiesFacts:
     tied: int
     broken: tuple[tuple[str, ...], ...] = ()
     split: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedFacts:
-    """Weights after ``load_state_dict`` and before the first forward call: ``gone`` have other values there."""
-
-    experiment: ClassVar[str] = "loaded"
-    weights: int
-    gone: tuple[str, ...]
-    fraction: float

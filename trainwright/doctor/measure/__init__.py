@@ -10,7 +10,6 @@ from collections.abc import Callable
 from trainwright.doctor.measure import batches, formats, loss_calls, loss_terms, nonfinite, tokens
 from trainwright.doctor.measure.accumulation import accumulation
 from trainwright.doctor.measure.averages import Averages
-from trainwright.doctor.measure.batch_digits import BatchDigits
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.custom_functions import check_functions
 from trainwright.doctor.measure.derivative import derivative
@@ -21,7 +20,6 @@ from trainwright.doctor.measure.growth import Growth
 from trainwright.doctor.measure.held import Memory
 from trainwright.doctor.measure.kept import KeptStates
 from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
-from trainwright.doctor.measure.loaded import LoadedWeights
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import ResumeProbe
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
@@ -57,7 +55,6 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
-    BatchDigits,
     Growth,
     MixedPrecision,
     ResumeProbe,
@@ -65,7 +62,6 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Averages,
     Evaluations,
     KeptStates,
-    LoadedWeights,
     Loaders,
     Rows,
     Moments,

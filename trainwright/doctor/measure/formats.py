@@ -8,14 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainwright.doctor.facts.precision import (
-    Aliased,
-    Emptied,
-    FormatFacts,
-    LossInFp32Facts,
-)
+from trainwright.doctor.facts.precision import Aliased, Emptied, FormatFacts, LossInFp32Facts
 from trainwright.recorder.plain_tensors import is_plain
-from trainwright.recorder.program import Backward, mapped, tensors_of
+from trainwright.recorder.program import mapped, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import function_name
@@ -56,20 +51,12 @@ def measure_formats(session: ReplaySession) -> FormatFacts:
         return result
 
     session.run(Intervention(ops=look, model=modules.following), upto="forward")
-    trained = {p.dtype for o in session.optimizers for group in o.param_groups for p in group["params"]}
     return FormatFacts(
-        values=_names(dtypes),
-        weights=_names(trained),
-        backwards=len(session.recorded_step.losses),
-        scaled=any(each.scale != 1.0 for each in session.recorded_step.program if isinstance(each, Backward)),
+        dtype=min((str(each).removeprefix("torch.") for each in dtypes.intersection(HALF_DTYPES)), default=""),
         loss_ops=tuple(loss_ops)[:8],
         emptied=tuple(emptied[:4]),
         aliased=tuple(aliased[:4]),
     )
-
-
-def _names(dtypes: set[torch.dtype]) -> tuple[str, ...]:
-    return tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes.intersection(HALF_DTYPES)))
 
 
 def has_half_parameters(session: ReplaySession) -> bool:
@@ -111,14 +98,10 @@ def _widen(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
-def _micro_batches(session: ReplaySession, most: int) -> range | None:
-    """The first ``most`` micro-batches; None if there are no more than that."""
-    return range(most) if len(session.recorded_step.losses) > most else None
-
-
 def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
     """Compare the gradients with those of the same outputs and a loss in float32."""
-    modules, micro = ModuleStack(session.modules), _micro_batches(session, COMPARED)
+    modules = ModuleStack(session.modules)
+    micro = range(COMPARED) if len(session.recorded_step.losses) > COMPARED else None
 
     def widened(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         return function(*args, **kwargs) if modules.innermost is not None else in_fp32(function, args, kwargs)

@@ -1,30 +1,28 @@
-"""Listens to 16-bit weights, loss scales and autocast: updates that are lost, unscaled or made from old weights."""
+"""Observes 16-bit weights, small gradients and autocast: updates that are lost, or made from old weights."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import Backward, Multiply, OptimizerStep, RecordedStep
+from trainwright.recorder.program import Backward, RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.mechanism import HALF_DTYPES
 from trainwright.runlog.json_values import Facts, strict
 
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 8, 256
-LOOKED_AT = 64
-"""Updates that are looked at one after the other; later every 16th."""
-KEPT = 64
-MIN_STILL_SCALED, MIN_STEPS = 4, 2
+ALWAYS, EVERY, KEPT = 64, 16, 64
+"""Updates that are sampled one after the other, then every so many; and what is kept of them."""
 MAX_WINDOWS, MAX_STEPS_OF_SUMS = 3, 16
 """Steps of several micro-batches whose sums are compared; and the step after which no more are waited for."""
 REPORTED_AT = 6
@@ -53,36 +51,31 @@ class MixedPrecision(Probe):
         self._steps = 0
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a weight, and its samples: of it, of its gradient
         self._rng = torch.empty(0)
-        self._highest_lr = 0.0
-        self._still: list[tuple[float, Tensor]] = []  # the learning rate, and the fraction that stood still
+        self._still: deque[tuple[float, Tensor]] = deque(maxlen=KEPT)  # the learning rate, the fraction that was still
         self._kept_elsewhere = False
-        self._is_unscaled = False
-        self._still_scaled, self._scale = 0, 1.0
         self._sentinel: Tensor | None = None
         self._stale_since: int | None = None
-        self._small: list[Tensor] = []  # of the gradients of each step: see _smallness
+        self._small: deque[Tensor] = deque(maxlen=KEPT)  # of the gradients of each step: see _smallness
         self._small_now: Tensor | None = None
         self._sums: dict[int, Tensor] = {}
         self._summed: list[tuple[Tensor, Tensor]] = []  # samples of gradients as they were summed, and their sums
         self._micro_batches = 0
         self._windows: list[tuple[int, Tensor, Tensor]] = []
         self._handles: list[RemovableHandle] = []
-        self._told: MixedPrecisionFacts | None = None
+        self._reported: MixedPrecisionFacts | None = None
 
     @property
-    def _is_looked_at(self) -> bool:
-        return self._steps < LOOKED_AT or self._steps % 16 == 0
+    def _is_sampled(self) -> bool:
+        return self._steps < ALWAYS or self._steps % EVERY == 0
 
     # sums over micro-batches
 
     def begin(self, site: WatchSite) -> None:
-        for parameter in self._halves:
-            self._handles.append(parameter.register_hook(self._adder(parameter)))  # type: ignore[no-untyped-call]
+        self._handles = [p.register_hook(self._adder(p)) for p in self._halves]  # type: ignore[no-untyped-call]
 
     def end(self, error: BaseException | None) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _adder(self, parameter: Tensor) -> Callable[[Tensor], None]:
         def add(grad: Tensor) -> None:
@@ -95,28 +88,43 @@ class MixedPrecision(Probe):
         add.is_recorders = True  # type: ignore[attr-defined]
         return add
 
-    # gradients
-
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        kind = self._device.type
-        if torch.is_autocast_enabled(kind):
-            self._is_fp16 = torch.get_autocast_dtype(kind) == torch.float16
+        if torch.is_autocast_enabled(self._device.type):
+            self._is_fp16 = torch.get_autocast_dtype(self._device.type) == torch.float16
 
     def on_gradients(self) -> None:
         self._micro_batches += 1
         if self._handles:
             both = [(p.grad, self._sums.get(id(p))) for p in self._halves]
             self._summed = [(_sample(g), s) for g, s in both if g is not None and s is not None and not g.is_sparse]
-        if self._is_fp16 and self._is_looked_at:
+        if self._is_fp16 and self._is_sampled:
             grads = [p.grad for p in self._matrices if p.grad is not None and not p.grad.is_sparse]
             self._small_now = _smallness(grads) if grads else None
 
-    # lost updates
+    def on_closed(self, step: RecordedStep) -> None:
+        scales = [each.scale_at for each in step.program if isinstance(each, Backward)]
+        if self._small_now is not None and all(not isinstance(each, Tensor) and each == 1.0 for each in scales):
+            self._small.append(self._small_now)
+        if self._handles:
+            if self._micro_batches > 1 and self._summed:
+                sums, exact = (torch.cat([pair[n].float() for pair in self._summed]) for n in (0, 1))
+                rounded, norm = exact.to(self._halves[0].dtype).float(), exact.norm().clamp(min=1e-30)
+                self._windows.append(
+                    (self._micro_batches, (sums - exact).norm() / norm, (rounded - exact).norm() / norm)
+                )
+            if len(self._windows) >= MAX_WINDOWS or step.step >= MAX_STEPS_OF_SUMS:
+                self.end(None)
+        self._small_now, self._sums, self._summed, self._micro_batches = None, {}, [], 0
+        self._steps = step.step
+        if step.step == REPORTED_AT and (self._halves or self._is_fp16 or self._sentinel is not None):
+            self.urgent = True
+
+    # updates
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        if not self._is_looked_at or optimizer not in self._optimizers:
+        if not self._is_sampled or optimizer not in self._optimizers:
             return
-        self._look_into_autocast()
+        self._test_autocast_cache()
         if self._halves:
             owned = {id(p) for p in owned_by(optimizer)}
             both = [(p, p.grad) for p in self._halves if id(p) in owned]
@@ -127,58 +135,17 @@ class MixedPrecision(Probe):
         before, self._before = self._before, []
         if not before:
             return
-        lr = float(optimizer.param_groups[0].get("lr", 0.0))
         has_grad = torch.cat([grad != 0 for _, _, grad in before])
         same = torch.cat([weight == _sample(p) for p, weight, _ in before])
-        self._kept_elsewhere |= not torch.equal(self._rng, self._generator())
+        self._kept_elsewhere |= not torch.equal(self._rng, self._generator())  # stochastic rounding
         self._kept_elsewhere |= any(_keeps_copies(optimizer, p) for p, _, _ in before)
-        self._highest_lr = max(self._highest_lr, lr)
-        fraction = (same & has_grad).sum() / has_grad.sum().clamp(min=1)
-        self._still = [*self._still[-KEPT:], (lr, fraction)]
+        still = (same & has_grad).sum() / has_grad.sum().clamp(min=1)
+        self._still.append((float(optimizer.param_groups[0].get("lr", 0.0)), still))
 
     def _generator(self) -> Tensor:
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
-    # loss scales
-
-    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        self._is_unscaled = True
-
-    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
-        self._is_unscaled = True
-
-    def on_closed(self, step: RecordedStep) -> None:
-        is_unscaled, self._is_unscaled = self._is_unscaled, False
-        if self._is_looked_at:
-            scales = [each.scale_at for each in step.program if isinstance(each, Backward)]
-            updates = [each for each in step.program if isinstance(each, OptimizerStep) and each.grad_scale is None]
-            is_scaled = any(isinstance(each, Tensor) or each != 1.0 for each in scales)
-            is_changed = is_unscaled or step.values.get("edited") or any(isinstance(x, Multiply) for x in step.program)
-            if updates and is_scaled and not is_changed:
-                self._still_scaled, self._scale = self._still_scaled + 1, float(scales[-1])
-            if self._small_now is not None and not is_scaled:
-                self._small = [*self._small[-KEPT:], self._small_now]
-        self._small_now = None
-        self._close_window(step.step)
-        self._steps = step.step
-        if step.step == REPORTED_AT and (self._halves or self._is_fp16 or self._sentinel is not None):
-            self.urgent = True
-
-    def _close_window(self, step: int) -> None:
-        """The gradients of a step are complete: the last chance to compare them before they are clipped is over."""
-        if self._handles:
-            if self._micro_batches > 1 and self._summed:
-                sums, exact = (torch.cat([pair[n].float() for pair in self._summed]) for n in (0, 1))
-                rounded = exact.to(self._halves[0].dtype).float()
-                errors = torch.stack([(sums - exact).norm(), (rounded - exact).norm()]) / exact.norm().clamp(min=1e-30)
-                self._windows.append((self._micro_batches, errors[0], errors[1]))
-            if len(self._windows) >= MAX_WINDOWS or step >= MAX_STEPS_OF_SUMS:
-                self.end(None)
-        self._sums, self._summed, self._micro_batches = {}, [], 0
-
-    # autocast
-
-    def _look_into_autocast(self) -> None:
+    def _test_autocast_cache(self) -> None:
         """Cast a weight of our own within autocast and change it: a cache that is still there has its old value."""
         kind = self._device.type
         if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
@@ -192,16 +159,15 @@ class MixedPrecision(Probe):
         self._sentinel.data.fill_(2.0)
 
     def values(self) -> Facts | None:
-        at_full_rate = [float(still) for lr, still in self._still if lr >= 0.5 * self._highest_lr > 0]
-        small = torch.stack(self._small).median(0).values.tolist() if len(self._small) >= MIN_STEPS else [0.0, math.inf]
+        highest = max((lr for lr, _ in self._still), default=0.0)
+        at_full_rate = [float(still) for lr, still in self._still if lr >= 0.5 * highest > 0]
+        small = torch.stack([*self._small]).median(0).values.tolist() if len(self._small) > 1 else [0.0, math.inf]
         worst = max(self._windows, key=lambda each: float(each[1]), default=(0, 0.0, 0.0))
         self.urgent = False
         facts = MixedPrecisionFacts(
             still=statistics.median(at_full_rate) if at_full_rate else 0.0,
             updates=len(at_full_rate),
             kept_elsewhere=self._kept_elsewhere,
-            still_scaled=self._still_scaled if self._still_scaled >= MIN_STILL_SCALED else 0,
-            scale=self._scale,
             stale_since=self._stale_since,
             zeros=small[0],
             rms_in_steps=small[1],
@@ -209,9 +175,9 @@ class MixedPrecision(Probe):
             sum_error=float(worst[1]),
             sum_rounding=float(worst[2]),
         )
-        if facts == self._told:
+        if facts == self._reported:
             return None
-        self._told = facts
+        self._reported = facts
         return dict(strict(vars(facts)))
 
 

@@ -1,4 +1,4 @@
-"""What makes a step non-finite: heard in the live loop, and traced operation by operation in a replay."""
+"""What makes a step non-finite: observed in the live loop, and traced operation by operation in a replay."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_modules, named_parameters, named_roots
 
 MAX_NAMES = 64
+SMALLEST_FP16_EPS = 3e-8
+"""Less is 0 in float16."""
 MAX_ROWS = 8
 """If so many samples each break the step alone, the fault is not in the samples."""
 LOWERED = {
@@ -165,7 +167,6 @@ def measure_trace(session: ReplaySession) -> TraceFacts:
         losses=tuple(float(each) for each in result.losses),
         gradients=tuple(n for n, g in result.grads.items() if g is not None and not is_finite(g)),
         first=first,
-        fp32=tuple(float(each) for each in fp32.losses) if fp32 else (),
         fp32_finite=fp32 is not None and all_finite(fp32),
     )
 
@@ -196,9 +197,15 @@ def _uses_half(session: ReplaySession) -> bool:
 def _first(session: ReplaySession, tracing: Tracing, bad: Bad) -> FirstNonfinite:
     op = tracing.ops[bad.op.forward_op] if bad.op.phase == "backward" and bad.op.forward_op is not None else bad.op
     rows, ids = _samples(session, bad)
+    what, dtype = bad.what, bad.op.output.dtype if bad.kind == "op" else bad.op.dtype
+    eps = session.optimizers[0].param_groups[0].get("eps") if bad.op.phase == "update" else None
+    if dtype == "float16" and eps is not None and 0 < eps < SMALLEST_FP16_EPS:
+        what = "eps_underflow"
+    elif dtype == "float16" and what == "exp_overflow" and bad.fp32_finite:
+        what = "fp16_overflow"
     return FirstNonfinite(
         kind=bad.kind,
-        what=bad.what,
+        what=what,
         name=bad.name,
         reached=bad.reached,
         op=_user_name(op),
@@ -206,13 +213,12 @@ def _first(session: ReplaySession, tracing: Tracing, bad: Bad) -> FirstNonfinite
         phase=bad.op.phase,
         module=bad.op.module,
         source=bad.op.source,
-        dtype=bad.op.output.dtype if bad.kind == "op" else bad.op.dtype,
+        dtype=dtype,
         inputs=tuple(map(_range, op.inputs[:4])),
         output=_range(bad.op.output),
-        fp32_finite=bad.fp32_finite,
         hidden_by=None if bad.hidden_by is None else _user_name(tracing.ops[bad.hidden_by]),
         micro_batch=bad.op.micro_batch,
-        eps=session.optimizers[0].param_groups[0].get("eps") if bad.op.phase == "update" else None,
+        eps=eps,
         rows=rows,
         ids=ids,
         empty=None if not rows else _empty(session, bad.op.call, rows),
@@ -241,7 +247,7 @@ def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, 
     if bad.what == "no_valid_target" and bad.reached != "buffer":
         return None, tuple(ids or ())
     rows = _guilty_rows(session, bad)
-    is_known = rows is not None and ids is not None and len(ids) == session.size
+    is_known = rows and ids is not None and len(ids) == session.size
     return rows, tuple(sorted(ids[row] for row in rows)) if is_known and rows and ids else ()
 
 

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.nonfinite import all_finite, loss_scale, non_finite_buffers, num_backward
+from trainwright.doctor.measure.nonfinite import all_finite, loss_scale, num_backward
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import Intervention, ReplayResult
-from trainwright.replay.session import ReplaySession, without_veto
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
 
 EPS = 1e-6
@@ -28,18 +28,6 @@ def without_these_samples(session: ReplaySession, rows: Sequence[int], micro: in
     intervention = _without(session, rows, micro)
     samples = _ids(session, rows, micro)
     return f"without {samples}: " + _compared(session, intervention, micro)
-
-
-def statistics_without_samples(session: ReplaySession, rows: Sequence[int]) -> str:
-    """The running statistics without these samples."""
-    found = {}
-    for name, intervention in (("unchanged", Intervention()), ("without", _without(session, rows, None))):
-        with session.live():
-            session.replayer.run(session.recorded_step, intervention, upto="forward")
-            found[name] = non_finite_buffers(session)
-    return (
-        f"without {_ids(session, rows, None)}: {found['without']} buffers not finite; unchanged: {found['unchanged']}"
-    )
 
 
 def in_fp32(session: ReplaySession) -> str:
@@ -104,20 +92,6 @@ def zero_infinity(session: ReplaySession) -> str:
         return function(*args, **kwargs)
 
     return "with zero_infinity=True: " + _compared(session, Intervention(ops=around))
-
-
-def larger_eps(session: ReplaySession, eps: float = 1e-4) -> str:
-    """The update with an ``eps`` that 16-bit dtypes can hold."""
-    quiet = without_veto(session.recorded_step)
-    lost = []
-    for intervention in (
-        Intervention(),
-        Intervention(group=lambda step, group: {"eps": eps} if "eps" in group else {}),
-    ):
-        with session.live():
-            after = session.replayer.run(quiet, intervention, upto="step").after
-        lost.append(sum(int((~w.isfinite()).sum()) for w in after.values()))
-    return f"with eps={eps:g}: {lost[1]} weights are not finite after the update; unchanged: {lost[0]}"
 
 
 # Guards: each returns the arguments of a call that is safe

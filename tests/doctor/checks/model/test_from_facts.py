@@ -24,7 +24,7 @@ from trainwright.doctor.facts.layers import (
     RouterFacts,
 )
 from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread
-from trainwright.doctor.facts.weights import Drift, LoadedFacts, WeightsFacts
+from trainwright.doctor.facts.weights import Drift, WeightsFacts
 from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, Shuffle, WiringFacts
 from trainwright.doctor.finding import ExperimentRequest
 from trainwright.runlog.records import Watched
@@ -153,12 +153,6 @@ def test_too_large_needs_normal_inputs_and_a_remedy_that_works(size: float, resc
 def test_codes_that_collapse(last: float, found: bool) -> None:
     spreads = tuple(OutputSpread(step=n, spread=0.6 if n < 4 else last) for n in range(1, 9))
     assert fires("model.representations_collapse", (8, ModulesFacts(looks=8, last=8, spreads=spreads))) == found
-
-
-@pytest.mark.parametrize(("fraction", "found"), [(1.0, True), (0.1, False)])
-def test_a_new_head_alone_is_a_fine_tune(fraction: float, found: bool) -> None:
-    facts = LoadedFacts(weights=8, gone=("head.weight",), fraction=fraction)
-    assert fires("checkpoint.loaded_weights_overwritten", (1, facts)) == found
 
 
 def followed(share: float, *, growth: float = 0.0, gap: float = 0.01, is_resumed: bool = False) -> AveragesFacts:

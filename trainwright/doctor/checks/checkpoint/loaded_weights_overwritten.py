@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.weights import LoadedFacts
+from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
-@check(stage="loop", severity="critical", confidence=0.97, needs=LoadedFacts)
+@check(stage="loop", severity="critical", confidence=0.97, needs=ResumeFacts)
 def loaded_weights_overwritten(run: RunContext) -> Iterator[Result]:
     """Weights were loaded and then overwritten before the first step, so training starts from scratch.
 
@@ -21,10 +21,11 @@ def loaded_weights_overwritten(run: RunContext) -> Iterator[Result]:
 
     Fix: initialise first, `load_state_dict` last.
     """
-    facts = run.latest(LoadedFacts)
-    if facts is not None and facts.fraction >= 0.8:
+    facts = run.latest(ResumeFacts)
+    gone = facts.overwritten if facts else None
+    if gone is not None and gone.fraction >= 0.8:
         yield run.finding(
             max(1, run.last_step),
-            symptom=f"{len(facts.gone)} of {facts.weights} loaded weights were overwritten before the first step",
-            evidence=[("fraction of loaded values that were replaced", facts.fraction, 0.0)],
+            symptom=f"{gone.gone} of {gone.weights} loaded weights were overwritten before the first step",
+            evidence=[("fraction of loaded values that were replaced", gone.fraction, 0.0)],
         )

@@ -12,7 +12,7 @@ MIN_UPDATES = 8
 """Updates after which it is known whether a schedule is stepped once an update."""
 
 
-@check(stage="update", confidence=0.8, needs=ResumeFacts)
+@check(stage="update", confidence=0.8, needs=ResumeFacts, points_at="schedule")
 def schedule_starts_again(run: RunContext) -> Iterator[Result]:
     """The optimizer goes on with moments of an earlier run, and its schedule starts again; or the other way round.
 
@@ -30,15 +30,14 @@ def schedule_starts_again(run: RunContext) -> Iterator[Result]:
         if schedule.updates < MIN_UPDATES or abs(schedule.calls - schedule.updates) > 1:
             continue
         for optimizer in facts.optimizers if facts else ():
-            starts_again = optimizer.most_steps > 1 and schedule.before <= 1
+            starts_again = optimizer.steps > 1 and schedule.before <= 1
             lost_moments = schedule.before > 1 and not optimizer.with_state and optimizer.kind != "SGD"
             if starts_again or lost_moments:
                 yield run.finding(
                     1,
-                    symptom=f"{optimizer.kind} has moments of {optimizer.most_steps} updates, and its schedule has "
-                    f"seen "
+                    symptom=f"{optimizer.kind} has moments of {optimizer.steps} updates, and its schedule has seen "
                     f"{schedule.before}",
                     since_step=1,
-                    evidence=[("updates that the schedule has seen", schedule.before, optimizer.most_steps)],
+                    evidence=[("updates that the schedule has seen", schedule.before, optimizer.steps)],
                 )
                 return

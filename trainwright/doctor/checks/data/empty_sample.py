@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
 from trainwright.doctor.shared_nonfinite import MAX_IDS, traces, where_of, without_samples
 
 
-@check(stage="input", severity="critical", confidence=0.84, needs=TraceFacts)
+@check(stage="input", severity="critical", confidence=0.84)
 def empty_sample(run: RunContext) -> Iterator[Result]:
     """A sample is empty: every element of its input is the same padding value, and its mean or attention is 0/0.
 

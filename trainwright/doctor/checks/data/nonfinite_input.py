@@ -19,7 +19,7 @@ from trainwright.doctor.shared_nonfinite import (
 from trainwright.runlog.records import Where
 
 
-@check(stage="input", severity="critical", confidence=0.97, needs=SeenNonfinite, explains=CONSEQUENCES)
+@check(stage="input", severity="critical", confidence=0.97, explains=CONSEQUENCES)
 def nonfinite_input(run: RunContext) -> Iterator[Result]:
     """A batch holds NaN or infinity before the first operation of the model has run.
 

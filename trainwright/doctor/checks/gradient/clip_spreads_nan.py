@@ -12,7 +12,7 @@ from trainwright.doctor.shared_nonfinite import CONSEQUENCES, traced_at
 from trainwright.runlog.records import Where
 
 
-@check(points_at="clip", stage="clip", severity="critical", confidence=0.9, needs=SeenNonfinite, explains=CONSEQUENCES)
+@check(points_at="clip", stage="clip", severity="critical", confidence=0.9, explains=CONSEQUENCES)
 def clip_spreads_nan(run: RunContext) -> Iterator[Result]:
     """Clipping makes all gradients NaN, because one of them was: each is divided by a total norm that is NaN.
 

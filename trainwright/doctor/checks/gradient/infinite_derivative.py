@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def infinite_derivative(run: RunContext) -> Iterator[Result]:
     """A function is taken at the edge of its domain: its value is finite, its derivative is infinite, and the gradient
     NaN.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def where_hides_nan(run: RunContext) -> Iterator[Result]:
     """`torch.where` or `masked_fill` discards a bad value, but not its gradient: 0 times infinity is NaN.
 
@@ -25,13 +24,5 @@ def where_hides_nan(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch #68425, #52248.
     """
-    yield from traced_by(
-        run,
-        {
-            "where_branch_backward": Way(
-                "{hidden_by} discards what {op}{place} gives there, but not its derivative: 0 times infinity in "
-                "backward",
-                guard="guarded",
-            ),
-        },
-    )
+    cause = "{hidden_by} discards what {op}{place} gives there, but not its derivative: 0 times infinity"
+    yield from traced_by(run, {"where_branch_backward": Way(cause, guard="guarded")})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def ctc_infeasible(run: RunContext) -> Iterator[Result]:
     """A CTC target is longer than its input can spell: no alignment exists, so the loss is infinite.
 
@@ -23,9 +22,5 @@ def ctc_infeasible(run: RunContext) -> Iterator[Result]:
 
     Sources: wenet #2299.
     """
-    yield from traced_by(
-        run,
-        {
-            "ctc_infeasible": Way("a target is too long for its input: no alignment exists", guard="zero_infinity"),
-        },
-    )
+    cause = "a target is too long for its input: no alignment exists"
+    yield from traced_by(run, {"ctc_infeasible": Way(cause, guard="zero_infinity")})

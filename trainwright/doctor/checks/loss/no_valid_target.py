@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def no_valid_target(run: RunContext) -> Iterator[Result]:
     """All targets of a batch are ignored: the loss is a mean over nothing, 0/0.
 
@@ -26,11 +25,5 @@ def no_valid_target(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch #70348, #116349.
     """
-    yield from traced_by(
-        run,
-        {
-            "no_valid_target": Way(
-                "every target is ignored: {op} is a mean over nothing, 0 / 0", guard="valid_targets"
-            ),
-        },
-    )
+    cause = "every target is ignored: {op} is a mean over nothing, 0 / 0"
+    yield from traced_by(run, {"no_valid_target": Way(cause, guard="valid_targets")})

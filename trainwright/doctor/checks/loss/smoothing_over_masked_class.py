@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def smoothing_over_masked_class(run: RunContext) -> Iterator[Result]:
     """Cross-entropy with label smoothing meets a logit of -inf: smoothing gives that class some weight, so the loss is
     inf.
@@ -24,11 +23,5 @@ def smoothing_over_masked_class(run: RunContext) -> Iterator[Result]:
 
     Fix: mask with a finite number such as -1e4, or spread the smoothing over the allowed classes only.
     """
-    yield from traced_by(
-        run,
-        {
-            "inf_logit_smoothing": Way(
-                "label smoothing gives a share of the target to classes whose logit is -inf", guard="finite_mask"
-            ),
-        },
-    )
+    cause = "label smoothing gives a part of the target to classes whose logit is -inf"
+    yield from traced_by(run, {"inf_logit_smoothing": Way(cause, guard="finite_mask")})

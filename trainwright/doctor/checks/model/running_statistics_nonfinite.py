@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.finding import RemedyTrial, listed
+from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_nonfinite import traced_at
 from trainwright.runlog.records import Where
 
 
-@check(
-    stage="buffers", severity="critical", confidence=0.99, needs=SeenNonfinite, explains=("precision.nonfinite_step",)
-)
+@check(stage="buffers", severity="critical", confidence=0.99, explains=("precision.nonfinite_step",))
 def running_statistics_nonfinite(run: RunContext) -> Iterator[Result]:
     """The running mean or variance of a BatchNorm is not finite: every evaluation from now on is NaN.
 
@@ -34,7 +32,6 @@ def running_statistics_nonfinite(run: RunContext) -> Iterator[Result]:
             continue
         trace = traced_at(run, step)
         first = trace.first if isinstance(trace, TraceFacts) else None
-        rows = first.rows if first else None
         yield run.finding(
             step,
             symptom=f"running statistics of {listed(seen.poisoned)} are not finite since step {step}",
@@ -46,6 +43,5 @@ def running_statistics_nonfinite(run: RunContext) -> Iterator[Result]:
                 sample_ids=first.ids if first else (),
             ),
             evidence=[("modules with non-finite statistics", len(seen.poisoned), 0)],
-            trial=RemedyTrial("statistics_without_samples", {"rows": rows}) if rows else None,
         )
         return

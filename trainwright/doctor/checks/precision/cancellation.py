@@ -45,7 +45,7 @@ def cancellation(run: RunContext) -> Iterator[Result]:
     if len(seen) > 1 and (seen[-2][1].error or 0.0) < OFF:
         yield ExperimentRequest(LossInFp32Facts.experiment, max(1, step - 4))  # one batch may cancel by chance
         return
-    dtype, ops = (formats.values or ("bfloat16",))[0], formats.loss_ops
+    dtype, ops = formats.dtype or "bfloat16", formats.loss_ops
     yield run.finding(
         step,
         symptom=f"the gradients are {facts.error:.0%} off because the loss is computed in {dtype}",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, divides_by_eps, finding_of, traces
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="update", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check(stage="update")
 def eps_underflow(run: RunContext) -> Iterator[Result]:
     """The eps of the optimizer is 0 in its dtype: 1e-8 is 0 in float16, so Adam divides 0 by 0.
 
@@ -23,11 +22,5 @@ def eps_underflow(run: RunContext) -> Iterator[Result]:
 
     Sources: lightning #20619, glide #5.
     """
-    for found in traces(run):
-        first = found[2]
-        if first.kind == "op" and divides_by_eps(first):
-            cause = (
-                "gradients are finite, the update is not: eps={eps:g} is 0 in float16, so the optimizer divides by 0"
-            )
-            yield finding_of(run, found, Way(cause, guard="larger_eps"))
-            return
+    cause = "gradients are finite, the update is not: eps={eps:g} is 0 in float16, so the optimizer divides by 0"
+    yield from traced_by(run, {"eps_underflow": Way(cause)})

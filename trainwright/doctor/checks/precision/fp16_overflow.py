@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by, traced_check
 
 
-@check(
-    stage="forward",
-    severity="critical",
-    confidence=0.97,
-    needs=TraceFacts,
-    explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"),
-)
+@traced_check(explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"))
 def fp16_overflow(run: RunContext) -> Iterator[Result]:
     """A number becomes larger than 65504, the largest number of float16; in float32 the step is finite.
 
@@ -32,16 +25,5 @@ def fp16_overflow(run: RunContext) -> Iterator[Result]:
 
     Sources: huggingface/transformers #5651.
     """
-    yield from traced_by(
-        run,
-        {
-            "fp16_overflow": Way(
-                "{op}{place} gives more than 65504, the largest number of {dtype}; in fp32 the step is finite",
-                guard="in_fp32",
-            ),
-            "exp_overflow": Way(
-                "{op}{place} of {highest:.4g} is more than {dtype} can represent; in fp32 it is finite", guard="in_fp32"
-            ),
-        },
-        lambda first: first.dtype == "float16" and (first.what == "fp16_overflow" or bool(first.fp32_finite)),
-    )
+    cause = "{op}{place} gives more than 65504, the largest number of {dtype}; in fp32 it is finite"
+    yield from traced_by(run, {"fp16_overflow": Way(cause, guard="in_fp32")})

@@ -50,7 +50,7 @@ def fp16_underflow(run: RunContext) -> Iterator[Result]:
             stage="forward" if first.module is not None else "loss",
             where=Where(module=first.module, op=first.op, dtype="float16"),
             evidence=[("largest value in float32", first.largest, ">= 6e-8")],
-            trial=RemedyTrial("everything_in_fp32"),
+            trial=RemedyTrial("in_fp32"),
         )
     if live is not None and live.rms_in_steps < FEW_STEPS:
         yield run.finding(

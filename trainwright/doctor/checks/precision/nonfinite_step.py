@@ -13,7 +13,7 @@ from trainwright.doctor.shared_nonfinite import Way, finding_of, skipped_by_scal
 from trainwright.runlog.records import Where
 
 
-@check(names_cause=False, stage="backward", severity="critical", confidence=0.5, needs=SeenNonfinite)
+@check(names_cause=False, stage="backward", severity="critical", confidence=0.5)
 def nonfinite_step(run: RunContext) -> Iterator[Result]:
     """A loss, a gradient or an update is NaN or infinite, and no operation of the step explains it.
 

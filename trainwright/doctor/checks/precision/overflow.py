@@ -5,32 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, skipped_by_scaler, traced_at, traced_by
+from trainwright.doctor.shared_nonfinite import Way, skipped_by_scaler, traced_at, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def overflow(run: RunContext) -> Iterator[Result]:
     """An operation makes infinity of finite numbers: they are larger than their dtype can hold, in float32 too.
 
     How it is detected: the step is replayed operation by operation; the first that makes a value non-finite has finite
     inputs and gives infinity. Where every gradient is finite and only their norm is not, the norm has overflowed.
 
-    Usual cause: weights or activations that grow, a product over many factors, a mean that is left out, a learning rate
-    that is too high.
+    Usual cause: an exponential of more than 88.7 (a log-variance, a temperature, an importance ratio), a product over
+    many factors, a mean that is left out, a learning rate that is too high.
 
-    Looks like: precision.fp16_overflow and precision.mask_overflow, where the same step is finite in float32.
+    Looks like: precision.fp16_overflow, where the same step is finite in float32.
 
-    Fix: find where the size comes from; work with logarithms (`torch.logsumexp`), normalise before the operation, or
-    clamp its input.
+    Fix: `logvar.clamp(-10, 10)` before `exp`; `torch.logsumexp` and `F.softmax`, which subtract the maximum first;
+    normalise before the operation, or clamp its input.
+
+    Sources: WorldModels #14.
     """
     found = [
         *traced_by(
             run,
             {
                 "overflow": Way("{op}{place} gives more than {dtype} can represent (inputs up to {largest:.4g})"),
+                "exp_overflow": Way("{op}{place} of {highest:.4g} is more than {dtype} can represent", guard="guarded"),
                 "inf_in_softmax": Way("an input of {op}{place} is +inf: inf / inf"),
             },
         )

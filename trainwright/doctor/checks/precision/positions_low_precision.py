@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import FormatFacts
-from trainwright.doctor.finding import RemedyTrial
 from trainwright.runlog.records import Where
 
 
@@ -32,5 +31,4 @@ def positions_low_precision(run: RunContext) -> Iterator[Result]:
                 symptom=f"{first.same} of {first.far} positions above 256 have the same angles as their neighbour",
                 where=Where(module=first.module, op="sin", dtype=first.dtype),
                 evidence=[("positions with the angles of their neighbour", first.same, 0)],
-                trial=RemedyTrial("positions_in_fp32"),
             )

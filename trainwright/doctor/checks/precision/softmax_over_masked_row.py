@@ -4,33 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import TraceFacts
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by
+from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
 
 
-@check(stage="forward", severity="critical", confidence=0.97, needs=TraceFacts, explains=CONSEQUENCES)
+@traced_check()
 def softmax_over_masked_row(run: RunContext) -> Iterator[Result]:
     """A softmax over a row in which every entry is masked with -inf is 0/0: NaN.
 
     How it is detected: the step is replayed operation by operation; the first NaN comes from a softmax with a row of
-    -inf.
+    -inf, or from a constant such as -1e9 that float16 cannot hold.
 
-    Exceptions: a causal mask, whose rows keep at least their own position.
-
-    Usual cause: a sample that is all padding, or a mask that is inverted.
-
-    Looks like: precision.mask_overflow, where -1e9 became -inf in float16.
+    Usual cause: a sample that is all padding, or a mask that is inverted; `scores + mask * -1e9` under autocast to
+    float16. It is harmless until the first row that is all masked.
 
     Fix: let each row keep one key, or mask with `torch.finfo(scores.dtype).min` and drop the output of that row.
     `nan_to_num` after the softmax repairs the forward pass only: the gradient is still NaN.
 
-    Sources: pytorch/pytorch #103963, #41508, PR 131060.
+    Sources: pytorch/pytorch #103963, #41508, PR 131060; gpt-2 #122, apex #1105.
     """
-    yield from traced_by(
-        run,
-        {
-            "softmax_all_masked": Way("every entry of a row of {op}{place} is -inf: 0 / 0", guard="finite_mask"),
-        },
-    )
+    written = "every entry of a row of {op}{place} is -inf: 0 / 0"
+    overflowed = "the large negative constant of the mask is -inf in {dtype}{place}; a row with nothing else is NaN"
+    ways = {"softmax_all_masked": written, "mask_overflow": overflowed}
+    yield from traced_by(run, {what: Way(cause, guard="finite_mask") for what, cause in ways.items()})

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.doctor.shared_ranks import ranks_of
 from trainwright.runlog.records import Where
 
 
-@check(stage="forward", severity="critical", needs=RanksFacts)
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.95,
+    needs=RanksFacts,
+    explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
+)
 def nonfinite_loss(run: RunContext) -> Iterator[Result]:
     """The loss of one rank was not finite before any exchange, while that of another was.
 
@@ -26,24 +33,16 @@ def nonfinite_loss(run: RunContext) -> Iterator[Result]:
 
     Sources: WeatherGenerator #2718, habitat-lab #2226.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
-    for status in facts.guilty_of_nonfinite[:1]:
+    for status in ranks_of(run).guilty_of_nonfinite[:1]:
         found = status.nonfinite
         assert found is not None
-        own = f"; others had a finite loss of their own in step {found.step}"
         yield run.finding(
             found.step,
-            symptom=f"the loss of rank {status.rank} was {found.own_loss:g} before any exchange{own}",
-            cause=f"what rank {status.rank} computed is not finite, and the reduction brings it to all ranks"
-            + ("" if found.inputs_finite else ": its inputs are not finite"),
-            remedy=f"look at the findings of rank {status.rank} in its own run folder; leave such an update out on "
-            "all ranks at once",
-            sure=0.95,
+            symptom=f"the loss of rank {status.rank} was {found.own_loss:g} in step {found.step} before any exchange, "
+            "that of others was finite",
+            cause="" if found.inputs_finite else f"the inputs of rank {status.rank} are not finite",
             stage="forward" if found.inputs_finite else "input",
             since_step=found.step,
             where=Where(rank=status.rank, sample_ids=found.samples[:64]),
             evidence=[("own loss of the rank", found.own_loss), ("its inputs are finite", found.inputs_finite, True)],
-            explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
         )

@@ -8,34 +8,24 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
+from trainwright.doctor.shared_ranks import ranks_of
 from trainwright.runlog.records import Where
 
 
-def _unlike(present: Sequence[int], differing: ProgramDifference) -> int | None:
-    """The one rank that does not do what most do; of two, the one that has fewer modules in training mode."""
-    counts = Counter(differing.words)
-    rare = [rank for rank, words in zip(present, differing.words) if counts[words] == 1]
-    if len(rare) == 2 and differing.what == "modes":
-        rare = [min(zip(present, differing.words), key=lambda each: int(each[1].split()[0]))[0]]
-    return rare[0] if len(rare) == 1 else None
-
-
-@check(stage="loop", severity="warning", needs=RanksFacts)
+@check(stage="loop", needs=RanksFacts)
 def programs_differ(run: RunContext) -> Iterator[Result]:
     """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
 
     How it is detected: these are compared in words, and differ in two compared steps.
 
-    Exceptions: ranks that hold different models (pipeline stages).
+    Exceptions: models that are divided among the ranks (pipeline stages).
 
     Usual cause: a branch of the loop depends on the rank, such as `if rank == 0: evaluate()` that leaves the model in
     eval mode.
 
     Fix: let every rank take the same branch: decide on one rank and broadcast, or by numbers that are the same on all.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
+    facts = ranks_of(run)
     differing = [each for each in facts.programs if each.is_no_chance]
     if not differing:
         return
@@ -45,14 +35,18 @@ def programs_differ(run: RunContext) -> Iterator[Result]:
     yield run.finding(
         max(1, facts.newest),
         symptom=f"the ranks differ in their {first.what}: {said}",
-        cause="a branch of the loop depends on the rank, or on what one rank alone has seen or was given",
-        remedy="let every rank take the same branch: decide on one rank and broadcast, or decide by numbers that are "
-        "the same on all",
         severity="critical" if changes else None,
-        sure=0.9,
-        stage="loop",
         since_step=first.since,
         where=Where(rank=_unlike(facts.present, first)),
         evidence=[(each.what, list(each.words[:8])) for each in differing],
         explains=("ranks.gradients_differ", "ranks.replicas_diverged") if changes else (),
     )
+
+
+def _unlike(present: Sequence[int], differing: ProgramDifference) -> int | None:
+    """The one rank that does not do what most do; of two, the one that has fewer modules in training mode."""
+    counts = Counter(differing.words)
+    rare = [rank for rank, words in zip(present, differing.words) if counts[words] == 1]
+    if len(rare) == 2 and differing.what == "modes":
+        rare = [min(zip(present, differing.words), key=lambda each: int(each[1].split()[0]))[0]]
+    return rare[0] if len(rare) == 1 else None

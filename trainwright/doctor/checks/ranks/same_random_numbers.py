@@ -7,37 +7,35 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import in_ranks
+from trainwright.doctor.shared_ranks import in_ranks, ranks_of
+from trainwright.runlog.records import Where
 
 
-@check(stage="forward", severity="warning", needs=RanksFacts)
+@check(stage="forward", confidence=0.85, needs=RanksFacts)
 def same_random_numbers(run: RunContext) -> Iterator[Result]:
-    """The ranks draw the same random numbers in their forward passes, so dropout and noise average out less.
+    """The ranks draw the same random numbers for different samples, so dropout and noise average out less.
 
-    How it is detected: the forward pass draws, and the generators are in the same state before it, in two compared
-    steps and in half of all.
+    How it is detected: a step draws 16 numbers or more after its batch was read (dropout, noise, times of a diffusion),
+    and the generators of torch are in the same state before, in two compared steps and in half of all.
 
-    Exceptions: ranks that hold parts of the model, or divide the same samples among them.
+    Exceptions: models that are divided among the ranks, ranks that divide the same samples, and single draws that all
+    ranks must share, such as the choice of a branch.
 
     Usual cause: every rank was seeded with the same number.
 
     Fix: `torch.manual_seed(seed + rank)` after the model was made; seed NumPy and the workers in the same way.
 
-    Sources: VeOmni #143.
+    Sources: VeOmni #143, lingbot-vla-v2 #41, threestudio #195.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
+    facts = ranks_of(run)
     alike = facts.coincidence("random numbers")
-    if alike is None or not alike.is_no_chance:
-        return
-    yield run.finding(
-        max(1, facts.newest),
-        symptom=f"{in_ranks(alike.ranks)} draw the same random numbers in the forward pass (dropout, noise)",
-        cause="every rank was seeded with the same number, and draws in step with the others",
-        remedy="after the model was made, seed each rank with seed + rank (not under tensor parallelism)",
-        sure=0.85,
-        stage="forward",
-        since_step=alike.since,
-        evidence=[("steps with the same state of the generators", alike.same, 0)],
-    )
+    if alike is not None and alike.is_no_chance:
+        drawn = ("op:randn_like", "op:rand_like", "op:randn", "op:rand", "op:normal_", "op:randint", "forward")
+        lines = (run.line_of(kind, max(1, facts.newest)) for kind in drawn)
+        yield run.finding(
+            max(1, facts.newest),
+            symptom=f"{in_ranks(alike.ranks)} draw the same random numbers (dropout, noise) for different samples",
+            since_step=alike.since,
+            where=Where(source=next((line for line in lines if line), None)),
+            evidence=[("steps with the same state of the generators", alike.same, 0)],
+        )

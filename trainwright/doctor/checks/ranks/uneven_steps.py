@@ -7,14 +7,21 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.doctor.shared_ranks import ranks_of
 from trainwright.runlog.records import Where
 
 
-@check(stage="input", severity="critical", needs=RanksFacts)
+@check(
+    stage="input",
+    severity="critical",
+    confidence=0.95,
+    needs=RanksFacts,
+    explains=("ranks.stalled", "ranks.replicas_diverged", "ranks.gradients_differ"),
+)
 def uneven_steps(run: RunContext) -> Iterator[Result]:
     """A rank ended its loop while others were in a further step and wait for it.
 
-    How it is detected: each rank reports where it is; one has finished before a step in which another stands or has
+    How it is detected: each rank reports its step; one has finished before a step in which another stands or has
     failed.
 
     Usual cause: the ranks have different numbers of batches, or one leaves a step out.
@@ -25,21 +32,13 @@ def uneven_steps(run: RunContext) -> Iterator[Result]:
 
     Sources: Automodel PR 2468.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
+    facts = ranks_of(run)
     for early in facts.ended_early[:1]:
         longest = max(each.begun for each in facts.statuses)
         yield run.finding(
             max(1, longest),
             symptom=f"rank {early.rank} ended after {early.step} steps, and others wait for it in step {longest}",
-            cause="it had fewer batches than the others",
-            remedy="give every rank as many batches (drop_last=True, a DistributedSampler), or train inside of "
-            "torch.distributed.algorithms.Join",
-            sure=0.95,
-            stage="input",
             since_step=longest,
             where=Where(rank=early.rank),
             evidence=[("steps by rank", [each.step for each in facts.statuses])],
-            explains=("ranks.stalled", "ranks.replicas_diverged", "ranks.gradients_differ"),
         )

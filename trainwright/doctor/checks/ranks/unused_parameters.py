@@ -8,10 +8,17 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.finding import listed
+from trainwright.doctor.shared_ranks import ranks_of
 from trainwright.runlog.records import Where
 
 
-@check(stage="backward", severity="critical", needs=RanksFacts)
+@check(
+    stage="backward",
+    severity="critical",
+    confidence=0.95,
+    needs=RanksFacts,
+    explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.stalled", "ranks.uneven_steps"),
+)
 def unused_parameters(run: RunContext) -> Iterator[Result]:
     """On one rank some parameters have no gradient: its loss does not depend on them, and the others wait for their
     exchange.
@@ -19,33 +26,23 @@ def unused_parameters(run: RunContext) -> Iterator[Result]:
     How it is detected: parameters without a gradient at the update are compared between the ranks; or the error of
     DistributedDataParallel names them.
 
-    Exceptions: parameters that are unused on every rank.
+    Exceptions: parameters that are unused on every rank; models that are divided among the ranks.
 
     Usual cause: a branch that depends on the data, a head that only some batches use.
 
     Fix: use them on every rank (add `0 * output.sum()` to the loss), or `DistributedDataParallel(...,
     find_unused_parameters=True)`.
 
-    Sources: pytorch #128949, #69031.
+    Sources: pytorch/pytorch #128949, #69031.
     """
-    facts = run.latest(RanksFacts)
-    if facts is None:
-        return
+    facts = ranks_of(run)
     guilty = [(each.rank, each.unused) for each in facts.statuses if each.unused]
     if not guilty and facts.missing and facts.missing_on is not None:
         guilty = [(facts.missing_on, facts.missing)]
-    if not guilty:
-        return
-    rank, names = guilty[0]
-    yield run.finding(
-        max(1, facts.newest),
-        symptom=f"on rank {rank} {len(names)} parameters have no gradient: {listed(names)}",
-        cause="the loss of this rank does not depend on them, so their exchange never begins, and the others wait",
-        remedy="use them on every rank (add 0 * output.sum() to the loss), or DistributedDataParallel("
-        "find_unused_parameters=True)",
-        sure=0.95,
-        stage="backward",
-        where=Where(rank=rank, module=names[0].rpartition(".")[0]),
-        evidence=[("parameters without a gradient", list(names[:16]), [])],
-        explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.stalled", "ranks.uneven_steps"),
-    )
+    for rank, names in guilty[:1]:
+        yield run.finding(
+            max(1, facts.newest),
+            symptom=f"on rank {rank} {len(names)} parameters have no gradient: {listed(names)}",
+            where=Where(rank=rank, module=names[0].rpartition(".")[0]),
+            evidence=[("parameters without a gradient", list(names[:16]), [])],
+        )

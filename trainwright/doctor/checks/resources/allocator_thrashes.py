@@ -26,7 +26,7 @@ def allocator_thrashes(run: RunContext) -> Iterator[Result]:
     Fix: a smaller micro-batch; `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`; samples of similar length, or padded
     to a few lengths.
 
-    Sources: PyTorch documentation of CUDA memory management.
+    Sources: pytorch/pytorch #35901, #193195.
     """
     read = [each for each in run.records if isinstance(each, Telemetry)]
     for name in sorted({name for each in read for name in each.values if name.endswith("/allocator_retries")}):

@@ -19,8 +19,8 @@ def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
     How it is detected: they are counted every 16 steps, later less often; four readings in a row rise, by 16 files or
     by four threads in all.
 
-    Usual cause: files, sockets or executors that are opened in the loop and not closed; iterators of a loader with
-    workers that are kept.
+    Usual cause: files, sockets or executors that are opened in the loop and not closed; batches of loader workers, or
+    iterators of such a loader, that are kept.
 
     Looks like: data.workers_restarted_each_step, where the workers end and are started again.
 

@@ -14,7 +14,7 @@ from trainwright.doctor.facts.resources import MemoryFacts
     stage="loop",
     confidence=0.95,
     needs=MemoryFacts,
-    explains=("resources.graphs_kept", "resources.outputs_kept", "resources.memory_grows"),
+    explains=("resources.graphs_kept", "resources.memory_grows"),
 )
 def graph_grows(run: RunContext) -> Iterator[Result]:
     """The graph of a step reaches back into earlier steps, and is longer in each.

@@ -23,8 +23,6 @@ def hooks_grow(run: RunContext) -> Iterator[Result]:
     Usual cause: `register_forward_hook` in each step or evaluation, whose handle is dropped.
 
     Fix: register once before the loop, or `handle.remove()` after use.
-
-    Sources: PyTorch documentation of `register_forward_hook`.
     """
     facts = run.latest(GrowthFacts)
     counts = [each.hooks for each in facts.held] if facts else []

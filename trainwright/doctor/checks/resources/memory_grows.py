@@ -28,7 +28,7 @@ def memory_grows(run: RunContext) -> Iterator[Result]:
 
     Usual cause: something is kept of every step: outputs, batches, histories, caches without a bound.
 
-    Looks like: resources.graphs_kept, resources.outputs_kept.
+    Looks like: resources.graphs_kept.
 
     Fix: look for lists and dicts that the loop appends to; keep numbers, not tensors.
 

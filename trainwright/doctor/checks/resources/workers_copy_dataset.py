@@ -8,34 +8,34 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MANY = 100_000
-"""Python objects."""
+MANY, BYTES_EACH = 100_000, 6
+"""Python objects, and a tenth of the bytes of one that is read: the page of its reference count is copied."""
 
 
 @check(stage="input", needs=MemoryFacts)
 def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
-    How it is detected: the memory that workers share with nobody is read now and then; it grows by 15 % of the Python
-    objects of the dataset, of which there are 100,000 or more.
+    How it is detected: the memory that workers share with nobody is read now and then; it grows by 1 MiB and 6
+    bytes for each Python object in the lists and dicts of the dataset, of which there are 100,000 or more.
 
     Usual cause: a dataset holds lists or dicts of Python objects. Reading one in a forked worker writes its reference
     count, which copies its memory page.
 
     Fix: hold the data in NumPy arrays, tensors or Arrow tables.
 
-    Sources: pytorch/pytorch #13246.
+    Sources: pytorch/pytorch #13246, #20433.
     """
     facts = run.latest(MemoryFacts)
     if facts is None or facts.objects < MANY or len(facts.private_bytes) < 2:
         return
     grown = facts.private_bytes[-1] - facts.private_bytes[0]
-    if grown >= max(0.15 * facts.object_bytes, 2**20):
+    if grown >= max(BYTES_EACH * facts.objects, 2**20):
         yield run.finding(
             run.last_step,
             symptom=f"each worker has {grown / 2**20:.0f} MiB more private memory than at first",
             evidence=[
                 ("growth of a worker's private memory, bytes", grown, 0),
-                ("bytes of Python objects in the dataset", facts.object_bytes, 0),
+                ("Python objects in the dataset", facts.objects, 0),
             ],
         )

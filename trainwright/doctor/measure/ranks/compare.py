@@ -1,15 +1,16 @@
-"""Compares what the ranks tell of the same step. Without torch, and without knowing how they tell it."""
+"""Compares what the ranks report of the same step. Without torch, and independent of how it is sent."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from trainwright.doctor.facts.ranks import (
     Coincidence,
     Disagreement,
-    ExchangeFacts,
     PaceFacts,
     ProgramDifference,
     RanksFacts,
@@ -17,180 +18,160 @@ from trainwright.doctor.facts.ranks import (
     RankStep,
 )
 
-SAME: tuple[tuple[str, Callable[[RankStep], tuple[object, ...]]], ...] = (
-    ("weights", lambda row: row.weights),
-    ("gradients", lambda row: row.gradients),
-    ("reduced gradients", lambda row: row.reduced),
-    ("moments", lambda row: row.moments),
-    ("buffers", lambda row: row.buffers),
-    ("hyperparameters", lambda row: tuple(tuple(sorted(group.items())) for group in row.groups)),
-    ("micro_batches", lambda row: (row.micro_batches,) if row.step else ()),
-)
-"""What is the same on every replica, and where it is in a row. An empty value was not measured."""
 OF_PARAMETERS = ("weights", "gradients", "reduced gradients", "moments")
-OTHER: tuple[tuple[str, Callable[[RankStep], Hashable]], ...] = (
-    ("samples", lambda row: frozenset(row.samples) or None if row.batch is None else row.batch),
-    ("random numbers", lambda row: row.rng if row.draws else None),
-)
-"""What differs between replicas. None was not measured."""
+SAME: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
+    "weights": lambda row: row.weights,
+    "gradients": lambda row: row.gradients,
+    "reduced gradients": lambda row: row.reduced,
+    "moments": lambda row: row.moments,
+    "buffers": lambda row: row.buffers,
+    "hyperparameters": lambda row: tuple(tuple(sorted(group.items())) for group in row.groups),
+    "micro_batches": lambda row: (row.micro_batches,) if row.step else (),
+}
+"""What is the same on every replica. An empty value was not measured."""
+LEAD_TO_WEIGHTS = ("gradients", "reduced gradients", "moments")
+"""What does not matter while the weights after the update agree."""
 SAME_FACTOR = 5e-3
 """Quotients of norms that differ by less are the same factor: norms in fp32, gradients that are rounded to bf16."""
 ROWS, STEPS_OF_ROW = 3, 4
-"""So many rows, each the median of at least so many steps of its own, must show the same slow rank."""
-MUCH_SLOWER, SHARE, LEAST_S = 1.5, 0.2, 0.005
-"""A straggler takes so many times what the median rank takes by itself, so much of a step more, and so many seconds:
-as long as a busy system lets others run."""
+"""Rows, each the median of at least so many steps of its own, that must show the same slow rank."""
+MUCH_SLOWER, MIN_FRACTION, MIN_S = 1.5, 0.2, 0.005
+"""A straggler takes this multiple of the time of the median rank, this fraction of a step more, and these seconds."""
 
 
 class Comparison:
     """The comparison of the ranks so far. ``names`` are those of the folded checksums, see ``facts.FOLDS``."""
 
     def __init__(self, size: int, names: Sequence[str]) -> None:
-        self._size, self._names = size, list(names)
+        self._facts, self._names = RanksFacts(size=size), list(names)
         self._agreed: dict[str, int] = {}
         self._differing: dict[str, Disagreement] = {}
+        self._suspected: dict[str, Disagreement] = {}  # until the next weights are known
         self._alike: dict[str, Coincidence] = {}
-        self._exchange: ExchangeFacts | None = None
         self._programs: dict[str, ProgramDifference] = {}
-        self._are_reduced = False
-        self._factors: tuple[tuple[float, ...], int | None] = ((), None)
-        self._summed_since: int | None = None
         self._shrunk: list[int] = []
-        self._missing: tuple[tuple[str, ...], int | None] = ((), None)
         self._rows: deque[Sequence[RankStep]] = deque(maxlen=ROWS)
-        self._is_wrapped = False
-        self._compared, self._step = 0, 0
-        self._begin: Sequence[RankStep] | None = None  # whose weights differ: replicas, or shards
-        self._shards: frozenset[int] = frozenset()  # parameters of which each rank has its own part
+        self._begin: Sequence[RankStep] = ()
+        self._shards: frozenset[int] = frozenset()  # parameters of which each rank has a part of its own
+        self._is_divided = False
+
+    def _set(self, **changes: Any) -> None:
+        self._facts = replace(self._facts, **changes)
 
     def add(self, rows: Sequence[RankStep]) -> None:
-        """Takes the rows of one step, one of each rank that is present, in the order of the ranks."""
-        if self._are_held(rows):
+        """Take the rows of one step, one of each rank that is present, in the order of the ranks."""
+        if rows[0].step == 0:
+            self._begin = rows
             return
-        self._compared += rows[0].step > 0
-        self._step = rows[0].step
-        self._is_wrapped |= any(row.exchange.wrapped_calls for row in rows)
-        for what, read in SAME:
-            self._compare(what, {row.rank: read(row) for row in rows})
-        if len(rows) == self._size and not self._shards:  # some ranks alone say little of how all share the data
-            shares_samples = all(row.samples and row.samples == rows[0].samples for row in rows)
-            for name, value_of in OTHER[: 1 if shares_samples else 2]:  # ranks that divide samples may draw alike
-                self._note_alike(name, {row.rank: value_of(row) for row in rows})
-        if self._exchange is None and "gradients" in self._differing:
-            self._exchange = min((row.exchange for row in rows), key=lambda each: (each.last_synced, each.synced_calls))
-        self._are_reduced |= all(row.reduced for row in rows)
+        if self._begin:
+            self._infer_replicas(self._begin, rows)
+            self._begin = ()
+        facts, step = self._facts, rows[0].step
+        self._set(
+            newest=step, compared=facts.compared + 1, are_reduced=facts.are_reduced or all(r.reduced for r in rows)
+        )
+        for what in OF_PARAMETERS if self._is_divided else SAME:
+            self._compare(what, rows)
+            if what == "weights" and self._suspected:  # if the next weights agree, each rank updates a part for all
+                self._differing |= self._suspected if what in self._differing else {}
+                self._suspected = {}
+        if self._is_divided:
+            return
+        self._set(is_wrapped=facts.is_wrapped or any(row.exchange.wrapped_calls for row in rows))
+        if facts.exchange is None and "gradients" in (self._suspected | self._differing):
+            self._set(exchange=min((r.exchange for r in rows), key=lambda each: (each.last_synced, each.synced_calls)))
         self._note_programs(rows)
-        self._note_factors(rows)
-        if self._summed_since is None and not self._shards and all(row.summed for row in rows):
-            self._summed_since = self._step
+        factors = [row.factor for row in rows if row.factor is not None]
+        if not facts.factors and len(factors) == len(rows) and max(factors) > (1 + SAME_FACTOR) * min(factors):
+            self._set(factors=tuple(factors), factors_since=step)
+        if facts.summed_since is None and all(row.summed for row in rows):
+            self._set(summed_since=step)
         if all(row.shrunk for row in rows):
-            self._shrunk.append(self._step)
-        self._note_missing(rows)
+            self._shrunk.append(step)
+        if len(rows) == facts.size:  # some ranks alone say little of how all share the data
+            self._note_alike("samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows})
+            if not all(row.samples and row.samples == rows[0].samples for row in rows):  # else they divide the samples
+                self._note_alike("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
+        everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
+        for row in rows if not facts.missing else ():
+            if own := tuple(name for name in row.without_gradient if name not in everywhere):
+                self._set(missing=own[:16], missing_on=row.rank)
         if min(row.steps for row in rows) >= STEPS_OF_ROW:
             self._rows.append(rows)
 
-    def _are_held(self, rows: Sequence[RankStep]) -> bool:
-        """Whether these rows wait for the next: what is a replica is inferred from the first gradients.
-
-        A parameter is a shard where ranks begin with other values and update with other gradients, in a model of which
-        other parameters are the same in both (tensor and expert parallelism). What began alike beside shards and has
-        other gradients, such as a bias of zeros, is one, too.
-        """
-        begin, self._begin = self._begin, None
-        if rows[0].step == 0:
-            apart = _differing([row.weights for row in rows])
-            self._begin = rows if apart else None
-            return bool(apart)
-        if begin is not None:
-            apart, unlike = _differing([row.weights for row in begin]), _differing([row.gradients for row in rows])
-            alike = len(rows[0].gradients) - len(apart | unlike)
-            if apart & unlike and alike > 0 and len(begin) == len(rows):
-                self._shards = frozenset(apart | unlike)
-            self._step = 0
-            self._compare("weights", {row.rank: row.weights for row in begin})
-        return False
-
-    def facts(self, present: Sequence[int], statuses: Sequence[RankStatus], lost: str = "") -> RanksFacts:
+    def facts(self, present: Sequence[int], statuses: Sequence[RankStatus]) -> RanksFacts:
         """What is known now."""
-        names, rank = self._missing
-        return RanksFacts(
-            size=self._size,
+        is_usual = len(self._shrunk) >= 2 and 2 * len(self._shrunk) >= self._facts.compared
+        return replace(
+            self._facts,
             present=tuple(present),
-            newest=self._step,
-            compared=self._compared,
             disagreements=tuple(self._differing.values()),
             coincidences=tuple(self._alike.values()),
-            exchange=self._exchange,
-            is_wrapped=self._is_wrapped,
             programs=tuple(self._programs.values()),
-            are_reduced=self._are_reduced,
-            factors=self._factors[0],
-            factors_since=self._factors[1],
-            summed_since=self._summed_since,
-            shrunk_since=self._shrunk[0] if self._is_usual(len(self._shrunk)) else None,
-            missing=names,
-            missing_on=rank,
+            shrunk_since=self._shrunk[0] if is_usual else None,
             statuses=tuple(statuses),
             pace=self._pace(),
-            lost=lost,
         )
 
-    def _is_usual(self, count: int) -> bool:
-        """In two of the compared steps, and in half of them."""
-        return count >= 2 and 2 * count >= self._compared
+    def _infer_replicas(self, begin: Sequence[RankStep], rows: Sequence[RankStep]) -> None:
+        """Infer from the first gradients which parameters are replicas; the others are shards.
+
+        DistributedDataParallel marks replicas. Without it, a parameter that begins with other values is a replica only
+        if its gradients were combined over the ranks. In a model of which a part is such a shard, or whose forward pass
+        communicates (tensor, sequence, expert, pipeline parallelism), a parameter with other gradients is one, too.
+        """
+        if len(begin) != len(rows):
+            return
+        apart, unlike = _columns_apart([row.weights for row in begin]), _columns_apart([row.gradients for row in rows])
+        if not any(row.exchange.wrapped_calls for row in rows):
+            reduced = {n for n, each in enumerate(rows[0].gradients) if each and n not in unlike}
+            shards, divides = apart - reduced, any(row.divides for row in rows)
+            self._shards = frozenset(shards | unlike if shards or divides else ())
+            self._is_divided = bool(self._shards) or divides
+        self._compare("weights", begin)
+
+    def _compare(self, what: str, rows: Sequence[RankStep]) -> None:
+        """Note the first step in which ``what`` is not the same on all ranks."""
+        values = {row.rank: SAME[what](row) for row in rows}
+        if what in self._differing or not all(values.values()) or len({len(each) for each in values.values()}) > 1:
+            return  # not measured, or other models
+        differing = sorted(_columns_apart([*values.values()]) - (self._shards if what in OF_PARAMETERS else set()))
+        if not differing:
+            self._agreed[what] = rows[0].step
+            return
+        columns = [[row[index] for row in values.values()] for index in differing]
+        found = Disagreement(
+            what=what,
+            step=rows[0].step,
+            agreed=self._agreed.get(what, -1),
+            ranks=_minority({rank: tuple(row[index] for index in differing) for rank, row in values.items()}),
+            names=tuple(self._names_of(what, differing, [*values.values()])),
+            source=rows[0].schedule if what == "hyperparameters" else "",
+            one_bit=what == "weights" and len(columns) == 1 and _is_one_bit(columns[0]),
+        )
+        if what in LEAD_TO_WEIGHTS and "weights" not in self._differing:
+            self._suspected.setdefault(what, found)
+        else:
+            self._differing[what] = found
+
+    def _names_of(self, what: str, indices: Sequence[int], values: Sequence[tuple[Any, ...]]) -> list[str]:
+        if what in OF_PARAMETERS:
+            return [self._names[index] for index in indices[:8]]
+        if what != "hyperparameters":
+            return []
+        groups = [dict(row[indices[0]]) for row in values]
+        return sorted(name for name in groups[0] if any(each.get(name) != groups[0][name] for each in groups))
 
     def _note_programs(self, rows: Sequence[RankStep]) -> None:
         for what in rows[0].program:
             words = tuple(row.program.get(what, "") for row in rows)
             if all(words) and len(set(words)) > 1:
                 before = self._programs.get(what)
-                since, count = (before.since, before.rows) if before else (self._step, 0)
+                since, count = (before.since, before.rows) if before else (rows[0].step, 0)
                 self._programs[what] = ProgramDifference(what=what, since=since, rows=count + 1, words=words)
 
-    def _note_factors(self, rows: Sequence[RankStep]) -> None:
-        factors = [row.factor for row in rows if row.factor is not None]
-        if not self._factors[0] and len(factors) == len(rows) and max(factors) > (1 + SAME_FACTOR) * min(factors):
-            self._factors = tuple(factors), self._step
-
-    def _compare(self, what: str, values: Mapping[int, tuple[object, ...]]) -> None:
-        """Notes the first step in which ``what`` is not the same on all ranks."""
-        if what in self._differing or not all(values.values()):
-            return
-        if len({len(each) for each in values.values()}) > 1:
-            return  # they hold different models, and are no replicas
-        differing = [
-            index
-            for index, column in enumerate(zip(*values.values()))
-            if None not in column
-            and any(each != column[0] for each in column)
-            and not (what in OF_PARAMETERS and index in self._shards)
-        ]
-        if not differing:
-            self._agreed[what] = self._step
-            return
-        minority = _minority({rank: tuple(row[index] for index in differing) for rank, row in values.items()})
-        columns = [[row[index] for row in values.values()] for index in differing]
-        numbers = columns[0] if what == "micro_batches" else []
-        self._differing[what] = Disagreement(
-            what=what,
-            step=self._step,
-            agreed=self._agreed.get(what, -1),
-            ranks=minority,
-            names=tuple(self._names_of(what, differing, values)),
-            values=tuple(float(each) for each in numbers if isinstance(each, int)),
-            one_bit=what == "weights" and len(columns) == 1 and _is_one_bit(columns[0]),
-        )
-
-    def _names_of(self, what: str, indices: Sequence[int], values: Mapping[int, tuple[object, ...]]) -> list[str]:
-        if what in OF_PARAMETERS:
-            return [self._names[index] for index in indices[:8]]
-        if what != "hyperparameters":
-            return []
-        groups = [dict(row[indices[0]]) for row in values.values()]  # type: ignore[call-overload]
-        return sorted(name for name in groups[0] if any(each.get(name) != groups[0][name] for each in groups))
-
     def _note_alike(self, what: str, values: Mapping[int, Hashable]) -> None:
-        known = {rank: value for rank, value in values.items() if value is not None}
+        known = {rank: value for rank, value in values.items() if value}
         if len(known) < 2:
             return
         value, count = Counter(known.values()).most_common(1)[0]
@@ -200,51 +181,38 @@ class Comparison:
             what=what,
             same=(before.same if before else 0) + bool(ranks),
             compared=(before.compared if before else 0) + 1,
-            since=before.since if before and before.same else self._step,
+            since=before.since if before and before.same else self._facts.newest,
             ranks=ranks or (before.ranks if before else ()),
         )
 
-    def _note_missing(self, rows: Sequence[RankStep]) -> None:
-        """Parameters that have no gradient on one rank, and one on another."""
-        if self._missing[0]:
-            return
-        everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
-        for row in rows:
-            if own := [name for name in row.without_gradient if name not in everywhere]:
-                self._missing = (tuple(own[:16]), row.rank)
-                return
-
     def _pace(self) -> PaceFacts | None:
-        if not self._rows:
-            return None
         rows = [rows for rows in self._rows if len(rows) == len(self._rows[-1])]
+        if len(rows) < ROWS:
+            return None
         own = [statistics.median(row.own_s for row in of_rank) for of_rank in zip(*rows)]
         step_s = statistics.median(row.step_s for each in rows for row in each)
         behind = set.intersection(*(_slow({row.rank: row.own_s for row in each}, step_s) for each in rows))
-        if behind and len(rows) == ROWS:  # one is in every row: others may be as slow, but for a hiccup
+        if behind:  # one is in every row: others may be as slow, but for a hiccup
             behind |= _slow({row.rank: own_s for row, own_s in zip(rows[-1], own)}, step_s)
-        else:
-            behind = set()
-        since = rows[0][0].step
-        return PaceFacts(rows=len(rows), own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=since)
+        return PaceFacts(own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=rows[0][0].step)
 
 
-def _differing(values: Sequence[tuple[int, ...]]) -> set[int]:
-    """The columns that are not the same on all ranks; none where ranks hold different models, or nothing."""
+def _columns_apart(values: Sequence[tuple[object, ...]]) -> set[int]:
+    """The columns that are not the same on all ranks; none if ranks hold different models, or nothing."""
     if not all(values) or len({len(each) for each in values}) > 1:
         return set()
-    return {index for index, column in enumerate(zip(*values)) if len(set(column)) > 1}
+    return {n for n, column in enumerate(zip(*values)) if None not in column and len(set(column)) > 1}
 
 
 def _slow(own_s: Mapping[int, float], step_s: float) -> set[int]:
     """The ranks that the others wait for, by what each takes by itself."""
     usual = statistics.median_low(own_s.values())
-    least = max(MUCH_SLOWER * usual, usual + LEAST_S, usual + SHARE * step_s)
+    least = max(MUCH_SLOWER * usual, usual + MIN_S, usual + MIN_FRACTION * step_s)
     return {rank for rank, seconds in own_s.items() if seconds > least}
 
 
 def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks that do not have what most have; () where no value is the most frequent."""
+    """The ranks that do not have what most have; () if no value is the most frequent."""
     counts = Counter(values.values()).most_common(2)
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         return ()

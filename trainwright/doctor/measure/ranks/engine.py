@@ -1,4 +1,4 @@
-"""What one rank tells of the steps of our own engine: no hook, and no exchange beside those of the step."""
+"""What one rank reports of the steps of the Trainwright engine: no hook, and no exchange beside those of the step."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class EngineRows:
         now_s, in_exchanges_s = time.perf_counter(), exchanged_s()
         whole_s = now_s - self._last_s
         self._seconds.append((max(0.0, whole_s - in_exchanges_s + self._exchanged_s), whole_s))
-        weights, row, sums = self._replica.after_update(result.step, whole_s), None, None
+        weights, row, sums = self._replica.after_update(result.step, whole_s, is_due=is_due(result.step)), None, None
         if is_due(result.step):
             row, gradients = self._row(result), [self._replica.gradients(self._optimizer)]
-            buffers, moments = self._replica.constant_buffers(), self._replica.moments()
+            buffers, moments = self._replica.buffers(without_statistics=False), self._replica.moments()
             sums = RowSums(weights, gradients, no_checksums, buffers, moments)
         read, ids = late([result.loss, result.grad_norm, *self._losses]), self._ids()
         self._unread.append(lambda: self._tell(result.step, row, sums, read(), ids))
@@ -118,8 +118,8 @@ class EngineRows:
         if row is not None and sums is not None:
             self._exchange.post(self._replica.completed(row, sums))
         if changes := self._replica.changes(step):
-            self._exchange.tell_changes(changes)
+            self._exchange.report_changes(changes)
         loss, norm, *own = numbers
         if own and not (math.isfinite(loss) and math.isfinite(norm)):
             bad = [each for each in own if not math.isfinite(each)]
-            self._exchange.tell_nonfinite(NonfiniteFacts(step=step, own_loss=(bad or own)[0], samples=ids))
+            self._exchange.report_nonfinite(NonfiniteFacts(step=step, own_loss=(bad or own)[0], samples=ids))

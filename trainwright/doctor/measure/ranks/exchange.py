@@ -1,4 +1,4 @@
-"""Brings what the ranks tell of their steps to the first rank, and what it finds back to all; in a thread.
+"""Sends what the ranks report of their steps to the first rank, and what it finds back to all; in a thread.
 
 Nothing here is a collective, and the thread that trains neither sends nor waits: a rank that is not watched, or is
 gone, costs the others nothing.
@@ -22,18 +22,17 @@ from pathlib import Path
 
 from trainwright.doctor.facts.ranks import NonfiniteFacts, RanksFacts, RankStatus, RankStep, WeightsChange
 from trainwright.doctor.measure.ranks.gather import KEPT, Gathering, as_text
-from trainwright.errors import text_of
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runlog.records import construct
 from trainwright.world.board import open_board
 from trainwright.world.threads import small_stacks
 
 TICK_S, TICK_RANK_S = 0.05, 0.002
-"""How often the thread looks at the board, and how much less often for each rank."""
+"""How often the thread reads the board, and how much less often for each rank."""
 CLOSE_S, FAILED_S = 3.0, 1.0
-"""How long a rank waits at its end for what the others have to tell; where it failed, others may have, too."""
+"""How long a rank waits at its end for what the others report; after a failure others may have failed, too."""
 ENDED_S = 5.0
-"""A rank that stands so long while another has ended is taken to wait for it."""
+"""A rank that makes no progress for so long while another has ended is taken to wait for it."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,16 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stalled rank leaves its stack (None: nowhere), and who is told while the loop stands still."""
+    """Where a stalled rank writes its stack (None: nowhere), and what is called while the loop stands still."""
 
     folder: Path | None
     alarm: Callable[[RanksFacts], None]
 
     def leave_stack(self, rank: int, thread: int) -> str:
-        """Writes where every thread of this process is; returns the line that ``thread`` is at."""
+        """Write where every thread of this process is; return the line of ``thread``."""
         if self.folder is not None:
             with suppress(OSError), (self.folder / f"stack-rank-{rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file)  # without a folder or space the line is still told
+                faulthandler.dump_traceback(file)  # without a folder or space the line is still reported
         frame = sys._current_frames().get(thread)
         here = traceback.extract_stack(frame)[-1] if frame is not None else None
         return f"{Path(here.filename).name}:{here.lineno} ({here.name})" if here else ""
@@ -68,7 +67,7 @@ class Site:
 class Exchange:
     """One rank's end of it. ``name`` and ``number`` are the same on all ranks for the same watch.
 
-    ``at`` and ``post`` are called by the thread that trains, and return at once. Raises RuntimeError where there is no
+    ``at`` and ``post`` are called by the thread that trains, and return at once. Raises RuntimeError if there is no
     store that the ranks share.
     """
 
@@ -82,10 +81,10 @@ class Exchange:
         self._rows: deque[RankStep] = deque(maxlen=KEPT)
         self._posted: deque[str] = deque()
         self._place, self._moved_s = (0, "begin"), time.monotonic()  # written by the thread that trains
-        self._told = RankStatus(rank=board.rank, host=socket.gethostname())  # so is this
+        self._status = RankStatus(rank=board.rank, host=socket.gethostname())  # so is this
         self._stands, self._where = False, ""  # and these by this one
-        self._urgent = False
-        self._version, self._alarmed = 0, False
+        self._urgent = self._alarmed = False
+        self._version = 0
         self._gathering: Gathering | None = None  # on the first rank
         self._thread_id = threading.get_ident()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -105,26 +104,26 @@ class Exchange:
         self._place, self._moved_s = (step, phase), time.monotonic()
 
     def post(self, row: RankStep) -> None:
-        """Hands over what this rank saw of a step."""
+        """Hand over what this rank saw of a step."""
         self._rows.append(row)
         self._wake.set()
 
-    def tell_nonfinite(self, found: NonfiniteFacts) -> None:
+    def report_nonfinite(self, found: NonfiniteFacts) -> None:
         """The first step of this rank that is not finite."""
-        if self._told.nonfinite is None:
-            self._tell(replace(self._told, nonfinite=found))
+        if self._status.nonfinite is None:
+            self._report(replace(self._status, nonfinite=found))
 
-    def tell_changes(self, found: Sequence[WeightsChange]) -> None:
-        """Weights changed though there was no update; the first few are told."""
-        self._tell(replace(self._told, changes=(*self._told.changes, *found)[:4]))
+    def report_changes(self, found: Sequence[WeightsChange]) -> None:
+        """Weights changed though there was no update; the first few are reported."""
+        self._report(replace(self._status, changes=(*self._status.changes, *found)[:4]))
 
-    def _tell(self, status: RankStatus) -> None:
-        self._told, self._urgent = status, True
+    def _report(self, status: RankStatus) -> None:
+        self._status, self._urgent = status, True
         self._wake.set()
 
     def close(self, ended: str, unused: tuple[str, ...] = (), *, wait: bool = True) -> None:
-        """Tells that the loop is over, and if ``wait``, waits a little for what the others have to tell."""
-        self._tell(replace(self._told, ended=ended, unused=unused, collectives=self._num_collectives()))
+        """Report that the loop is over, and if ``wait``, wait a little for what the others report."""
+        self._report(replace(self._status, ended=ended, unused=unused, collectives=self._num_collectives()))
         self._moved_s = time.monotonic()
         self._closing.set()
         self._wake.set()
@@ -138,50 +137,52 @@ class Exchange:
         return TICK_S + TICK_RANK_S * self.size
 
     def _run(self) -> None:
-        try:
+        with suppress(RuntimeError, ValueError):  # the store is gone, and with it the first rank
             while not self._is_over():
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
                 self._round()
             if self.rank == 0:
                 self._board.post("meeting", json.dumps({"number": -1}))
-        except (RuntimeError, ValueError) as error:  # the store is gone, and with it the first rank
-            if self.facts is not None:
-                self.facts = replace(self.facts, lost=text_of(error)[:200])
 
     def _is_over(self) -> bool:
-        """Whether this rank has ended, and all is said that the others were still to be told."""
+        """Whether this rank has ended, and nothing more is to be reported to or by the others."""
         if not self._closing.is_set():
             return False
-        late: bool = time.monotonic() - self._moved_s > (CLOSE_S if self._told.ended == "finished" else FAILED_S)
-        done = not self._rows and not self._urgent and (self._key is None or self._nothing_will_come())
-        return late or done
+        if time.monotonic() - self._moved_s > (CLOSE_S if self._status.ended == "finished" else FAILED_S):
+            return True
+        return not self._rows and not self._urgent and (self._key is None or self._nothing_will_come())
 
     def _nothing_will_come(self) -> bool:
         """All have ended, or another is in a later step: it may be waiting for what this rank does next."""
         if self._gathering is not None:
-            return self._gathering.is_complete(self._place[0])
+            return self._gathering.is_complete(self.step)
         found = self._board.read(f"{self._key}/status/0")
         first = construct(RankStatus, json.loads(found[0])) if found else RankStatus(rank=0)
-        told = self.facts is not None and all(each.ended for each in self.facts.statuses)
-        return told or (first.begun > self._place[0] and not first.ended)
+        have_ended = self.facts is not None and all(each.ended for each in self.facts.statuses)
+        return have_ended or (first.begun > self.step and not first.ended)
 
     def _round(self) -> None:
-        self._meet()
-        self._see_whether_it_stands()
+        if self._key is None:
+            self._meet()
+        self._check_progress()
         if self._key is None:
             return
         self._send()
         if self._gathering is not None:
-            self._compare()
-        else:
-            self._learn()
-        self._raise_alarm()
+            self._compare(self._gathering)
+        while self._gathering is None and (found := self._board.read(f"{self._key}/facts/{self._version + 1}")):
+            self._version += 1
+            self.facts = construct(RanksFacts, json.loads(found[0]))
+        facts = self.facts
+        if facts is None or self._alarmed or self._closing.is_set() or not self._stands:
+            return
+        if any(each.stalled or each.silent_s for each in facts.statuses):
+            self._alarmed = True  # the loop stands still, and does not read the facts by itself
+            self._site.alarm(facts)
 
     def _meet(self) -> None:
         """The first rank opens a meeting; another joins the one of the same number, if it trains the same model."""
-        if self._key is not None:
-            return
         mine = {"number": self._number, "signature": self._meeting.signature, "begun": self._meeting.collectives}
         if self.rank == 0:
             self._key = uuid.uuid4().hex[:12]
@@ -192,7 +193,7 @@ class Exchange:
         theirs = json.loads(found[0]) if found else {}
         if all(theirs.get(name) == value for name, value in mine.items()):
             self._key = theirs["key"]
-            self._post_status()
+            self._board.post(f"{self._key}/status/{self.rank}", as_text(self._now()))
             self._board.post(f"{self._key}/joined/{self.rank}", "")
 
     def _send(self) -> None:
@@ -205,63 +206,40 @@ class Exchange:
                 self._gathering.wait_for(row.step)
             if len(self._posted) > KEPT:
                 self._board.drop(self._posted.popleft())
-        self._post_status()
-
-    def _post_status(self) -> None:
         self._urgent = False
         self._board.post(f"{self._key}/status/{self.rank}", as_text(self._now()))
 
     def _now(self) -> RankStatus:
         """The status, with a time that changes as long as this thread lives."""
         step, phase = self._place
-        status = replace(self._told, step=step, phase=phase, stalled=self._stands, where=self._where)
+        status = replace(self._status, step=step, phase=phase, stalled=self._stands, where=self._where)
         if status.ended:
             return replace(status, stalled=False)
         still_s = round(time.monotonic() - self._moved_s, 3)
         return replace(status, still_s=still_s, collectives=self._num_collectives())
 
-    def _see_whether_it_stands(self) -> None:
+    def _check_progress(self) -> None:
         """A rank that makes no progress writes its stack into the run folder."""
         others_ended = self.facts is not None and any(each.ended for each in self.facts.statuses)
         patience_s = min(ENDED_S, self._patience_s) if others_ended else self._patience_s
-        stands = time.monotonic() - self._moved_s > patience_s and not self._told.ended
+        stands = time.monotonic() - self._moved_s > patience_s and not self._status.ended
         if stands != self._stands:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if stands else ""
             self._stands, self._urgent = stands, True
 
-    def _compare(self) -> None:
-        """On the first rank."""
-        assert self._gathering is not None
-        before, ended = self.facts, bool(self._told.ended)
-        facts = self.facts = self._gathering.facts(self._now(), is_last=ended)
+    def _compare(self, gathering: Gathering) -> None:
+        """On the first rank: publish the facts where there is news."""
+        before, facts = self.facts, gathering.facts(self._now(), is_last=bool(self._status.ended))
+        self.facts = facts
         if len(facts.present) > 1 and (before is None or _notable(before) != _notable(facts)):
             self._version += 1
             self._board.post(f"{self._key}/facts/{self._version}", as_text(facts))
 
-    def _learn(self) -> None:
-        """On the others."""
-        while (found := self._board.read(f"{self._key}/facts/{self._version + 1}")) is not None:
-            self._version += 1
-            self.facts = construct(RanksFacts, json.loads(found[0]))
-
-    def _raise_alarm(self) -> None:
-        """Where the loop stands still, it will not look at the facts by itself: they are told once from here."""
-        facts = self.facts
-        if facts is None or self._alarmed or self._closing.is_set():
-            return
-        if self._stands and any(each.stalled or each.silent_s for each in facts.statuses):
-            self._alarmed = True
-            self._site.alarm(facts)
-
 
 def _notable(facts: RanksFacts) -> object:
-    """What of the statuses is worth telling the others: not that time goes by."""
-    return (
-        facts.present,
-        facts.compared,
-        [
-            (s.stalled, s.ended, s.unused, s.where, s.nonfinite and s.nonfinite.step, len(s.changes))
-            for s in facts.statuses
-        ],
-        [each.silent_s > 0 for each in facts.statuses],
-    )
+    """What of the facts is worth sending to the others: not that time goes by."""
+    statuses = [
+        (s.stalled, s.ended, s.unused, s.where, s.nonfinite is None, len(s.changes), s.silent_s > 0)
+        for s in facts.statuses
+    ]
+    return facts.present, facts.compared, statuses

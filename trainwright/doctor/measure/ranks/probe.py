@@ -1,4 +1,4 @@
-"""Measures what a rank tells of its steps, in a loop that somebody else owns."""
+"""Measures what a rank reports of its steps in a loop of the user's: calls, exchanges, gradients, random numbers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,62 @@ import itertools
 import math
 import re
 import statistics
+import time
+import zlib
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from trainwright.doctor.facts.ranks import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
 from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm
 from trainwright.doctor.measure.ranks.exchange import Exchange, Site
-from trainwright.doctor.measure.ranks.listen import StepListener, StepSoFar
-from trainwright.doctor.measure.ranks.reduction import is_divided_again
-from trainwright.doctor.measure.ranks.replica import EVERY, RowSums, is_due
+from trainwright.doctor.measure.ranks.reduction import SumWatch, is_divided_again
+from trainwright.doctor.measure.ranks.replica import EVERY, KnownSums, Replica, RowSums, is_due
 from trainwright.doctor.measure.ranks.traits import traits_of
 from trainwright.errors import text_of
+from trainwright.recorder.callers import caller
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import RecordedStep, constants_of
-from trainwright.recorder.ranks import has_others, num_collectives
+from trainwright.recorder.program import RecordedStep, constants_of, tensors_of
+from trainwright.recorder.ranks import has_others, num_collectives, own_part
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 
+MANY_DRAWS = 16
+"""Random numbers: fewer may be a choice that all ranks make together."""
 _UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _WATCHES = itertools.count()
+
+
+@dataclass(slots=True)
+class StepSoFar:
+    """What was seen of the step in progress. ``joint_s`` was waited for other ranks."""
+
+    calls: int = 0
+    wrapped: int = 0
+    synced: int = 0
+    last_synced: bool = False
+    micro_batches: int = 0
+    joint_s: float = 0.0
+    backward_at_s: float = 0.0
+    collectives: int = 0  # begun before the forward call
+    divides: bool = False
+    begin: list[Tensor] = field(default_factory=list)  # states of the generators once the batch was read
+    draws: bool = False
+    weights: Checksums = no_checksums
+    inputs: Checksums = no_checksums
+    buffers: KnownSums = no_checksums
+    reduced: Checksums = no_checksums
+    norm: Tensor | None = None
+    factor: float | None = None
+    gradients: list[Checksums] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
 def make_ranks_probe(watched: WatchedObjects) -> Probe | None:
@@ -33,20 +69,34 @@ def make_ranks_probe(watched: WatchedObjects) -> Probe | None:
     return RanksProbe(watched) if has_others() else None
 
 
-class RanksProbe(StepListener):
-    """Tells the other ranks of this one's steps, and returns what came of the comparison.
+class RanksProbe(Probe):
+    """Reports this rank's steps to the others, and returns the result of the comparison.
 
     ``urgent``: the comparison has found something new.
     """
 
+    name = RanksFacts.experiment
+
     def __init__(self, watched: WatchedObjects) -> None:
-        super().__init__(watched)
+        self._parameters, self._optimizers = watched.subject.parameters, watched.subject.optimizers
+        self._replica, self._sums = Replica(watched.subject), SumWatch(watched.subject.parameters)
+        self._exchange: Exchange | None = None
+        self._steps, self._step = 0, StepSoFar()
         self._patience_s = watched.patience_s
-        self._unread: dict[int, tuple[RankStep, RowSums]] = {}
+        self._pending: dict[int, tuple[RankStep, RowSums]] = {}
         self._seconds: deque[tuple[float, float]] = deque(maxlen=EVERY)  # by itself, and of the whole step
         self._seen: RanksFacts | None = None
-        self._told: RanksFacts | None = None
+        self._reported: RanksFacts | None = None
         self._codes: set[str] = set()
+        self._schedule = ""
+
+    @property
+    def _is_due(self) -> bool:
+        return is_due(self._steps + 1)
+
+    def _at(self, phase: str) -> None:
+        if self._exchange is not None:
+            self._exchange.at(self._steps, phase)
 
     # begin and end
 
@@ -73,7 +123,110 @@ class RanksProbe(StepListener):
     def on_forked(self) -> None:
         self._exchange = None  # its thread is not in the fork
 
-    # the end of a step
+    # forward
+
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        if self._is_due and not self._step.calls:
+            self._step.begin = self._generators()
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._at("forward" if torch.is_grad_enabled() else "evaluation")
+        if not torch.is_grad_enabled():
+            return
+        step = self._step
+        step.calls += 1
+        if self._is_due:
+            tensors = tensors_of((args, kwargs), 3)
+            step.divides |= any(each.is_leaf and each.requires_grad for each in tensors)
+            step.begin, step.collectives = step.begin or self._generators(), num_collectives()
+            if step.calls == 1:
+                step.inputs = start_checksums(tensors)
+                step.buffers = self._replica.buffers(without_statistics=True)
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        self._at("between")
+        step = self._step
+        if self._is_due and step.calls and torch.is_grad_enabled():
+            step.divides |= num_collectives() > step.collectives
+            step.draws = step.draws or _many_drawn(step.begin, self._generators())
+
+    def on_wrapped_call(self, wrapper: nn.Module, is_synced: bool) -> None:
+        if torch.is_grad_enabled():
+            step = self._step
+            step.wrapped, step.synced, step.last_synced = step.wrapped + 1, step.synced + is_synced, is_synced
+
+    def on_waited(self, seconds: float) -> None:
+        self._step.joint_s += seconds
+        if self._is_due and self._step.calls <= 1 and torch.is_grad_enabled():
+            self._step.buffers = self._replica.buffers(without_statistics=True)  # DDP has just made them alike
+
+    def _generators(self) -> list[Tensor]:
+        """The states of torch's generators, of the CPU and of the device of the parameters."""
+        on_gpu = bool(self._parameters) and self._parameters[0].is_cuda
+        on_device = [torch.cuda.get_rng_state(self._parameters[0].device)] if on_gpu else []
+        return [torch.default_generator.get_state(), *on_device]
+
+    # gradients
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        self._at("backward")
+        self._step.micro_batches += 1
+        self._step.divides |= losses[0].numel() > 1  # a stage of a pipeline is given its gradient
+        self._step.backward_at_s = time.perf_counter()
+
+    def on_gradients(self) -> None:
+        self._step.joint_s += time.perf_counter() - self._step.backward_at_s
+        self._at("between")
+        if self._is_due:
+            self._sums.made()
+            self._step.reduced = no_checksums if self._replica.is_split else self._sums.as_made
+            self._step.norm = self._norm()
+
+    def on_reduce(self, tensor: Tensor, operation: object) -> None:
+        self._at("exchange")
+        if self._is_due:
+            self._sums.before(tensor, operation)
+
+    def on_reduced(self, tensor: Tensor, seconds: float) -> None:
+        self._at("between")
+        self._step.joint_s += seconds
+        if self._is_due:
+            self._sums.after(tensor)
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._sums.used()
+
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
+        self._sums.used()
+
+    def _norm(self) -> Tensor | None:
+        """Of the gradients of this rank's part, where each rank has a part of them."""
+        grads = [own_part(p.grad) for p in self._parameters if p.grad is not None] if self._replica.is_split else []
+        return nn.utils.get_total_norm(grads) if grads else None
+
+    # the update
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if optimizer not in self._optimizers:
+            return  # one within another, which updates a part (ZeRO)
+        self._at("update")
+        weights = self._replica.before_update(is_due=self._is_due)
+        if not self._is_due:
+            return
+        self._step.weights = weights if self._step.weights is no_checksums else self._step.weights
+        if (before := self._step.norm) is not None and (now := self._norm()) is not None:
+            self._step.factor = float(now / before) if float(before) > 0 else None
+        if not self._replica.is_split:
+            self._sums.used()
+            self._step.gradients.append(self._replica.gradients(optimizer))
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+            named = zip(self._replica.names, self._parameters)
+            self._step.missing += [name for name, p in named if id(p) in owned and p.grad is None]
+
+    def on_schedule(self, scheduler: object) -> None:
+        self._schedule = self._schedule or caller() or ""
 
     def on_closed(self, step: RecordedStep) -> None:
         so_far, self._step = self._step, StepSoFar()
@@ -83,48 +236,44 @@ class RanksProbe(StepListener):
         self._seconds.append((max(0.0, whole_s - so_far.joint_s), whole_s))
         if self._exchange is None:
             return
-        weights = self._replica.after_update(step.step, whole_s)
+        self._replica.after_update(step.step, whole_s)
         if is_due(step.step):
-            moments, reduced = self._replica.moments(), so_far.reduced
-            sums = RowSums(weights, so_far.gradients, so_far.inputs, so_far.buffers, moments, reduced)
-            self._unread[step.step] = (self._row(step, so_far), sums)
-        self._look_at(self._exchange.facts)
+            moments = self._replica.moments()
+            sums = RowSums(so_far.weights, so_far.gradients, so_far.inputs, so_far.buffers, moments, so_far.reduced)
+            self._pending[step.step] = (self._row(step, so_far, self._exchange), sums)
+        facts = self._exchange.facts
+        if facts is not None and facts is not self._seen:
+            self._seen, found = facts, {each.code for each in findings_of(facts)}
+            self.urgent = self.urgent or not found <= self._codes
+            self._codes |= found
 
-    def _look_at(self, facts: RanksFacts | None) -> None:
-        """Asks for a look where the comparison has found something new."""
-        if facts is None or facts is self._seen:
-            return
-        self._seen = facts
-        found = {each.code for each in findings_of(facts)}
-        self.urgent = self.urgent or not found <= self._codes
-        self._codes |= found
-
-    def _row(self, step: RecordedStep, so_far: StepSoFar) -> RankStep:
+    def _row(self, step: RecordedStep, so_far: StepSoFar, exchange: Exchange) -> RankStep:
         """The row of a step but for its checksums."""
-        assert self._exchange is not None
         own, whole = zip(*self._seconds)
         self._seconds.clear()
-        is_own = self._replica.has_own_data
+        is_own, size = self._replica.has_own_data, exchange.size
         is_known = is_own and bool(step.ids) and all(of_batch is not None for of_batch in step.ids)
+        states = b"".join(state.numpy().tobytes() for state in so_far.begin)
         return RankStep(
-            rank=self._exchange.rank,
+            rank=exchange.rank,
             step=step.step,
             groups=self._replica.groups(),
+            schedule=self._schedule,
             micro_batches=so_far.micro_batches,
             samples=samples_of(step) if is_known else (),
-            rng=so_far.first_rng if is_own else None,
+            rng=zlib.crc32(states) if is_own else None,
             draws=so_far.draws,
             factor=so_far.factor,
+            divides=so_far.divides and not so_far.wrapped and not self._replica.is_split,
             program=traits_of(step),
-            summed=self._sums.are_undivided(step, self._exchange.size),
-            shrunk=so_far.last_synced and is_divided_again(step, self._exchange.size, so_far.micro_batches),
+            summed=self._sums.are_undivided(step, size),
+            shrunk=so_far.last_synced and is_divided_again(step, size, so_far.micro_batches),
             without_gradient=tuple(so_far.missing[:FOLDS]),
             exchange=ExchangeFacts(
                 calls=so_far.calls,
                 wrapped_calls=so_far.wrapped,
                 synced_calls=so_far.synced,
                 last_synced=so_far.last_synced,
-                collectives=num_collectives() - so_far.collectives,
             ),
             steps=len(own),
             own_s=statistics.median(own),
@@ -134,22 +283,23 @@ class RanksProbe(StepListener):
     def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
         if self._exchange is None:
             return
-        if (unread := self._unread.pop(step.step, None)) is not None:
-            self._exchange.post(self._replica.completed(*unread))
+        if (pending := self._pending.pop(step.step, None)) is not None:
+            self._exchange.post(self._replica.completed(*pending))
         if changes := self._replica.changes(step.step):
-            self._exchange.tell_changes(changes)
+            self._exchange.report_changes(changes)
         if not numbers.are_finite and numbers.losses:
-            bad = [loss for loss in numbers.losses if not math.isfinite(loss)]
-            own, finite = (bad or numbers.losses)[0], _inputs_are_finite(step)
+            own = next((loss for loss in numbers.losses if not math.isfinite(loss)), numbers.losses[0])
+            inputs = [each.tensor for call in step.calls for each in constants_of((call.args, call.kwargs))]
+            finite = all(bool(each.isfinite().all()) for each in inputs if each.is_floating_point())
             found = NonfiniteFacts(step=step.step, own_loss=own, inputs_finite=finite, samples=samples_of(step)[:64])
-            self._exchange.tell_nonfinite(found)
+            self._exchange.report_nonfinite(found)
 
     def values(self) -> Facts | None:
         self.urgent = False
         facts = self._exchange.facts if self._exchange is not None else None
-        if facts is self._told:
+        if facts is self._reported:
             return None
-        self._told = facts
+        self._reported = facts
         return None if facts is None else strict(vars(facts))
 
 
@@ -158,6 +308,8 @@ def samples_of(step: RecordedStep) -> tuple[int, ...]:
     return tuple([i for of_batch in step.ids for i in of_batch or ()][:256])
 
 
-def _inputs_are_finite(step: RecordedStep) -> bool:
-    inputs = [each.tensor for call in step.calls for each in constants_of((call.args, call.kwargs))]
-    return all(bool(torch.isfinite(each).all()) for each in inputs if each.is_floating_point())
+def _many_drawn(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether the generator of a GPU was used, or MANY_DRAWS numbers were drawn from that of the CPU."""
+    on_gpu = any(not torch.equal(a, b) for a, b in zip(before[1:], after[1:]))
+    then, now = (int(each[0][16:24].view(torch.int64)) for each in (before, after))  # place in 624 numbers of mt19937
+    return on_gpu or (now - then) % 624 >= MANY_DRAWS

@@ -1,4 +1,4 @@
-"""Whether gradients that a loop reduces by hand are sums of means that nobody divides."""
+"""Finds gradients that a loop sums over the ranks by hand, of means that nothing divides."""
 
 from __future__ import annotations
 
@@ -9,66 +9,44 @@ from torch import Tensor, distributed
 from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
 from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 
-_MEANS = frozenset(
-    {
-        "cross_entropy",
-        "nll_loss",
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "kl_div",
-        "gaussian_nll_loss",
-        "poisson_nll_loss",
-        "mean",
-    }
+MEANS = frozenset(
+    {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
+    | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"}
 )
-_DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
+DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
 
 
 class SumWatch:
     """Follows the gradients of one step through an ``all_reduce`` that the loop itself calls.
 
-    They are undivided where each went in as backward left it, was summed, and was used as it came out.
+    They are undivided if each went in as backward left it, was summed, and was used as it came out.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._made: Checksums | None = None
-        self._given: dict[int, tuple[Checksums, Checksums]] = {}  # before and after the reduction
-        self._used: bool | None = None
+        self.made()
 
     def made(self) -> None:
         """The gradients are what a backward pass has left."""
-        self._forget()
-        self._made = start_checksums([p.grad for p in self._parameters])
-
-    @property
-    def as_made(self) -> Checksums:
-        """The checksums of the gradients as the last backward pass left them."""
-        return self._made or no_checksums
+        self.as_made: Checksums = start_checksums([p.grad for p in self._parameters])
+        self._reduced: dict[int, tuple[Checksums, Checksums]] = {}  # before and after the reduction
+        self._used: bool | None = None
 
     def before(self, tensor: Tensor, operation: object) -> None:
         """``tensor`` is about to be reduced."""
         if operation == distributed.ReduceOp.SUM and (index := self._index_of(tensor)) is not None:
-            gradients = start_checksums([tensor])
-            self._given[index] = (gradients, gradients)
+            self._reduced[index] = (start_checksums([tensor]), no_checksums)
 
     def after(self, tensor: Tensor) -> None:
         """It was reduced."""
-        if (index := self._index_of(tensor)) in self._given and index is not None:
-            self._given[index] = (self._given[index][0], start_checksums([tensor]))
+        if (index := self._index_of(tensor)) is not None and index in self._reduced:
+            self._reduced[index] = (self._reduced[index][0], start_checksums([tensor]))
 
     def used(self) -> None:
         """The gradients are about to be clipped, unscaled, or used for the update; the first call counts."""
-        if self._used is None and self._given:
+        if self._used is None and self._reduced:
             now = start_checksums([p.grad for p in self._parameters])()
-            self._used = all(after()[0] == now[index] for index, (_, after) in self._given.items())
+            self._used = all(after() == [now[index]] for index, (_, after) in self._reduced.items())
 
     def _index_of(self, tensor: Tensor) -> int | None:
         address = tensor.data_ptr()
@@ -77,13 +55,12 @@ class SumWatch:
 
     def are_undivided(self, step: RecordedStep, num_ranks: int) -> bool:
         """Whether the sums of this step were of losses that are means, and were not divided; forgets the step."""
-        given, made, used = self._given, self._made, self._used
-        self._forget()
-        if not given or made is None or not used:
+        reduced, used, made = self._reduced, self._used, self.as_made
+        self._reduced, self._used, self.as_made = {}, None, no_checksums
+        if not reduced or not used:
             return False
-        before = made()
-        went_in = all(first()[0] == before[index] for index, (first, _) in given.items())
-        divisor = divisor_of_mean(step)
+        sums, divisor = made(), divisor_of_mean(step)
+        went_in = all(before() == [sums[index]] for index, (before, _) in reduced.items())
         return went_in and divisor is not None and divisor % num_ranks != 0
 
 
@@ -98,15 +75,15 @@ def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> 
 
 
 def divisor_of_mean(step: RecordedStep) -> float | None:
-    """What the loss of a step is divided by after a mean over the batch of one rank; None where it is no such mean."""
+    """What the loss of a step is divided by after a mean over the batch of one rank; None if it is no such mean."""
     made_by = {number: each for each in step.program if isinstance(each, Operation) for number in each.outputs}
     last = next((each for each in reversed(step.program) if isinstance(each, Backward)), None)
     slot, divisor = last.slot if last else None, 1.0
     while slot is not None and (operation := made_by.get(slot)) is not None:
-        if operation.name in _MEANS:
+        if operation.name in MEANS:
             return divisor if operation.kwargs.get("reduction", "mean") == "mean" else None
         first, *others = operation.args
-        if operation.name not in _DIVISIONS or not others or not isinstance(others[0], int | float):
+        if operation.name not in DIVISIONS or not others or not isinstance(others[0], int | float):
             return None
         divisor, slot = divisor * others[0], first.number if isinstance(first, Slot) else None
     return None

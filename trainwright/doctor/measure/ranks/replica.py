@@ -1,4 +1,4 @@
-"""What one rank tells of its copy of the model: checksums of weights, gradients and buffers, and hyperparameters."""
+"""What one rank reports of its copy of the model: checksums of weights, gradients, buffers; hyperparameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -21,18 +21,19 @@ from trainwright.state.names import named_parameters
 from trainwright.state.shards import divides_layers
 from trainwright.state.snapshot import LiveObjects
 
-EARLY, EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24), 32
-"""Steps that every rank tells of, and then every so many: known to all without an exchange."""
-ALWAYS, SHARE = 64, 0.01
-"""After so many updates weights are kept until the next one; then as often as this share of the time allows."""
+EARLY, EVERY, RARELY = (1, 2, 3, 4, 6, 8, 12), 16, 64
+"""Steps that every rank reports; then every 16th, after 512 every 64th: known to all without an exchange."""
+ALWAYS, MAX_FRACTION = 64, 0.01
+"""After so many updates checksums of the weights are kept until the next one; then for this fraction of the time."""
 
+T = TypeVar("T")
 KnownSums = Callable[[], Sequence[int | None]]
 """Returns checksums as ``Checksums`` does; None where a tensor is not there, or need not be the same on all ranks."""
 
 
 def is_due(step: int) -> bool:
-    """Whether the ranks tell each other of this step."""
-    return step in EARLY or step % EVERY == 0
+    """Whether the ranks report this step."""
+    return step in EARLY or step % (EVERY if step < 512 else RARELY) == 0
 
 
 class RowSums(NamedTuple):
@@ -65,15 +66,10 @@ class Replica:
         self._cost_s = 0.0
 
     def meeting(self) -> Meeting:
-        """What this rank is compared by, where nobody has seen to it that all ranks do the same."""
+        """What this rank is compared by, where nothing guarantees that all ranks do the same."""
         shapes = repr([(name, *p.shape) for name, p in zip(self.names, self.parameters)])
         begun = distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        return Meeting(self.folded_names, hashlib.sha256(shapes.encode()).hexdigest()[:16], begun)
-
-    @property
-    def folded_names(self) -> tuple[str, ...]:
-        """What each checksum of a row is of."""
-        return tuple(folded_names(self.names))
+        return Meeting(folded_names(self.names), hashlib.sha256(shapes.encode()).hexdigest()[:16], begun)
 
     def first_row(self, rank: int) -> RankStep:
         """The state at the begin."""
@@ -107,38 +103,39 @@ class Replica:
 
         return by_parameter
 
-    def after_update(self, step: int, step_s: float) -> Checksums:
+    def after_update(self, step: int, step_s: float, *, is_due: bool = False) -> Checksums:
         """What reads the checksums of the weights, where the step is due or they are kept."""
-        every = max(1, math.ceil(2 * self._cost_s / (SHARE * max(step_s, 1e-6))))
+        every = max(1, math.ceil(2 * self._cost_s / (MAX_FRACTION * max(step_s, 1e-6))))
         keeps = step <= ALWAYS or step % every == 0
-        weights = no_checksums
-        if not self.is_split and (keeps or is_due(step)):
-            begin_s = time.perf_counter()
-            weights = self._weights()
-            self._cost_s = time.perf_counter() - begin_s
-            self._since = (step, weights) if keeps else None
+        if self.is_split or not (keeps or is_due):
+            return no_checksums
+        begin_s = time.perf_counter()
+        weights = self._weights()
+        self._cost_s = time.perf_counter() - begin_s
+        self._since = (step, weights) if keeps else None
         return weights
 
-    def constant_buffers(self) -> KnownSums:
-        """Of those that have not changed since the begin."""
+    def buffers(self, *, without_statistics: bool) -> KnownSums:
+        """Of the buffers without the running statistics of norms, which training does not read; or of those that have
+        not changed since the start.
+        """
         if self.is_split:
             return no_checksums
-        read = self._buffers()
-        return lambda: [now if now == then else None for now, then in zip(read(), self._buffers_at_begin)]
+        read, begin = self._buffers(), self._buffers_at_begin
+        own = [_is_statistic(*place) for place in self._subject.buffers()]
+        if without_statistics:
+            return lambda: [None if is_own else now for now, is_own in zip(read(), own)]
+        return lambda: [now if now == then else None for now, then in zip(read(), begin)]
 
-    def shared_buffers(self) -> KnownSums:
-        """Of all but the running statistics of norms, which training does not read."""
-        if self.is_split:
+    def before_update(self, *, is_due: bool = False) -> Checksums:
+        """Compare the weights with those after the last update, where these were kept; read them if ``is_due``."""
+        if self.is_split or (self._since is None and not is_due):
             return no_checksums
-        read, own = self._buffers(), [_is_statistic(*place) for place in self._subject.buffers()]
-        return lambda: [None if is_own else now for now, is_own in zip(read(), own)]
-
-    def before_update(self) -> None:
-        """Compares the weights with those after the last update, where these were kept."""
+        weights = self._weights()
         if self._since is not None:
-            step, weights = self._since
-            self._pairs.append((step, weights, self._weights()))
+            self._pairs.append((*self._since, weights))
             self._since = None
+        return weights
 
     def changes(self, step: int) -> list[WeightsChange]:
         """Weights that changed between two updates before ``step``; of each pair of updates the first few."""
@@ -172,28 +169,24 @@ class Replica:
 
 
 def folded(sums: Sequence[int]) -> tuple[int, ...]:
-    """At most FOLDS numbers: neighbours are added up."""
-    width = max(1, math.ceil(len(sums) / FOLDS))
-    return tuple(_wrapped(sum(sums[at : at + width])) for at in range(0, len(sums), width))
+    """At most FOLDS numbers: neighbours are added up, as integers of 64 bits."""
+    return tuple((sum(run) + 2**63) % 2**64 - 2**63 for run in _runs(sums))
 
 
 def folded_known(sums: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The same; None where one of those that are added up is not known."""
-    width = max(1, math.ceil(len(sums) / FOLDS))
+    """The same; None if one of those that are added up is not known."""
     known = folded([each or 0 for each in sums])
-    return tuple(None if None in sums[n * width : (n + 1) * width] else each for n, each in enumerate(known))
+    return tuple(None if None in run else each for run, each in zip(_runs(sums), known))
 
 
-def folded_names(names: Sequence[str]) -> list[str]:
+def folded_names(names: Sequence[str]) -> tuple[str, ...]:
     """What each number of ``folded`` is of."""
-    width = max(1, math.ceil(len(names) / FOLDS))
-    runs = [names[at : at + width] for at in range(0, len(names), width)]
-    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return tuple(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in _runs(names))
 
 
-def _wrapped(number: int) -> int:
-    """As an integer of 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
+def _runs(values: Sequence[T]) -> list[Sequence[T]]:
+    width = max(1, math.ceil(len(values) / FOLDS))
+    return [values[at : at + width] for at in range(0, len(values), width)]
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:

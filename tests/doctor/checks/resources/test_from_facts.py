@@ -1,0 +1,142 @@
+"""Checks of resources on measurements: what grows is told from what is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+
+from tests.doctor.checks.loops import made_of
+from tests.rows import each_row
+from trainwright.doctor.check import Check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.discovery import check_of
+from trainwright.doctor.facts.resources import GraphSize, GrowthFacts, HeldResources, MemoryFacts
+from trainwright.observe.telemetry import allocator_values
+from trainwright.runlog.records import OutOfMemory, Telemetry, Watched
+
+MIB, GIB = 2**20, 2**30
+
+
+def of(name: str) -> Check:
+    check = check_of(f"resources.{name}")
+    assert check is not None
+    return check
+
+
+def readings(change: Callable[[int, HeldResources], HeldResources], number: int = 20) -> GrowthFacts:
+    """What was held after every 16th step."""
+    held = [HeldResources(step=16 * n, memory_bytes=500 * MIB, files=9, threads=4) for n in range(1, number + 1)]
+    return GrowthFacts(held=tuple(change(n, each) for n, each in enumerate(held)), most_hooks="1")
+
+
+@each_row(
+    ("name", "change", "found"),
+    [
+        ("files_or_threads_grow", lambda n, held: replace(held, files=9 + 8 * n), True),
+        ("files_or_threads_grow", lambda n, held: replace(held, threads=4 + 2 * n), True),
+        ("files_or_threads_grow", lambda n, held: replace(held, files=9 + n), False),
+        ("files_or_threads_grow", lambda n, held: replace(held, files=9 + 8 * (n % 5)), False),
+        ("files_or_threads_grow", lambda n, held: replace(held, threads=4 + min(n, 8)), False),
+        ("memory_grows", lambda n, held: replace(held, memory_bytes=(500 + 20 * n) * MIB), True),
+        ("memory_grows", lambda n, held: replace(held, device_bytes=(100 + 20 * n) * MIB), True),
+        ("memory_grows", lambda n, held: replace(held, memory_bytes=(500 + 50 * min(n, 8)) * MIB), False),
+        ("memory_grows", lambda n, held: replace(held, memory_bytes=(500 + 40 * (n % 4)) * MIB), False),
+        ("hooks_grow", lambda n, held: replace(held, hooks=16 * n), True),
+        ("hooks_grow", lambda n, held: replace(held, hooks=16), False),
+    ],
+)
+def test_growth(name: str, change: Callable[[int, HeldResources], HeldResources], found: bool) -> None:
+    assert bool(made_of(of(name), (320, readings(change)))) == found
+
+
+@each_row(
+    ("facts", "found"),
+    [
+        (MemoryFacts(old_losses=20, graphs_alive=20), True),
+        (MemoryFacts(old_outputs=20, outputs_alive=20), True),
+        (MemoryFacts(old_losses=20, graphs_alive=2, old_outputs=20), False),
+        (MemoryFacts(old_losses=61, graphs_alive=10, old_outputs=61), False),  # a window
+    ],
+)
+def test_graphs_that_are_kept(facts: MemoryFacts, found: bool) -> None:
+    assert bool(made_of(of("graphs_kept"), (30, facts))) == found
+
+
+@each_row(
+    ("nodes", "goes_back", "found"),
+    [([10, 15, 20, 25, 30], True, True), ([10, 15, 20, 25, 30], False, False), ([10, 30, 12, 40, 50], True, False)],
+)
+def test_a_graph_that_grows(nodes: list[int], goes_back: bool, found: bool) -> None:
+    graphs = tuple(GraphSize(n + 1, count, False, goes_back) for n, count in enumerate(nodes))
+    assert bool(made_of(of("graph_grows"), (5, MemoryFacts(graphs=graphs)))) == found
+
+
+@each_row(
+    ("objects", "grown", "found"), [(600_000, 10 * MIB, True), (600_000, MIB // 2, False), (100, 10 * MIB, False)]
+)
+def test_workers_that_copy(objects: int, grown: float, found: bool) -> None:
+    facts = MemoryFacts(private_bytes=(2e7, 2e7 + grown), objects=objects)
+    assert bool(made_of(of("workers_copy_dataset"), (16, facts))) == found
+
+
+@each_row(("wait_s", "step_s", "found"), [(0.02, 0.021, True), (0.001, 0.0011, False), (0.02, 0.1, False)])
+def test_waits_for_data(wait_s: float, step_s: float, found: bool) -> None:
+    values = {"step_s": step_s, "wait_s": wait_s}
+    steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=0.1, values=values) for n in range(1, 61)]
+    assert bool(made_of(of("waits_for_data"), steps=steps)) == found
+
+
+@each_row(
+    ("retries", "found"),
+    [
+        ([0, 2, 22, 43, 63, 83], True),
+        ([0, 30, 30, 30, 30], False),  # the first steps
+        (list(accumulate([0, *[0, 0, 0, 6] * 6])), False),  # an evaluation now and then
+        ([0, 20, 40, 3, 23, 43], False),  # a resumed process counts from 0
+    ],
+)
+def test_an_allocator_that_thrashes(retries: list[float], found: bool) -> None:
+    records = [
+        Telemetry(time_s=0.0, step=20 * n, values={"cuda0/allocator_retries": count}) for n, count in enumerate(retries)
+    ]
+    assert bool(diagnose(RunContext(records), [of("allocator_thrashes")]).findings) == found
+
+
+@pytest.mark.parametrize(("next_micro", "severity"), [(None, "critical"), (4, "warning")])
+def test_out_of_memory(next_micro: int | None, severity: str) -> None:
+    ran_out = OutOfMemory(
+        time_s=0.0,
+        step=3,
+        phase="backward",
+        error="CUDA out of memory",
+        asked_bytes=GIB,
+        module="blocks.1",
+        micro=8,
+        next_micro=next_micro,
+        in_use_bytes=70 * GIB,
+        capacity_bytes=80 * GIB,
+        reserved_bytes=71 * GIB,
+        given_back_bytes=50 * GIB,
+        held={"weights": 10 * GIB, "optimizer": 10 * GIB},
+    )
+    (found,) = (each.found for each in diagnose(RunContext([ran_out]), [of("out_of_memory")]).findings)
+    assert (found.severity, found.where.module) == (severity, "blocks.1")
+    assert found.remedy.startswith("model.activation_checkpointing")
+
+
+def test_what_torch_counts_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {
+        "num_alloc_retries": 7,
+        "allocated_bytes": {"all": {"current": 3 * GIB}},
+        "reserved_bytes": {"all": {"current": 4 * GIB}},
+    }
+    monkeypatch.setattr("torch.cuda.memory.memory_stats_as_nested_dict", lambda device=None: stats)
+    monkeypatch.setattr("torch.cuda.memory_stats_as_nested_dict", lambda device=None: stats)
+    values = allocator_values(torch.device("cuda", 1))
+    assert values == {"cuda1/allocator_retries": 7.0, "cuda1/allocated_bytes": 3 * GIB, "cuda1/reserved_bytes": 4 * GIB}
+    assert allocator_values(torch.device("cpu")) == {}

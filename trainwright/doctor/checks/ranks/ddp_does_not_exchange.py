@@ -1,0 +1,67 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.doctor.shared_ranks import ranks_of, since
+
+
+@check(
+    stage="backward",
+    severity="critical",
+    confidence=0.95,
+    needs=RanksFacts,
+    explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.unused_parameters"),
+    points_at="backward",
+)
+def ddp_does_not_exchange(run: RunContext) -> Iterator[Result]:
+    """DistributedDataParallel wraps the model, but does not exchange its gradients.
+
+    How it is detected: gradients and weights differ between the ranks; the forward calls of the step went through the
+    wrapper or not, inside of `no_sync()` or not. Or the wrapper misses the gradients of the same parameters on every
+    rank.
+
+    Usual cause: the loop calls `ddp.module(x)`; `no_sync()` is around the last micro-batch of a step; or parameters
+    were replaced after wrapping, by `.to()`, `.half()`, a new head or tied weights.
+
+    Looks like: ranks.unused_parameters, where one rank alone has no gradients. Evaluation by `ddp.module` is right.
+
+    Fix: call `ddp(x)`; leave `no_sync()` for the forward and backward pass of the last micro-batch; move, cast and
+    change the model first, then wrap it.
+
+    Sources: minimind #853, OpenTSLM #49, openvla-oft #160, pytorch/pytorch #104336.
+    """
+    facts = ranks_of(run)
+    differing, exchange = facts.disagreement("gradients"), facts.exchange
+    unused = {each.unused for each in facts.statuses}
+    misses_same = len(facts.statuses) > 1 and len(unused) == 1 and unused != {()} and not facts.missing
+    cause = remedy = ""
+    if misses_same:
+        cause, remedy = "parameters were replaced after wrapping", "change the model first, then wrap it"
+    elif differing is not None and exchange is not None and facts.is_wrapped:
+        if not exchange.wrapped_calls:
+            cause = "the loop calls the module inside of the wrapper (ddp.module(x))"
+            remedy = "call the DistributedDataParallel object itself: ddp(x)"
+        elif not exchange.last_synced:
+            cause = "the last forward call of the step was inside of no_sync()"
+            remedy = "leave no_sync() for the forward and backward pass of the last micro-batch of each step"
+        elif not facts.missing and not facts.are_changed_apart:
+            cause = "parameters were moved or replaced after wrapping: its hooks belong to the old ones"
+            remedy = "move and change the model first, then wrap it"
+    if cause:
+        yield run.finding(
+            max(1, facts.newest),
+            symptom="DistributedDataParallel does not exchange the gradients"
+            + (f", {since(differing)}" if differing else ""),
+            cause=cause,
+            remedy=remedy,
+            since_step=differing.step if differing else None,
+            evidence=[
+                ("forward calls through the wrapper", exchange.wrapped_calls if exchange else None),
+                ("of these outside of no_sync()", exchange.synced_calls if exchange else None),
+            ],
+        )

@@ -1,0 +1,44 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.ranks import RanksFacts
+from trainwright.doctor.shared_ranks import ranks_of
+
+
+@check(stage="backward", confidence=0.85, needs=RanksFacts, points_at="backward")
+def gradients_off_by_ranks(run: RunContext) -> Iterator[Result]:
+    """The gradients are the number of ranks times too large or too small: nothing divides their sum, or two things do.
+
+    Why it matters: the learning rate is in effect multiplied or divided by the number of ranks.
+
+    How it is detected: the loss is a mean. Its gradients go through `all_reduce` with SUM, and their bits are the same
+    at the update; or the loss is divided by the number of ranks, and DistributedDataParallel takes the mean again.
+
+    Exceptions: models that are divided among the ranks; half a squared error with two ranks.
+
+    Usual cause: `dist.all_reduce(p.grad)` without a division; or a division that belongs to it is left in a loop with
+    DistributedDataParallel.
+
+    Fix: `op=ReduceOp.AVG`, or divide each gradient by the number of ranks; do not divide a loss whose gradients
+    DistributedDataParallel averages.
+    """
+    facts = ranks_of(run)
+    if facts.summed_since is not None:
+        symptom = f"the gradients are sums over {facts.size} ranks, of losses that are means over a batch"
+        since, seen, expected = facts.summed_since, 1.0, 1.0 / facts.size
+    elif facts.shrunk_since is not None:
+        symptom = f"the loss is divided by {facts.size}, and DistributedDataParallel divides by {facts.size} again"
+        since, seen, expected = facts.shrunk_since, 1.0 / facts.size**2, 1.0 / facts.size
+    else:
+        return
+    yield run.finding(
+        max(1, facts.newest),
+        symptom=symptom,
+        since_step=since,
+        evidence=[("gradient at the update / sum over the ranks", seen, expected)],
+    )
