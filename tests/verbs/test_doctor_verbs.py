@@ -90,7 +90,7 @@ def test_an_unknown_fault_ends_in_a_sentence() -> None:
 
 
 def test_explain_prints_a_page_and_suggests() -> None:
-    assert "Remedies" in trainwright("explain", "optim.missing_zero_grad").stdout
+    assert "**Fix.**" in trainwright("explain", "optim.missing_zero_grad").stdout
     done = trainwright("explain", "opt.missing_zerograd")
     assert done.returncode == 2 and "optim.missing_zero_grad" in done.stderr
 
