@@ -87,26 +87,6 @@ class ScalerFacts:
 
 
 @dataclass(frozen=True)
-class UnreadName:
-    """An attribute or a key ``name`` of ``owner`` that nothing reads, and the known name that it resembles."""
-
-    owner: str
-    name: str
-    known: str
-    value: str
-    module: str | None = None
-
-
-@dataclass(frozen=True)
-class NamesFacts:
-    """``examined`` objects, and the names on them that nothing reads."""
-
-    experiment: ClassVar[str] = "names"
-    examined: int
-    unread: tuple[UnreadName, ...] = ()
-
-
-@dataclass(frozen=True)
 class KeptState:
     """A dictionary of ``state_dict()`` whose tensors changed while it was kept. ``source`` is the line of the call.
 

@@ -201,10 +201,11 @@ class LoadersFacts:
     """The DataLoaders of the process.
 
     ``entropies`` are those of the labels of each batch; ``mixed`` the lowest and the mean entropy of batches drawn at
-    random. ``ascending``: training reads the data set in its order.
+    random. ``ascending``: training reads the data set in its order. ``source``: the line that reads its loader.
     """
 
     experiment: ClassVar[str] = "loaders"
+    source: str | None = None
     empty: tuple[EmptyLoader, ...] = ()
     repeats: tuple[EpochRepeat, ...] = ()
     overlaps: tuple[LoaderOverlap, ...] = ()
@@ -223,10 +224,6 @@ class TargetsFacts:
 
     Attributes:
         lowest: The lowest target of a binary loss, ``highest`` the highest.
-        embedding: Path of the embedding that has a padding_idx; None without one.
-        padding: Its padding_idx.
-        inside: Fraction of its input that is padding_idx and stands between other ids.
-        padding_targets: Fraction of the targets, one for each id, that are padding_idx and count.
     """
 
     experiment: ClassVar[str] = "targets"
@@ -234,10 +231,6 @@ class TargetsFacts:
     largest: int
     lowest: float = 0.0
     highest: float = 1.0
-    embedding: str | None = None
-    padding: int = -1
-    inside: float = 0.0
-    padding_targets: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +266,10 @@ class PaddedIds:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Inputs and targets of a recorded step. ``entropy`` is that of the ``samples`` labels; None for numbers."""
+    """Inputs and targets of a recorded step. ``entropy`` is that of the ``samples`` labels; None for numbers.
+
+    ``offsets``: by cross-entropy over tokens, how many positions after its prediction the target is in the input.
+    """
 
     experiment: ClassVar[str] = "batch"
     inputs: tuple[InputSpread, ...] = ()
@@ -283,6 +279,7 @@ class BatchFacts:
     entropy: float | None = None
     leaks: tuple[LeakingColumn, ...] = ()
     padding: PaddedIds | None = None
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,18 +312,6 @@ class LabelSignalFacts:
     samples: int
     deviations: float
     memorized: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLabelsFacts:
-    """Of each sample: its id, the rank of its label among the scores, the largest probability, the loss."""
-
-    experiment: ClassVar[str] = "sample_labels"
-    classes: int
-    ids: tuple[int, ...] = ()
-    rank: tuple[int, ...] = ()
-    sure: tuple[float, ...] = ()
-    loss: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,47 +9,35 @@ from trainwright.runlog.records import Values
 
 
 @dataclass(frozen=True)
-class Slopes:
-    """The slope of a loss along a direction in these tensors: by its gradient, and by a difference quotient.
+class Slope:
+    """The slope of a loss along a direction in these tensors, by a difference quotient.
 
     ``error``: how far the quotients of two step sizes differ. ``coarse``: the quotient of a step so long that it sees
     through rounding.
     """
 
     names: tuple[str, ...]
-    of_gradient: float
     of_loss: float
     error: float
     coarse: float
 
-    @property
-    def factor(self) -> float:
-        """The slope of the loss over that of the gradient."""
-        return self.of_loss / self.of_gradient if self.of_gradient else float("inf")
-
 
 @dataclass(frozen=True)
 class DerivativeFacts:
-    """One step in float64 (``dtype``: float32 where the model refuses it).
+    """One step in float64, or in float32 where the model refuses it.
 
     Attributes:
-        whole: The slopes along all tensors with a gradient, by loss.
-        deviating: Those of groups of tensors for which gradient and quotient differ.
-        unreached: Those of tensors that an optimizer holds, that the loss depends on, and that get no gradient.
+        tensors: Trained tensors.
+        unreached: Slopes along tensors that an optimizer holds, that the loss depends on, and that get no gradient.
         unreached_share: The fraction of the trained elements in these.
         cuts: (function, module) pairs that end the graph.
-        author: What the user put into the backward pass: autograd Functions, hooks, straight-through estimators.
     """
 
     experiment: ClassVar[str] = "derivative"
-    dtype: str
     tensors: int
-    whole: tuple[Slopes, ...]
-    deviating: tuple[Slopes, ...]
-    unreached: tuple[Slopes, ...]
-    unreached_share: float
-    cuts: tuple[tuple[str, ...], ...]
-    author: str
+    unreached: tuple[Slope, ...] = ()
+    unreached_share: float = 0.0
+    cuts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

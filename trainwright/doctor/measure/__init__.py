@@ -27,7 +27,6 @@ from trainwright.doctor.measure.loading import ResumeProbe
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
-from trainwright.doctor.measure.names import Names
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import Rows
@@ -69,7 +68,6 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Loaders,
     Rows,
     Moments,
-    Names,
     Scaler,
     Steadiness,
     Writes,
@@ -103,7 +101,6 @@ REPLAYS: tuple[Experiment, ...] = (
     batches.label_signal,
     batches.padding_in_loss,
     batches.standardized_inputs,
-    tokens.sample_labels,
     tokens.tokens,
     update,
 )

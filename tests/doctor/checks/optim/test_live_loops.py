@@ -156,15 +156,6 @@ def test_a_kept_state_is_a_copy(copies: bool, expected: bool) -> None:
     assert ("checkpoint.kept_state_changes" in alarms(watched(model, after_update=keep))) == expected
 
 
-def test_names_that_nothing_reads() -> None:
-    model = mlp()
-    model[0].requires_grad = False  # type: ignore[assignment]
-    assert "loop.name_never_read" in alarms(watched(model))
-    model = mlp()
-    model[0].requires_grad_(False)
-    assert "loop.name_never_read" not in alarms(watched(model))
-
-
 def test_modes_that_do_not_come_back() -> None:
     model = mlp(nn.Dropout(0.2))
     count = []

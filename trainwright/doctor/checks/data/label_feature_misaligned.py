@@ -14,7 +14,7 @@ SIGNAL = 2.5
 """Standard deviations above chance that are no information about the labels."""
 
 
-@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("data.label_noise", "optim.lr_too_low"))
+@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("optim.lr_too_low",))
 def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     """Inputs and labels do not belong together.
 
@@ -24,8 +24,6 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     in hundreds of samples, and the model does memorize a single batch in a replay.
 
     Usual cause: one of the two was shuffled, filtered or sorted without the other.
-
-    Looks like: data.label_noise, where part of the labels is right.
 
     Fix: index both by one permutation, sort file lists on both sides, and look at ten pairs behind the loader.
 

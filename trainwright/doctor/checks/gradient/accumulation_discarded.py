@@ -15,7 +15,6 @@ from trainwright.runlog.records import Watched
     stage="backward", severity="critical", confidence=0.95,
     explains=(
         "optim.lr_too_low", "gradient.accumulation_not_normalised", "optim.missing_zero_grad",
-        "loop.calls_out_of_order",
     ),
 )  # fmt: skip
 def accumulation_discarded(run: RunContext) -> Iterator[Result]:
