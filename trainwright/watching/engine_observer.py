@@ -106,15 +106,12 @@ class EngineSession:
         self._blind = objects.is_closed  # why no step can be run again
         self._first_step = self.step
         self._busy_at = 0  # until this step a calm one has nothing to do but to wait to be judged
-        self._compare_datasets(reads=False)
+        self._compare_datasets()
         self._prepare_next(self.step)
 
-    def _compare_datasets(self, *, reads: bool) -> None:
-        """Compares the validation set with the training set, once. ``reads``: samples may be read."""
-        if self._datasets is None:
-            return
-        left_out = self._quarantine | self._state.quarantine
-        if (facts := shared_samples(*self._datasets, reads=reads, left_out=left_out)) is not None:
+    def _compare_datasets(self) -> None:
+        """Compares the validation set with the training set, once."""
+        if self._datasets is not None and (facts := shared_samples(*self._datasets)) is not None:
             self._datasets = None
             self.log.examined(max(1, self.step), {SharedSamplesFacts.experiment: facts})
 
@@ -298,7 +295,6 @@ class EngineSession:
                 assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
                 loss, norm = float(newest.loss), float(newest.grad_norm)
                 self._make_program(newest, Numbers.of((loss,), loss, norm), allowed_s, is_incident=False)
-            self._compare_datasets(reads=True)
             allowed_s -= self.budget.clock() - begin_s
             self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
             keep_rest(self.runner, self.budget, self.step, self._last_steps, self.log.remember)

@@ -10,34 +10,24 @@ SAME = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedPart:
-    """The rows of an evaluation that come from one source, such as one pass over a loader.
+class EvaluatedRows:
+    """Rows of an evaluation: ``distinct`` different ones, of which ``shared`` were trained on.
 
-    Attributes:
-        calls: Calls of the model.
-        rows: Rows of these calls, ``distinct`` of them different.
-        shared: Distinct rows that were trained on before.
-        mixed: Calls of which a tenth to nine tenths of the rows were trained on.
-        has_source: The loader, or the tensor that the rows are a part of, is known.
+    ``trained`` rows were trained on so far. ``is_one_set``: they come from one loader or tensor. ``source`` is the line
+    that calls the model.
     """
 
-    calls: int
     rows: int
     distinct: int
     shared: int
-    mixed: int
-    has_source: bool
+    trained: int
+    is_one_set: bool = True
+    source: str | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedRows:
-    """The rows of one evaluation, after step ``step``. ``trained``: distinct rows that had been trained on."""
-
-    step: int
-    rows: int
-    distinct: int = 0
-    trained: int = 0
-    parts: tuple[EvaluatedPart, ...] = ()
+    @property
+    def is_partial(self) -> bool:
+        """Whether some of them and not all were trained on."""
+        return self.is_one_set and 0.05 * self.distinct < self.shared < 0.95 * self.distinct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +35,9 @@ class RowsFacts:
     """The rows of the inputs of training, identified by their content. Steps after the 128th are sampled.
 
     Attributes:
-        steps: Steps so far.
-        rows: Rows that were read, ``distinct`` of them different.
+        distinct: Different rows so far.
         new_lately: Fraction of rows in the last steps that had not been read before.
-        batch: Rows of a step.
+        batch: Rows of a call.
         same: The most steps in a row that read the rows of the step before, the last of them ``same_to``.
         same_before: The most in any other such run of steps.
         whole: Rows of the set that the batches come from; 0 if unknown.
@@ -58,12 +47,12 @@ class RowsFacts:
         is_kept: These batches came from a shuffling loader, one by one, and are not fetched again.
         workers: Workers of a loader over an IterableDataset; 0 without one.
         groups: Groups of as many batches in a row, of which ``equal_groups`` have equal batches.
-        evaluations: The last evaluations.
+        source: The line that reads the newest loader.
+        evaluated: Of the last evaluation the rows that overlap most.
     """
 
     experiment: ClassVar[str] = "rows"
     steps: int
-    rows: int = 0
     distinct: int = 0
     new_lately: float = 1.0
     batch: int = 0
@@ -80,7 +69,8 @@ class RowsFacts:
     workers: int = 0
     groups: int = 0
     equal_groups: int = 0
-    evaluations: tuple[EvaluatedRows, ...] = ()
+    source: str | None = None
+    evaluated: EvaluatedRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Gradients beside difference quotients, and how a step accumulates them."""
+"""Measurements of gradients: custom backward passes, and how a step accumulates."""
 
 from __future__ import annotations
 
@@ -6,38 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainwright.runlog.records import Values
-
-
-@dataclass(frozen=True)
-class Slope:
-    """The slope of a loss along a direction in these tensors, by a difference quotient.
-
-    ``error``: how far the quotients of two step sizes differ. ``coarse``: the quotient of a step so long that it sees
-    through rounding.
-    """
-
-    names: tuple[str, ...]
-    of_loss: float
-    error: float
-    coarse: float
-
-
-@dataclass(frozen=True)
-class DerivativeFacts:
-    """One step in float64, or in float32 where the model refuses it.
-
-    Attributes:
-        tensors: Trained tensors.
-        unreached: Slopes along tensors that an optimizer holds, that the loss depends on, and that get no gradient.
-        unreached_share: The fraction of the trained elements in these.
-        cuts: (function, module) pairs that end the graph.
-    """
-
-    experiment: ClassVar[str] = "derivative"
-    tensors: int
-    unreached: tuple[Slope, ...] = ()
-    unreached_share: float = 0.0
-    cuts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

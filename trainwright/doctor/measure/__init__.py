@@ -13,10 +13,9 @@ from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.batch_digits import BatchDigits
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.custom_functions import check_functions
-from trainwright.doctor.measure.derivative import derivative
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
-from trainwright.doctor.measure.function import evaluated, function, unused_inputs
+from trainwright.doctor.measure.function import function, unused_inputs
 from trainwright.doctor.measure.growth import Growth
 from trainwright.doctor.measure.held import Memory
 from trainwright.doctor.measure.kept import KeptStates
@@ -83,9 +82,7 @@ REPLAYS: tuple[Experiment, ...] = (
     batch_steps,
     check_functions,
     depth_in_fp32,
-    derivative,
     dropout_gap,
-    evaluated,
     first_loss_rescaled,
     function,
     in_eval_mode,

@@ -125,31 +125,25 @@ def in_tensors(x: Tensor) -> TensorDataset:
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 
-@pytest.mark.parametrize("make", [in_tensors, Own], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("rows", "shared"), [(nothing, 0), (first_half, 32), (every_second, 32), (last_tenth, 7)])
-def test_data_sets_are_compared(make: Callable[[Tensor], Dataset[object]], rows: Rows, shared: int) -> None:
-    facts = shared_samples(make(APART[:TRAINED]), make(rows(APART)), reads=True)
+def test_data_sets_are_compared(rows: Rows, shared: int) -> None:
+    facts = shared_samples(in_tensors(APART[:TRAINED]), in_tensors(rows(APART)))
     assert facts is not None and facts["shared"] == shared and facts["compared"] == HELD_OUT
 
 
 def test_parts_of_one_data_set_are_compared_by_position() -> None:
     whole = Own(APART)
-    facts = shared_samples(Subset(whole, range(100)), Subset(Subset(whole, range(50, 150)), range(100)), reads=False)
+    facts = shared_samples(Subset(whole, range(100)), Subset(Subset(whole, range(50, 150)), range(100)))
     assert facts is not None and (facts["by"], facts["shared"], facts["samples"]) == ("position", 50, 100)
-    assert shared_samples(Own(APART[:9]), Own(APART[9:]), reads=False) is None
-    assert shared_samples(iter([1]), Own(APART), reads=True) is None
+    assert shared_samples(Own(APART[:9]), Own(APART[9:])) is None
+    assert shared_samples(iter([1]), Own(APART)) is None
 
 
 @pytest.mark.parametrize(("rows", "codes"), [(nothing, []), (first_half, ["data.train_val_overlap"])])
-@pytest.mark.parametrize("make", [in_tensors, Own], ids=lambda make: make.__name__)
 def test_a_run_of_the_engine_compares_its_data_sets(
-    make: Callable[[Tensor], Dataset[object]],
-    rows: Rows,
-    codes: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: Rows, codes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    train, val = make(APART[:TRAINED]), make(rows(APART))
+    train, val = in_tensors(APART[:TRAINED]), in_tensors(rows(APART))
     result = tw.fit(net(6), train, F.cross_entropy, val=val, steps=8, batch=SIZE, lr=1e-2, quiet=True)
     assert [each.code for each in result.findings] == codes

@@ -180,4 +180,4 @@ class Detached(nn.Module):
 
 def test_weights_that_no_gradient_reaches() -> None:
     found = alarms(watched(Detached(), steps=40))
-    assert {"gradient.does_not_reach", "gradient.graph_cut"} & {*found}
+    assert "gradient.graph_cut" in found

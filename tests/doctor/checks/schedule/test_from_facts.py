@@ -10,7 +10,6 @@ from tests.doctor.checks.loops import made_of
 from tests.doctor.checks.optim.test_from_calls import HEALTHY, fires, steps
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import KeptFacts, KeptState
-from trainwright.doctor.facts.gradient import DerivativeFacts, Slope
 from trainwright.doctor.facts.modes import Drop, DropsFacts, EvalModule, ModesFacts
 from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, PlateauMetric, SchedulerFacts, Window
 
@@ -109,17 +108,6 @@ def test_dropout_and_kept_states() -> None:
     kept = KeptState(3, 9, "load", "train.py:9")
     assert fires("checkpoint.kept_state_changes", (9, KeptFacts(1, (kept,))), made=made) == ["warning"]
     assert fires("checkpoint.kept_state_changes", (9, KeptFacts(1)), made=made) == []
-
-
-SLOPE = Slope(("a.weight",), 1.0, 1e-9, 1.0)
-GRADIENT = DerivativeFacts(4)
-
-
-def test_gradients_that_are_missing() -> None:
-    made = steps(*HEALTHY)
-    cut = replace(GRADIENT, unreached=(SLOPE,), unreached_share=0.6)
-    assert fires("gradient.does_not_reach", (1, cut), (6, cut), made=made) == ["critical"]
-    assert fires("gradient.does_not_reach", (1, cut), (6, GRADIENT), made=made) == []
 
 
 def test_a_loop_that_makes_no_step_is_reported() -> None:

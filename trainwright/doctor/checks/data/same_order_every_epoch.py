@@ -65,6 +65,7 @@ def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
             cause="the batches of the first epoch are kept and repeated, as by itertools.cycle(loader): they are not "
             "shuffled or augmented again",
             sure=0.85,
+            where=Where(source=rows.source),
             since_step=max(1, rows.steps - rows.recurred),
             evidence=[("batches in a row that came before", rows.recurred, 0), ("period in batches", rows.period)],
         )
