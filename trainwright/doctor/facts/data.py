@@ -210,15 +210,15 @@ class LoadersFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetsFacts:
-    """The ``targets`` of a loss over classes in sampled steps; ``largest`` is the largest class.
+    """The ``targets`` of a loss over classes in sampled steps, with the ``smallest`` and the ``largest`` class.
 
-    Attributes:
-        lowest: The lowest target of a binary loss, ``highest`` the highest.
+    ``lowest`` and ``highest`` are those of a binary loss.
     """
 
     experiment: ClassVar[str] = "targets"
     targets: int
     largest: int
+    smallest: int = 0
     lowest: float = 0.0
     highest: float = 1.0
 

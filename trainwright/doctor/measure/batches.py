@@ -43,7 +43,7 @@ MIN_PADDING = 2
 """Equal ids at the end of a row from which on they count as padding."""
 
 
-@replay(BatchFacts, when="checkup", steps=0.7)
+@replay(BatchFacts, when="checkup", steps=0.7, value=3.0)
 def batch(session: ReplaySession) -> BatchFacts:
     """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
     inputs = inputs_of(session.recorded_step)

@@ -27,7 +27,7 @@ MOST_DOUBTS = 4
 nothing, as most steps of a loop that draws now and then."""
 MOST = 4096
 """Random states that are remembered."""
-SAMPLES, ELEMENTS, FEW = 256, 64, 8
+SAMPLES, ELEMENTS, FEW = 256, 64, 4
 """Samples that are remembered, elements of each, and of which a fit says something."""
 FITS, OFF = 1e-5, 0.02
 """Relative error of ``now = a * before + b`` that is rounding; changes of ``a``, and of ``b`` in deviations."""

@@ -1,4 +1,4 @@
-"""Observes the targets of losses: the largest class, and the range of binary targets."""
+"""Observes the targets of losses: the smallest and largest class, and the range of binary targets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Targets(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._targets = 0
-        self._largest: Tensor | None = None
+        self._classes: Tensor | None = None  # minus the smallest class, and the largest
         self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest
 
     @torch.no_grad()
@@ -41,17 +41,20 @@ class Targets(Probe):
                     ends = torch.stack([-target.min(), target.max()]).double()
                     self._binary = ends if self._binary is None else torch.maximum(self._binary, ends)
                 elif not target.is_floating_point():
-                    largest = target.max()
+                    largest = target.max()  # ignored ones are below 0
+                    ends = torch.stack([-torch.where(target < 0, largest, target).min(), largest])
                     self._targets += target.numel()
-                    self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+                    self._classes = ends if self._classes is None else torch.maximum(self._classes, ends)
                 return
 
     def values(self) -> Facts | None:
-        if self._largest is None and self._binary is None:
+        if self._classes is None and self._binary is None:
             return None
         lowest, highest = (0.0, 1.0) if self._binary is None else self._binary.tolist()
-        largest = -1 if self._largest is None else int(self._largest)
-        facts = TargetsFacts(targets=self._targets, largest=largest, lowest=-lowest + 0.0, highest=highest)
+        smallest, largest = (1, -1) if self._classes is None else self._classes.tolist()
+        facts = TargetsFacts(
+            targets=self._targets, smallest=-smallest, largest=largest, lowest=-lowest + 0.0, highest=highest
+        )
         return dict(strict(vars(facts)))
 
 

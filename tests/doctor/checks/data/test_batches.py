@@ -11,6 +11,7 @@ from trainwright.doctor.checks.data.constant_input import constant_input
 from trainwright.doctor.checks.data.double_normalised import double_normalised
 from trainwright.doctor.checks.data.label_feature_misaligned import label_feature_misaligned
 from trainwright.doctor.checks.data.label_out_of_range import label_out_of_range
+from trainwright.doctor.checks.data.labels_shifted_twice import labels_shifted_twice
 from trainwright.doctor.checks.data.pad_in_loss import pad_in_loss
 from trainwright.doctor.checks.data.token_ids_wrapped import token_ids_wrapped
 from trainwright.doctor.checks.data.unnormalised_input import unnormalised_input
@@ -97,9 +98,9 @@ def test_padding_counts_if_the_loss_has_a_gradient_there(gradient: float, found:
 def test_labels_of_other_samples(deviations: float, memorized: float, found: int) -> None:
     seen = exam(32, BatchFacts(classes=10, entropy=2.29, samples=1024))
     signal = exam(32, LabelSignalFacts(samples=1024, deviations=deviations, memorized=(2.3, memorized)))
-    assert requested(label_feature_misaligned, *steps(2.3, 32), seen) == ["label_signal"]
-    assert not requested(label_feature_misaligned, *steps(1.3, 32), seen)
-    assert len(said(label_feature_misaligned, *steps(2.3, 32), seen, signal)) == found
+    assert requested(label_feature_misaligned, *steps(2.3, 80), seen) == ["label_signal"]
+    assert not requested(label_feature_misaligned, *steps(1.3, 80), seen)
+    assert len(said(label_feature_misaligned, *steps(2.3, 80), seen, signal)) == found
 
 
 @pytest.mark.parametrize(("low", "high", "found"), [(-1.0, 1.0, 1), (0.0, 255.0, 1), (0.0, 1.0, 0), (0.1, 0.9, 0)])
@@ -141,3 +142,8 @@ def test_another_error_is_no_label() -> None:
 def test_ids_that_wrap(largest: int, classes: int, targets: int, found: int) -> None:
     facts = exam(9, TargetsFacts(targets=targets, largest=largest))
     assert len(said(token_ids_wrapped, facts, exam(9, BatchFacts(classes=classes)))) == found
+
+
+@pytest.mark.parametrize(("offsets", "found"), [((2,), 1), ((1,), 0), ((1, 2), 0), ((0,), 0), ((), 0)])
+def test_labels_that_are_shifted_twice(offsets: tuple[int, ...], found: int) -> None:
+    assert len(said(labels_shifted_twice, exam(1, BatchFacts(classes=9, offsets=offsets)))) == found

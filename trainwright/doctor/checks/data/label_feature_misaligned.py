@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 from trainwright.doctor.finding import ExperimentRequest
 
-STEPS, RECENT = 24, 16
+STEPS, RECENT = 64, 16
 SIGNAL = 2.5
 """Standard deviations above chance that are no information about the labels."""
 
@@ -33,17 +33,19 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(BatchFacts)
     losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT]
-    if facts is None or not facts.classes or not facts.entropy or facts.samples < max(256, 30 * facts.classes):
-        yield NotApplicable("too few samples with classes are known")
+    if facts is None or not facts.classes or not facts.entropy:
+        yield NotApplicable("the samples do not have one class each")
         return
     recent = sum(losses) / max(1, len(losses))
     if run.last_step < STEPS or len(losses) < RECENT or recent < 0.9 * facts.entropy:
         yield Passed(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
         return
     if not run.was_tried(LabelSignalFacts):
-        yield ExperimentRequest(LabelSignalFacts.experiment)
+        yield ExperimentRequest(LabelSignalFacts.experiment, run.last_step)
     signal = run.latest(LabelSignalFacts)
-    if signal is None or signal.deviations > SIGNAL or not signal.memorized[-1] < 0.8 * signal.memorized[0]:
+    if signal is None or signal.deviations > SIGNAL or signal.samples < max(256, 30 * facts.classes):
+        return
+    if not signal.memorized[-1] < 0.9 * signal.memorized[0]:
         return
     yield run.finding(
         run.last_step,

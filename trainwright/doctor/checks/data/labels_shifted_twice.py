@@ -10,7 +10,7 @@ from trainwright.doctor.facts.data import BatchFacts
 from trainwright.runlog.records import Where
 
 
-@check(stage="label", severity="critical", confidence=0.9, needs=BatchFacts)
+@check(stage="label", severity="critical", confidence=0.9, needs=BatchFacts, explains=("loss.no_shift",))
 def labels_shifted_twice(run: RunContext) -> Iterator[Result]:
     """The labels are shifted twice: the model learns the token after the next one.
 
