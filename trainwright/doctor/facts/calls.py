@@ -87,6 +87,24 @@ class ScalerFacts:
 
 
 @dataclass(frozen=True)
+class IdleAttribute:
+    """The attribute ``name`` of ``owner`` that nothing reads; ``known`` would have the effect on ``count`` parameters."""
+
+    owner: str
+    name: str
+    known: str
+    count: int
+
+
+@dataclass(frozen=True)
+class AttributesFacts:
+    """Attributes of parameters, modules and optimizers that nothing reads."""
+
+    experiment: ClassVar[str] = "attributes"
+    idle: tuple[IdleAttribute, ...] = ()
+
+
+@dataclass(frozen=True)
 class KeptState:
     """A dictionary of ``state_dict()`` whose tensors changed while it was kept. ``source`` is the line of the call.
 

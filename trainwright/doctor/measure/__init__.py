@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from trainwright.doctor.measure import batches, formats, loss_calls, loss_terms, nonfinite, tokens
 from trainwright.doctor.measure.accumulation import accumulation
+from trainwright.doctor.measure.attributes import Attributes
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.batch_digits import BatchDigits
 from trainwright.doctor.measure.calls import Calls, Scaler
@@ -55,6 +56,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    Attributes,
     BatchDigits,
     Growth,
     MixedPrecision,
