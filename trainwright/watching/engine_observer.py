@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from trainwright.doctor.facts.data import SharedSamplesFacts
 from trainwright.doctor.measure.loss_calls import LossListener
-from trainwright.doctor.measure.shared_samples import shared_samples
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import SILENT, StepWitness
@@ -74,7 +72,6 @@ class EngineSession:
         quarantine: frozenset[int] = frozenset(),
         functions: Sequence[object] = (),
     ) -> None:
-        self._datasets, self._quarantine = datasets, quarantine
         self._state, self.step, self._say = state, state.step, say
         self._bench = EngineBench(state, make_step)
         self._bench.objects.further = {id(each): each for each in functions}
@@ -106,14 +103,7 @@ class EngineSession:
         self._blind = objects.is_closed  # why no step can be run again
         self._first_step = self.step
         self._busy_at = 0  # until this step a calm one has nothing to do but to wait to be judged
-        self._compare_datasets()
         self._prepare_next(self.step)
-
-    def _compare_datasets(self) -> None:
-        """Compares the validation set with the training set, once."""
-        if self._datasets is not None and (facts := shared_samples(*self._datasets)) is not None:
-            self._datasets = None
-            self.log.examined(max(1, self.step), {SharedSamplesFacts.experiment: facts})
 
     def let_go(self) -> bool:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""

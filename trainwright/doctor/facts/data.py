@@ -74,32 +74,6 @@ class RowsFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedSamplesFacts:
-    """A validation set and the training set of a run, compared ``by`` position in one data set, or by content.
-
-    Attributes:
-        samples: Validation samples, of which ``compared`` were compared and ``shared`` are in the training set.
-        trained: Training samples, of which ``trained_compared`` were compared.
-        by_chance: Samples that may be equal by chance.
-    """
-
-    experiment: ClassVar[str] = "shared_samples"
-    by: str
-    samples: int
-    compared: int
-    shared: int
-    trained: int
-    trained_compared: int
-    by_chance: float = 0.0
-
-    @property
-    def fraction(self) -> float:
-        """Of the validation set, scaled up by the part of the training set that was compared."""
-        covered = self.trained_compared / max(1, self.trained)
-        return min(1.0, self.shared / max(1, self.compared) / max(covered, 1e-9))
-
-
-@dataclass(frozen=True, kw_only=True)
 class EmptyLoader:
     """A loader that gave no batch in any of its ``epochs``. ``samples`` and ``length`` are None if unknown."""
 

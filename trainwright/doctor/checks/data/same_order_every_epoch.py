@@ -55,7 +55,7 @@ def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
             symptom=f"an epoch has the {repeat.equal} batches of the epoch before, in the same order",
             cause=cause if repeat.random else f"{repeat.sampler} gives a fixed order; fine if that is intended",
             sure=0.95 if repeat.random else 0.5,
-            where=Where(source=loaders.source),
+            where=Where(source=loaders.source if loaders else None),
             evidence=[("equal batches in a row", repeat.equal, 0), ("sampler", repeat.sampler)],
         )
     elif rows is not None and rows.is_kept and rows.period >= PERIOD and rows.recurred >= BATCHES:

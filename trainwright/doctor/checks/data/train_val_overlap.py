@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts, SharedSamplesFacts
+from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
 from trainwright.runlog.records import Where
 
 FEW, NEW = 0.01, 0.05
@@ -22,8 +22,8 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
     Why it matters: the validation loss says nothing about new data, and the best checkpoint is the one that memorized
     most.
 
-    How it is detected: by the sample ids of loaders over one data set, by the data sets of a run of the engine, or by
-    the content of the rows that reach the model in training and in evaluations.
+    How it is detected: by the sample ids of loaders over one data set, or by the content of the rows that reach the
+    model in training and in evaluations.
 
     Exceptions: the training set itself is evaluated, or another evaluation shares nothing (info). While training meets
     new rows, rows are not compared.
@@ -36,14 +36,10 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
 
     Sources: aestetik PR 12.
     """
-    sets, loaders, rows = run.latest(SharedSamplesFacts), run.latest(LoadersFacts), run.latest(RowsFacts)
+    loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
     overlaps = [each for each in loaders.overlaps if each.samples] if loaders else []
     by_ids = max(overlaps, key=lambda each: each.shared / each.samples, default=None)
-    if sets is not None:
-        shared = sets.shared if sets.fraction > FEW and sets.shared > sets.by_chance else 0
-        is_meant = shared == sets.compared and sets.samples == sets.trained
-        yield _found(run, shared, sets.compared, sets.by, is_meant)
-    elif by_ids is not None and by_ids.shared > FEW * by_ids.samples:
+    if by_ids is not None and by_ids.shared > FEW * by_ids.samples:
         is_meant = by_ids.same_loader or any(each.shared <= FEW * each.samples for each in overlaps)
         yield _found(run, by_ids.shared, by_ids.samples, "sample id", is_meant)
     elif rows is not None and (last := rows.evaluated) is not None:

@@ -40,7 +40,7 @@ def workers_restarted_each_step(run: RunContext) -> Iterator[Result]:
                 run.last_step,
                 symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "
                 "workers start again each time",
-                where=Where(source=facts.source),
+                where=Where(source=facts.source if facts else None),
                 evidence=[("batches of an iterator", round(each.batches / each.iterators, 2), each.length)],
             )
             return
