@@ -29,7 +29,7 @@ from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
-from trainwright.doctor.measure.rows import Rows
+from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.still_weights import other_rates, still_weights
@@ -67,7 +67,7 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     KeptStates,
     LoadedWeights,
     Loaders,
-    Rows,
+    InputRows,
     Moments,
     Scaler,
     Steadiness,

@@ -67,7 +67,7 @@ class _Read:
     place: int
 
 
-class Rows(Probe):
+class InputRows(Probe):
     """Each call that is read takes about 50 us. ``urgent``: batches repeat, for the first time."""
 
     name = RowsFacts.experiment
