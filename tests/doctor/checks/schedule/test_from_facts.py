@@ -27,7 +27,7 @@ def part(kind: str, **more: object) -> SchedulerFacts:
 
 
 def metrics(mode: str, values: list[float]) -> LearningRateFacts:
-    rows = tuple(PlateauMetric(value, 2.0 - 0.2 * n, 0.1) for n, value in enumerate(values))
+    rows = tuple(PlateauMetric(value, 2.0 - 0.2 * n, 0.1 if n < 2 else 0.01) for n, value in enumerate(values))
     return replace(PLAIN, schedulers=(replace(part("ReduceLROnPlateau", mode=mode), metrics=rows),))
 
 
@@ -51,6 +51,8 @@ def metrics(mode: str, values: list[float]) -> LearningRateFacts:
         ("never_stepped", PLAIN, []),
         ("plateau_mode", metrics("max", [2.0, 1.5, 1.2, 1.0]), ["warning"]),
         ("plateau_mode", metrics("min", [2.0, 1.5, 1.2, 1.0]), []),
+        ("plateau_mode", metrics("min", [0.5, 0.6, 0.7, 0.7, 0.7, 0.7]), ["warning"]),
+        ("plateau_mode", metrics("min", [0.5, 0.4, 0.45, 0.5, 0.5, 0.5]), []),
         ("of_other_optimizer", replace(PLAIN, schedulers=(replace(ONCE, is_stray=True, shares=True),)), ["warning"]),
         ("of_other_optimizer", PLAIN, []),
         ("ends_too_early", replace(PLAIN, steps=100, exhausted=5), ["critical"]),
