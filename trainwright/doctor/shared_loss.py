@@ -15,7 +15,6 @@ OVER_CLASSES = frozenset(
 )
 NOTHING_IS_LEARNED = (
     "data.label_feature_misaligned",
-    "data.label_noise",
     "loss.compared_with_itself",
     "loss.falls_without_bound",
     "loss.never_changes",

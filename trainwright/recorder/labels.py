@@ -62,11 +62,9 @@ class LabelCounts:
                 self._everywhere[leaves[column].item()] += 1
 
     def facts(self) -> Facts:
-        """Entropies in nats: of the labels of each batch, of all batches together, of the whole data set."""
+        """Entropies in nats: of the labels of each batch, and of batches drawn at random."""
         return {
             "entropies": [_entropy(each) for each in self._batches],
-            "pooled": _entropy(sum(self._batches, Counter())),
-            "everywhere": _entropy(self._everywhere) if self._everywhere else None,
             "mixed": self._mixed(),
         }
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from trainwright.doctor.facts.data import SharedSamplesFacts
 from trainwright.doctor.measure.loss_calls import LossListener
-from trainwright.doctor.measure.shared_samples import shared_samples
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import SILENT, StepWitness
@@ -74,7 +72,6 @@ class EngineSession:
         quarantine: frozenset[int] = frozenset(),
         functions: Sequence[object] = (),
     ) -> None:
-        self._datasets, self._quarantine = datasets, quarantine
         self._state, self.step, self._say = state, state.step, say
         self._bench = EngineBench(state, make_step)
         self._bench.objects.further = {id(each): each for each in functions}
@@ -106,17 +103,7 @@ class EngineSession:
         self._blind = objects.is_closed  # why no step can be run again
         self._first_step = self.step
         self._busy_at = 0  # until this step a calm one has nothing to do but to wait to be judged
-        self._compare_datasets(reads=False)
         self._prepare_next(self.step)
-
-    def _compare_datasets(self, *, reads: bool) -> None:
-        """Compares the validation set with the training set, once. ``reads``: samples may be read."""
-        if self._datasets is None:
-            return
-        left_out = self._quarantine | self._state.quarantine
-        if (facts := shared_samples(*self._datasets, reads=reads, left_out=left_out)) is not None:
-            self._datasets = None
-            self.log.examined(max(1, self.step), {SharedSamplesFacts.experiment: facts})
 
     def let_go(self) -> bool:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""
@@ -298,7 +285,6 @@ class EngineSession:
                 assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
                 loss, norm = float(newest.loss), float(newest.grad_norm)
                 self._make_program(newest, Numbers.of((loss,), loss, norm), allowed_s, is_incident=False)
-            self._compare_datasets(reads=True)
             allowed_s -= self.budget.clock() - begin_s
             self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
             keep_rest(self.runner, self.budget, self.step, self._last_steps, self.log.remember)

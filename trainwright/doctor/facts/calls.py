@@ -47,7 +47,6 @@ class CallsFacts:
         again: Updates without a backward pass since the update before.
         split_windows: (step, backward passes before the end of an epoch, backward passes in all) of steps during which
             an epoch ended.
-        last_windows: (step, backward passes) of the last step of each epoch.
         accumulation: The number of micro-batches that the watch was told.
         carried: By optimizer, the norm of the gradients that existed when the last step began.
         moved, steps_seen: Before the first step only: whether a weight changed, and optimizers that stepped.
@@ -63,7 +62,6 @@ class CallsFacts:
     scaled_clips: int = 0
     scaled_clip: ScaledClip | None = None
     split_windows: tuple[tuple[int, int, int], ...] = ()
-    last_windows: tuple[tuple[int, int], ...] = ()
     accumulation: int | None = None
     carried: tuple[float, ...] = ()
     backwards: int = 0
@@ -87,23 +85,21 @@ class ScalerFacts:
 
 
 @dataclass(frozen=True)
-class UnreadName:
-    """An attribute or a key ``name`` of ``owner`` that nothing reads, and the known name that it resembles."""
+class IdleAttribute:
+    """The attribute ``name`` of ``owner`` that nothing reads. ``known`` is what ``count`` parameters lack."""
 
     owner: str
     name: str
     known: str
-    value: str
-    module: str | None = None
+    count: int
 
 
 @dataclass(frozen=True)
-class NamesFacts:
-    """``examined`` objects, and the names on them that nothing reads."""
+class AttributesFacts:
+    """Attributes of parameters, modules and optimizers that nothing reads."""
 
-    experiment: ClassVar[str] = "names"
-    examined: int
-    unread: tuple[UnreadName, ...] = ()
+    experiment: ClassVar[str] = "attributes"
+    idle: tuple[IdleAttribute, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,34 +10,24 @@ SAME = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedPart:
-    """The rows of an evaluation that come from one source, such as one pass over a loader.
+class EvaluatedRows:
+    """Rows of an evaluation: ``distinct`` different ones, of which ``shared`` were trained on.
 
-    Attributes:
-        calls: Calls of the model.
-        rows: Rows of these calls, ``distinct`` of them different.
-        shared: Distinct rows that were trained on before.
-        mixed: Calls of which a tenth to nine tenths of the rows were trained on.
-        has_source: The loader, or the tensor that the rows are a part of, is known.
+    ``trained`` rows were trained on so far. ``is_one_set``: they come from one loader or tensor. ``source`` is the line
+    that calls the model.
     """
 
-    calls: int
     rows: int
     distinct: int
     shared: int
-    mixed: int
-    has_source: bool
+    trained: int
+    is_one_set: bool = True
+    source: str | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedRows:
-    """The rows of one evaluation, after step ``step``. ``trained``: distinct rows that had been trained on."""
-
-    step: int
-    rows: int
-    distinct: int = 0
-    trained: int = 0
-    parts: tuple[EvaluatedPart, ...] = ()
+    @property
+    def is_partial(self) -> bool:
+        """Whether some of them and not all were trained on."""
+        return self.is_one_set and 0.05 * self.distinct < self.shared < 0.95 * self.distinct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +35,9 @@ class RowsFacts:
     """The rows of the inputs of training, identified by their content. Steps after the 128th are sampled.
 
     Attributes:
-        steps: Steps so far.
-        rows: Rows that were read, ``distinct`` of them different.
+        distinct: Different rows so far.
         new_lately: Fraction of rows in the last steps that had not been read before.
-        batch: Rows of a step.
+        batch: Rows of a call.
         same: The most steps in a row that read the rows of the step before, the last of them ``same_to``.
         same_before: The most in any other such run of steps.
         whole: Rows of the set that the batches come from; 0 if unknown.
@@ -58,12 +47,12 @@ class RowsFacts:
         is_kept: These batches came from a shuffling loader, one by one, and are not fetched again.
         workers: Workers of a loader over an IterableDataset; 0 without one.
         groups: Groups of as many batches in a row, of which ``equal_groups`` have equal batches.
-        evaluations: The last evaluations.
+        source: The line that reads the newest loader.
+        evaluated: Of the last evaluation the rows that overlap most.
     """
 
     experiment: ClassVar[str] = "rows"
     steps: int
-    rows: int = 0
     distinct: int = 0
     new_lately: float = 1.0
     batch: int = 0
@@ -80,33 +69,8 @@ class RowsFacts:
     workers: int = 0
     groups: int = 0
     equal_groups: int = 0
-    evaluations: tuple[EvaluatedRows, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedSamplesFacts:
-    """A validation set and the training set of a run, compared ``by`` position in one data set, or by content.
-
-    Attributes:
-        samples: Validation samples, of which ``compared`` were compared and ``shared`` are in the training set.
-        trained: Training samples, of which ``trained_compared`` were compared.
-        by_chance: Samples that may be equal by chance.
-    """
-
-    experiment: ClassVar[str] = "shared_samples"
-    by: str
-    samples: int
-    compared: int
-    shared: int
-    trained: int
-    trained_compared: int
-    by_chance: float = 0.0
-
-    @property
-    def fraction(self) -> float:
-        """Of the validation set, scaled up by the part of the training set that was compared."""
-        covered = self.trained_compared / max(1, self.trained)
-        return min(1.0, self.shared / max(1, self.compared) / max(covered, 1e-9))
+    source: str | None = None
+    evaluated: EvaluatedRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +165,11 @@ class LoadersFacts:
     """The DataLoaders of the process.
 
     ``entropies`` are those of the labels of each batch; ``mixed`` the lowest and the mean entropy of batches drawn at
-    random. ``ascending``: training reads the data set in its order.
+    random. ``ascending``: training reads the data set in its order. ``source``: the line that reads its loader.
     """
 
     experiment: ClassVar[str] = "loaders"
+    source: str | None = None
     empty: tuple[EmptyLoader, ...] = ()
     repeats: tuple[EpochRepeat, ...] = ()
     overlaps: tuple[LoaderOverlap, ...] = ()
@@ -219,25 +184,17 @@ class LoadersFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetsFacts:
-    """The ``targets`` of a loss over classes in sampled steps; ``largest`` is the largest class.
+    """The ``targets`` of a loss over classes in sampled steps, with the ``smallest`` and the ``largest`` class.
 
-    Attributes:
-        lowest: The lowest target of a binary loss, ``highest`` the highest.
-        embedding: Path of the embedding that has a padding_idx; None without one.
-        padding: Its padding_idx.
-        inside: Fraction of its input that is padding_idx and stands between other ids.
-        padding_targets: Fraction of the targets, one for each id, that are padding_idx and count.
+    ``lowest`` and ``highest`` are those of a binary loss.
     """
 
     experiment: ClassVar[str] = "targets"
     targets: int
     largest: int
+    smallest: int = 0
     lowest: float = 0.0
     highest: float = 1.0
-    embedding: str | None = None
-    padding: int = -1
-    inside: float = 0.0
-    padding_targets: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +230,10 @@ class PaddedIds:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Inputs and targets of a recorded step. ``entropy`` is that of the ``samples`` labels; None for numbers."""
+    """Inputs and targets of a recorded step. ``entropy`` is that of the ``samples`` labels; None for numbers.
+
+    ``offsets``: by cross-entropy over tokens, how many positions after its prediction the target is in the input.
+    """
 
     experiment: ClassVar[str] = "batch"
     inputs: tuple[InputSpread, ...] = ()
@@ -283,6 +243,7 @@ class BatchFacts:
     entropy: float | None = None
     leaks: tuple[LeakingColumn, ...] = ()
     padding: PaddedIds | None = None
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,18 +276,6 @@ class LabelSignalFacts:
     samples: int
     deviations: float
     memorized: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLabelsFacts:
-    """Of each sample: its id, the rank of its label among the scores, the largest probability, the loss."""
-
-    experiment: ClassVar[str] = "sample_labels"
-    classes: int
-    ids: tuple[int, ...] = ()
-    rank: tuple[int, ...] = ()
-    sure: tuple[float, ...] = ()
-    loss: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,20 +13,18 @@ class Likeness:
     Attributes:
         shift: Distance of the means, in standard deviations of training.
         ratio: Standard deviation in the evaluation over that in training.
-        is_cut: Training has whole numbers only, and most of the evaluation are none.
     """
 
     rows: int
     shift: float
     ratio: float
-    is_cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
     """One evaluation, after step ``after``: ``calls`` of the model over ``rows`` rows.
 
-    ``losses`` are the means over a batch that loss functions returned.
+    ``losses`` are the means over a batch that loss functions returned; ``source`` is the line that calls the model.
     """
 
     experiment: ClassVar[str] = "evaluation"
@@ -35,3 +33,4 @@ class EvaluationFacts:
     rows: int
     losses: tuple[float, ...] = ()
     likeness: Likeness | None = None
+    source: str | None = None

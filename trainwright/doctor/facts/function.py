@@ -52,17 +52,3 @@ class InputsFacts:
     experiment: ClassVar[str] = "unused_inputs"
     tensors: int
     unused: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class GapFacts:
-    """The loss of one batch with the same weights in train mode and in eval mode.
-
-    ``module`` is the one that, put into train mode alone, removes most of the difference; ``without`` is the loss then.
-    """
-
-    experiment: ClassVar[str] = "evaluated"
-    train: float
-    eval: float
-    module: str | None = None
-    without: float | None = None

@@ -34,7 +34,7 @@ class ModesFacts:
     """``depends`` modules differ between the modes, ``norms`` of them are normalisations.
 
     ``evaluated_in_train`` and ``evaluated_in_eval`` are the steps (16 at most) after which the model was evaluated in
-    that mode; ``num_evaluated_in_train`` counts all of the former.
+    that mode; ``num_evaluated_in_train`` counts all of the former, ``source`` is the line of the first of them.
     """
 
     experiment: ClassVar[str] = "modes"
@@ -46,6 +46,7 @@ class ModesFacts:
     evaluated_in_train: tuple[int, ...]
     evaluated_in_eval: tuple[int, ...]
     num_evaluated_in_train: int
+    source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ class PartFacts:
     """The attributes of a scheduler, or of one within it, as torch names them."""
 
     kind: str
-    base_lrs: tuple[float, ...] = ()
     last_epoch: int = 0
     T_max: float | None = None
     total_steps: float | None = None
@@ -33,9 +32,8 @@ class Window:
 
 @dataclass(frozen=True)
 class PlateauMetric:
-    """A value that a plateau schedule was given at ``step``; the mean training loss since the last, and the rate."""
+    """A value that a plateau schedule was given; the mean training loss since the last, and the learning rate."""
 
-    step: int
     value: float
     loss: float
     lr: float
@@ -46,11 +44,9 @@ class SchedulerFacts:
     """A scheduler of a watched optimizer, or one that is stepped while its optimizer is not.
 
     Attributes:
-        windows: The last 8.
+        windows: The last 8, without the first one.
         repeated: Calls without an update since the call before; ``advanced``: calls with one or more.
         advanced_once: Calls with exactly one.
-        off: Updates with another rate than the scheduler had set, the last ``off_in_a_row`` of them without a break.
-        seen, said: The rate of the last of these, and the one that was set.
         is_stray: Its optimizer never stepped. ``shares``: that one holds parameters of the watched models.
     """
 
@@ -62,13 +58,6 @@ class SchedulerFacts:
     repeated: int = 0
     advanced: int = 0
     advanced_once: int = 0
-    updates: int = 0
-    off: int = 0
-    off_in_a_row: int = 0
-    off_since: int = 0
-    followed: int = 0
-    seen: float = 0.0
-    said: float = 0.0
     is_stray: bool = False
     shares: bool = False
 
@@ -76,14 +65,6 @@ class SchedulerFacts:
     def kind(self) -> str:
         """The class of torch that it is of."""
         return self.parts[0].kind
-
-    @property
-    def known_windows(self) -> tuple[Window, ...]:
-        """Without the first one, where calls were made before the first step."""
-        if not self.windows:
-            return ()
-        is_later = self.calls > sum(each.calls for each in self.windows) + self.windows[-1].calls
-        return self.windows if is_later else self.windows[1:]
 
 
 @dataclass(frozen=True)
@@ -103,7 +84,6 @@ class LearningRateFacts:
     length: int | None
     lrs: tuple[tuple[float, ...], ...]
     peak: float
-    peak_step: int
     zero_steps: int
     exhausted: int | None
     base: float

@@ -15,7 +15,9 @@ class SteadinessFacts:
         repeats: Steps that began in a random state in which an earlier one began, the first in ``since_repeat``.
         repeated_step: The step in whose state that one began.
         written: Steps that changed the model's input in place; ``written_views`` of these a part of a larger tensor.
-        came_again: Parts of a tensor that came again; ``changed`` of them had other values.
+        came_again: Samples, or parts of a tensor, that came again. ``changed`` of them were ``factor`` times what they
+            were, up to a constant, the first in ``since_changed``. ``is_one_factor``: the first had the same factor.
+        source: The line that reads their loader.
     """
 
     experiment: ClassVar[str] = "steadiness"
@@ -29,4 +31,7 @@ class SteadinessFacts:
     since_written: int = 0
     came_again: int = 0
     changed: int = 0
+    factor: float = 1.0
+    is_one_factor: bool = False
     since_changed: int = 0
+    source: str | None = None

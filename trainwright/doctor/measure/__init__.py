@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from trainwright.doctor.measure import batches, formats, loss_calls, loss_terms, nonfinite, tokens
 from trainwright.doctor.measure.accumulation import accumulation
+from trainwright.doctor.measure.attributes import Attributes
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.custom_functions import check_functions
-from trainwright.doctor.measure.derivative import derivative
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
-from trainwright.doctor.measure.function import evaluated, function, unused_inputs
+from trainwright.doctor.measure.function import function, unused_inputs
 from trainwright.doctor.measure.growth import Growth
 from trainwright.doctor.measure.held import Memory
 from trainwright.doctor.measure.kept import KeptStates
@@ -25,10 +25,9 @@ from trainwright.doctor.measure.loading import ResumeProbe
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
-from trainwright.doctor.measure.names import Names
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
-from trainwright.doctor.measure.rows import Rows
+from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.still_weights import other_rates, still_weights
@@ -55,6 +54,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Each makes a listener for a loop, or None where it has nothing to observe there."""
 OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+    Attributes,
     Growth,
     MixedPrecision,
     ResumeProbe,
@@ -63,9 +63,8 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Evaluations,
     KeptStates,
     Loaders,
-    Rows,
+    InputRows,
     Moments,
-    Names,
     Scaler,
     Steadiness,
     Writes,
@@ -81,9 +80,7 @@ REPLAYS: tuple[Experiment, ...] = (
     batch_steps,
     check_functions,
     depth_in_fp32,
-    derivative,
     dropout_gap,
-    evaluated,
     first_loss_rescaled,
     function,
     in_eval_mode,
@@ -99,7 +96,6 @@ REPLAYS: tuple[Experiment, ...] = (
     batches.label_signal,
     batches.padding_in_loss,
     batches.standardized_inputs,
-    tokens.sample_labels,
     tokens.tokens,
     update,
 )

@@ -20,8 +20,10 @@ from trainwright.doctor.facts.data import (
     PaddingFacts,
     StandardizedFacts,
 )
+from trainwright.doctor.measure.tokens import place, tensor_leaves
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
@@ -41,7 +43,7 @@ MIN_PADDING = 2
 """Equal ids at the end of a row from which on they count as padding."""
 
 
-@replay(BatchFacts, when="checkup", steps=0.7)
+@replay(BatchFacts, when="checkup", steps=0.7, value=3.0)
 def batch(session: ReplaySession) -> BatchFacts:
     """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
     inputs = inputs_of(session.recorded_step)
@@ -55,10 +57,25 @@ def batch(session: ReplaySession) -> BatchFacts:
         targets_vary=bool(first and not _is_constant(first.target)),
         classes=first.classes if first else None,
         padding=None if ids is None else padding(ids),
+        offsets=() if ids is None or first is None or not first.classes else _offsets(session, ids),
     )
     if first is None or first.target.numel() != len(inputs[0]):
         return facts
     return _with_targets(facts, session, inputs[0], first.target)
+
+
+def _offsets(session: ReplaySession, ids: Tensor) -> tuple[int, ...]:
+    """For each cross-entropy over tokens: the position of its targets in ``ids`` from that of the predictions on."""
+    losses: list[Classified] = []
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if (loss := classified(function_name(function), args, kwargs)) is not None:
+            losses.append(loss)
+        return function(*args, **kwargs)
+
+    outputs = tensor_leaves(session.run(Intervention(ops=collect), upto="forward").outputs)
+    placed = [found for each in losses if (found := place(each, ids, outputs)) is not None]
+    return tuple(offset for each in placed if (offset := each.offset()[0]) is not None)
 
 
 def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: Tensor) -> BatchFacts:

@@ -50,8 +50,6 @@ class Calls(Probe):
         self._scaled_clips = 0
         self._scaled_clip: tuple[float, Tensor | None, Tensor] | None = None
         self._split_windows: list[tuple[int, int, int]] = []
-        self._last_windows: list[tuple[int, int]] = []
-        self._last_count = 0
         self._last: RecordedStep | None = None
         self._at_first = [_sample(p) for p in self._parameters[:SAMPLED]]
         self._seen: dict[int, Tensor] = {}
@@ -73,8 +71,6 @@ class Calls(Probe):
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._split = self._split or self._since
-        if self._last is not None and not self._since:
-            self._last_windows = [*self._last_windows[-15:], (self._last.step, self._last_count)]
 
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
         if scaled is not loss:
@@ -125,7 +121,7 @@ class Calls(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         if self._split:
             self._split_windows = [*self._split_windows[-31:], (step.step, self._split, self._since)]
-        self._last, self._last_count = step, step.kinds.count("backward")
+        self._last = step
         self._since = self._split = self._depth = 0
 
     def values(self) -> Facts | None:
@@ -142,7 +138,6 @@ class Calls(Probe):
             scaled_clips=self._scaled_clips,
             scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
             split_windows=tuple(self._split_windows),
-            last_windows=tuple(self._last_windows),
             accumulation=self._declared,
             carried=self._carried(self._last) if self._last is not None else (),
             backwards=self._backwards,

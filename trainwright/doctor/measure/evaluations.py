@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,7 @@ class Evaluations(Probe):
         if rows:
             self._facts = EvaluationFacts(
                 after=self._steps,
+                source=next(source_of(site) for site in self._rows if site in self._sites),
                 calls=len(rows),
                 rows=sum(rows),
                 losses=tuple(loss for each in self._outputs.losses if math.isfinite(loss := each.item())),
@@ -184,22 +186,23 @@ class _Moments:
         x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
         if x is not None and x.numel() and self.rows < MOST:
             wide = x.double()
-            count = wide.new_tensor(float(wide.numel()))
-            self._sums.append(torch.stack([count, wide.sum(), wide.square().sum(), (wide != wide.round()).sum()]))
+            self._sums.append(torch.stack([wide.new_tensor(float(wide.numel())), wide.sum(), wide.square().sum()]))
             self.rows += len(x)
 
-    def read(self) -> tuple[float, float, float]:
-        """Mean, standard deviation, and the fraction of elements that are no whole numbers."""
-        count, total, squares, fractions = torch.stack(self._sums).sum(0).tolist()
-        mean = total / count
-        return mean, math.sqrt(max(0.0, squares / count - mean**2)), fractions / count
+    def read(self) -> tuple[float, float]:
+        """Mean and standard deviation."""
+        count, total, squares = torch.stack(self._sums).sum(0).tolist()
+        return total / count, math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 
 def _likeness(trained: _Moments, evaluated: _Moments) -> Likeness | None:
     if min(trained.rows, evaluated.rows) < LEAST:
         return None
-    (usual, spread, fractions), (mean, std, others) = trained.read(), evaluated.read()
-    if not spread:
-        return None
-    is_cut = not fractions and others > 0.5
-    return Likeness(rows=evaluated.rows, shift=abs(mean - usual) / spread, ratio=std / spread, is_cut=is_cut)
+    (usual, spread), (mean, std) = trained.read(), evaluated.read()
+    return Likeness(rows=evaluated.rows, shift=abs(mean - usual) / spread, ratio=std / spread) if spread else None
+
+
+def source_of(site: Site) -> str | None:
+    """The line in the user's source that calls the model, as ``train.py:44``."""
+    _, code, line = site
+    return None if code is None else f"{Path(code.co_filename).name}:{line}"

@@ -1,23 +1,19 @@
-"""Replays of the forward pass in eval mode with one thing changed, and of the loss in both modes."""
+"""Replays of the forward pass in eval mode with one thing changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 
-from trainwright.doctor.facts.function import Deviation, FunctionFacts, GapFacts, InputsFacts
+from trainwright.doctor.facts.function import Deviation, FunctionFacts, InputsFacts
 from trainwright.doctor.measure import inputs, samples, sequences
 from trainwright.doctor.measure.eval_passes import EvalPasses, numbers_of
 from trainwright.replay.experiments import replay
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
-
-MAX_TRIED = 8
-"""Modules that are tried one by one."""
 
 
 @replay(FunctionFacts, when="first", value=2.0)
@@ -74,33 +70,3 @@ def _are_equal(one: Tensor | None, other: Tensor) -> bool:
 def unused_inputs(session: ReplaySession) -> InputsFacts:
     """Inputs without an effect."""
     return inputs.unused_inputs(EvalPasses(session))
-
-
-@replay(GapFacts, when="requested")
-def evaluated(session: ReplaySession) -> GapFacts:
-    """The loss of the step in both modes; where they are far apart, with one module after the other in train mode."""
-    train, in_eval = (session.run(Intervention(mode=mode), upto="forward").loss for mode in ("train", "eval"))
-    module, without = None, None
-    if in_eval > 1.1 * train:
-        tried = {path: _with_one_in_train(session, m) for path, m in _candidates(session)}
-        module = min(tried, key=lambda path: tried[path], default=None)
-        without = None if module is None else tried[module]
-    return GapFacts(train, in_eval, module, without)
-
-
-def _candidates(session: ReplaySession) -> Sequence[tuple[str, nn.Module]]:
-    return [(path, m) for path, m in session.modules.items() if isinstance(m, _NormBase | nn.Dropout)][:MAX_TRIED]
-
-
-def _with_one_in_train(session: ReplaySession, module: nn.Module) -> float:
-    """The loss in eval mode with one module in train mode."""
-
-    @contextmanager
-    def in_train() -> Iterator[None]:
-        handle = module.register_forward_pre_hook(lambda module, args: module.train() and None)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return session.run(Intervention(mode="eval", model=in_train), upto="forward").loss

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from trainwright.doctor.facts.data import (
     StaleAttribute,
     WorkerDraws,
 )
+from trainwright.recorder.callers import caller
 from trainwright.recorder.datasets import draws, leaves_of, length_of
 from trainwright.recorder.epochs import Epoch, EpochHistory, EpochSources, PendingBatch
 from trainwright.recorder.labels import LabelCounts
@@ -28,24 +30,40 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
 
-MOST_SAMPLES = 1 << 17
-"""Samples of a larger data set are not counted."""
 OFTEN = 8
 """Iterators of a loader with workers after which restarts are reported at once."""
+MANY_DRAWS = 32
+"""Draws of each sample that was drawn after which the others would have come."""
 PLAIN = (bool, int, float, str)
+T = TypeVar("T")
 
 
 @dataclass
 class _Reads:
-    """What was read from one loader: iterators and batches, draws, and the samples of the last two epochs."""
+    """What was read from one loader. ``over``: the samples of the last two epochs of training."""
 
     samples: int
+    source: str | None
+    epoch: Epoch | None = None
     iterators: int = 0
     batches: int = 0
     draws: int = 0
     distinct: set[int] = field(default_factory=set)
-    epochs: list[set[int]] = field(default_factory=list)
+    over: list[set[int]] = field(default_factory=list)
     attributes: dict[str, object] | None = None  # when its persistent workers started
+
+    def begin(self, epoch: Epoch) -> None:
+        if self.epoch is not None and self.epoch.role == "training":
+            self.draws, self.distinct = self.drawn()
+            self.over = [*self.over[-1:], self.epoch.ids]
+        self.epoch, self.iterators = epoch, self.iterators + 1
+
+    def drawn(self) -> tuple[int, set[int]]:
+        """Draws for training, and the samples that were drawn."""
+        epoch = self.epoch
+        if epoch is None or epoch.role != "training" or epoch.source.stride > 1:
+            return self.draws, self.distinct
+        return self.draws + epoch.samples, self.distinct | epoch.ids
 
 
 class Loaders(Probe):
@@ -79,17 +97,16 @@ class Loaders(Probe):
         source.empty += 1
         self._epoch = self._running[iterator] = Epoch(source, loader)
         self._pending.clear()
-        reads = self._reads.setdefault(loader, _Reads(length_of(getattr(loader, "dataset", None)) or 0))
-        reads.iterators += 1
-        reads.epochs = [*reads.epochs[-2:], set()]
+        size = length_of(getattr(loader, "dataset", None)) or 0
+        reads = self._reads.setdefault(loader, _Reads(size, caller()))
+        reads.begin(self._epoch)
         if loader.num_workers and loader.persistent_workers:
             self._compare_copies(loader, reads)
 
     def _compare_copies(self, loader: Loader, reads: _Reads) -> None:
         """Plain attributes of the data set and its transforms, now and when the persistent workers copied them."""
         now = _attributes(loader.dataset)
-        if reads.attributes is None:
-            reads.attributes = now
+        reads.attributes = reads.attributes or now
         for name, before in reads.attributes.items():
             if self._stale is None and name in now and now[name] != before:
                 values = (str(before)[:40], str(now[name])[:40])
@@ -101,19 +118,12 @@ class Loaders(Probe):
             return
         evaluating = not torch.is_grad_enabled() or not any(root.training for root in self._roots)
         epoch.add_batch(ids, evaluating=evaluating)
-        reads = self._reads[epoch.loader]
-        reads.batches += 1
-        if not evaluating and isinstance(ids, list) and ids and type(ids[0]) is int and reads.samples <= MOST_SAMPLES:
-            reads.draws += len(ids)
-            reads.distinct.update(ids)
-            reads.epochs[-1].update(ids)
+        self._reads[epoch.loader].batches += 1
         leaves = leaves_of(batch) if not evaluating and self._labels.wants(self._steps) else []
         del self._pending[:-63]  # an evaluation may be long
         self._pending.append(PendingBatch(epoch, leaves, ids, evaluating))
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
-        if not self._pending:
-            return
         used = [each for each in self._pending if not each.evaluating] or self._pending[-1:]
         newest = {id(each.epoch): each for each in used}  # of each loader: before it another may have been read
         for each in newest.values():
@@ -122,21 +132,22 @@ class Loaders(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
-        if self._epoch is None:  # no loader was ever used
-            return
-        pending, self._pending = self._pending, []
-        self._labels.add(step, pending, self._steps)
-        self.urgent = bool(self._news() - self._reported)
+        if self._epoch is not None:
+            pending, self._pending = self._pending, []
+            self._labels.add(step, pending, self._steps)
+            self.urgent = bool(self._news() - self._reported)
 
     def _news(self) -> set[str]:
         """What is urgent the first time that it is true."""
         now, history = self._epoch, self._history
         if "again" not in self._reported and now is not None and now.batches == 1 and history.follows_another(now):
             history.compare(now, self._steps, whole=False)
-        again = any(each["equal"] and not each["ascending"] for each in history.repeats)
-        few = any(each.draws >= 512 and each.draws >= 32 * len(each.distinct) for each in self._reads.values())
-        restarts = any(each.iterators >= OFTEN and each.batches < 2 * each.iterators for each in self._restarts())
-        signs = {"again": again, "stale": self._stale is not None, "few": few, "restarts": restarts}
+        signs = {
+            "again": any(each["equal"] and not each["ascending"] for each in history.repeats),
+            "stale": self._stale is not None,
+            "few": any(each.draws >= MANY_DRAWS * max(8, len(each.distinct)) for each in self._reads.values()),
+            "restarts": any(each.iterators >= OFTEN and each.batches < 2 * each.iterators for each in self._restarts()),
+        }
         return {f"evaluated {number}" for number in history.evaluated} | {name for name, seen in signs.items() if seen}
 
     def _test_workers(self) -> None:
@@ -158,16 +169,13 @@ class Loaders(Probe):
         self._test_workers()
         self._labels.look_everywhere(self._training)
         labels, trained = self._labels.facts(), self._training
-        names = [each.name for each in fields(EpochRepeat)]
-        empty = [{k: v for k, v in each.items() if k in EmptyLoader.__annotations__} for each in self._sources.empty()]
-        overlaps = [
-            {k: v for k, v in each.items() if k in LoaderOverlap.__annotations__} for each in self._history.overlaps()
-        ]
+        reads = None if trained is None else self._reads.get(trained.loader)
         facts = LoadersFacts(
-            empty=tuple(EmptyLoader(**each) for each in empty),
-            repeats=tuple(EpochRepeat(**{name: each[name] for name in names}) for each in self._history.repeats[-4:]),
-            overlaps=tuple(LoaderOverlap(**each) for each in overlaps),
-            drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.draws),
+            source=None if reads is None else reads.source,
+            empty=tuple(_made(EmptyLoader, each) for each in self._sources.empty()),
+            repeats=tuple(_made(EpochRepeat, each) for each in self._history.repeats[-4:]),
+            overlaps=tuple(_made(LoaderOverlap, each) for each in self._history.overlaps()),
+            drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.drawn()[0]),
             restarts=tuple(self._restarts()),
             stale=self._stale,
             workers=self._workers,
@@ -180,12 +188,15 @@ class Loaders(Probe):
     def _restarts(self) -> Iterator[LoaderRestarts]:
         for loader, each in self._reads.items():
             if loader.num_workers and each.iterators > 1:
+                length = length_of(loader)
                 yield LoaderRestarts(
-                    workers=loader.num_workers,
-                    iterators=each.iterators,
-                    batches=each.batches,
-                    length=length_of(loader),
+                    workers=loader.num_workers, iterators=each.iterators, batches=each.batches, length=length
                 )
+
+
+def _made(kind: type[T], values: Facts) -> T:
+    """A dataclass of those values that it has."""
+    return kind(**{key: value for key, value in values.items() if key in kind.__annotations__})
 
 
 def _attributes(dataset: object) -> dict[str, object]:
@@ -205,15 +216,14 @@ def _attributes(dataset: object) -> dict[str, object]:
 
 
 def _drawn(loader: Loader, reads: _Reads) -> DrawnSamples:
-    sampler = _sampler(loader)
+    sampler, (number, distinct), over = _sampler(loader), reads.drawn(), reads.over
     tail = (getattr(loader, "batch_size", None) or 1) if getattr(loader, "drop_last", False) else 0
-    over = reads.epochs[:-1][-2:]
     chooses = isinstance(sampler, SubsetRandomSampler | DistributedSampler)
     chooses |= isinstance(sampler, RandomSampler) and (sampler.replacement or sampler._num_samples is not None)
     return DrawnSamples(
         samples=reads.samples,
-        draws=reads.draws,
-        distinct=len(reads.distinct),
+        draws=number,
+        distinct=len(distinct),
         same_set=len(over) == 2 and over[0] == over[1] and reads.samples - len(over[1]) > tail,
         chooses=chooses,
         sampler=type(sampler).__name__,

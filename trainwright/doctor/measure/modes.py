@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainwright.doctor.facts.modes import Drop, DropsFacts, EvalModule, ModesFacts
+from trainwright.doctor.measure.evaluations import source_of
 from trainwright.doctor.measure.layers import DROPOUTS
 from trainwright.recorder.callers import caller
 from trainwright.recorder.comparisons import Site
@@ -55,6 +56,7 @@ class Modes(Probe):
         self._passes: set[tuple[Site, bool]] = set()  # without gradients since the last step, and whether in train mode
         self._evaluated: dict[bool, list[int]] = {True: [], False: []}
         self._num_in_train = 0
+        self._source: str | None = None  # of the first evaluation in train mode
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched, self._fetched_s = id(iterator), time.time()
@@ -94,6 +96,8 @@ class Modes(Probe):
     def _note_evaluation(self) -> None:
         """Notes the evaluations since the last step, on other batches than those that are trained on."""
         modes = {in_train for site, in_train in self._passes if site in self._sites}
+        if True in modes and self._source is None:
+            self._source = next(source_of(site) for site, on in self._passes if on and site in self._sites)
         self._passes = set()
         for in_train in modes:
             steps = self._evaluated[in_train]
@@ -114,6 +118,7 @@ class Modes(Probe):
             evaluated_in_train=tuple(self._evaluated[True]),
             evaluated_in_eval=tuple(self._evaluated[False]),
             num_evaluated_in_train=self._num_in_train,
+            source=self._source,
         )
         return dict(strict(vars(facts)))
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from trainwright.doctor.facts.data import SAME, EvaluatedPart, EvaluatedRows, RowsFacts
+from trainwright.doctor.facts.data import SAME, EvaluatedRows, RowsFacts
 from trainwright.doctor.measure.digests import is_continuous, row_digests
+from trainwright.doctor.measure.evaluations import source_of
+from trainwright.recorder.callers import caller
 from trainwright.recorder.comparisons import Site
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.epochs import shuffles
@@ -35,7 +37,7 @@ MOST_ROWS, MOST_BATCHES = 1 << 16, 4096
 READ = 256
 """Rows of a batch that are read; of a larger one those whose digest is a multiple of some number, always the same."""
 CALLS, EVALUATIONS, TRIED = 64, 8, 4
-"""Calls of an evaluation that are read; evaluations that are kept; times that a site is read without a comparison."""
+"""Calls of an evaluation that are read; evaluations of a site; times that a site is read without a comparison."""
 
 
 @dataclass
@@ -46,14 +48,15 @@ class _Source:
     length: int
     shuffles: bool
     workers: int
+    line: str | None
     fetched: int = 0
 
 
 @dataclass
 class _Read:
-    """The digests of the rows of one call.
+    """The digests of the rows of one call. ``place``: the batch of the source that it read.
 
-    ``part``: the backward passes of the step before it, and the model. ``place``: the batch of the source that it read.
+    ``part``: the backward passes of the step before it, and the model.
     """
 
     call: int
@@ -64,7 +67,7 @@ class _Read:
     place: int
 
 
-class Rows(Probe):
+class InputRows(Probe):
     """Each call that is read takes about 50 us. ``urgent``: batches repeat, for the first time."""
 
     name = RowsFacts.experiment
@@ -72,34 +75,32 @@ class Rows(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites = watched.sites
         self._mode: bool | None = None  # of the first model that was trained
-        self._steps = self._calls = self._in_step = 0
+        self._steps = self._calls = self._in_step = self._backwards = 0
         self._waiting: list[_Read] = []
         self._seen: set[int] = set()
-        self._rows = self._batch = self._one_of = 0
+        self._batch = self._one_of = 0
         self._whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
         self._new: deque[float] = deque(maxlen=8)
         self._is_continuous: bool | None = None
-        self._last: list[int] = []
+        self._of_step: dict[int, list[tuple[int, int]]] = {}  # by backward pass: models with the keys of their rows
+        self._step, self._last, self._varies = 0, 0, False
+        self._last_rows: set[int] = set()
         self._longest = self._longest_to = self._before = self._now = 0
-        self._same_step = 0
-        self._of_step: dict[int, list[tuple[int, list[int]]]] = {}  # by backward pass: models with their rows
-        self._backwards = 0
         self._micro = self._micro_steps = 0
         self._at: dict[int, int] = {}
         self._period = self._recurred = 0
         self._recurrence = (0, 0, False)  # the longest: how often, its period, whether its batches are kept
         self._fetched_at = 0  # the number of training calls when the newest batch was fetched
-        self._fetches: set[int] = set()
-        self._groups = self._equal_groups = self._in_group = 0
-        self._group: list[list[int]] = []
-        self._group_before: list[int] = []
+        self._fetches = 0
+        self._groups = self._equal_groups = self._before_group = 0
+        self._group: list[int] = []
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
         self._num_iterators = 0
         self._newest: _Source | None = None
         self._is_fresh = False  # the newest batch was not given to a model
         self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # since the last step
         self._times: Counter[Site] = Counter()
-        self._evaluations: list[EvaluatedRows] = []
+        self._evaluated: EvaluatedRows | None = None
         self._told = False
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
@@ -110,7 +111,7 @@ class Rows(Probe):
         dataset = getattr(loader, "dataset", None)
         workers = loader.num_workers if isinstance(dataset, IterableDataset) else 0
         self._num_iterators += 1
-        source = _Source(self._num_iterators, length_of(dataset) or 0, shuffles(loader), workers)
+        source = _Source(self._num_iterators, length_of(dataset) or 0, shuffles(loader), workers, caller())
         self._iterators[iterator] = source
         return source
 
@@ -121,9 +122,8 @@ class Rows(Probe):
         source.fetched += 1
         self._newest, self._is_fresh = source, True
         if torch.is_grad_enabled():
+            self._fetches += self._fetched_at != self._calls or not self._fetches
             self._fetched_at = self._calls
-            if len(self._fetches) < MOST_BATCHES:
-                self._fetches.add(self._calls)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if not torch.is_grad_enabled():
@@ -178,10 +178,17 @@ class Rows(Probe):
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             rows = self._values(each.digests)
-            self._compare_step(each, rows)
-            self._compare_before(each.call, rows)
-            self._compare_workers(each, rows)
-            self._add(rows)
+            key, fresh = hash(tuple(rows)), set(rows) - self._seen
+            if each.step != self._step:
+                self._end_step(each.step)
+            self._of_step.setdefault(each.part[0], []).append((each.part[1], key))
+            self._varies |= len(set(rows)) > 1 or len(rows) == 1  # random walks may start from one row, for example
+            self._compare_before(each.call, key)
+            self._compare_workers(each, key)
+            self._batch, self._last_rows = len(rows), set(rows)
+            self._new.append(len(fresh) / max(1, len(set(rows))))
+            if len(self._seen) < MOST_ROWS:
+                self._seen |= fresh
         repeats = self._longest >= SAME - 1 or self._equal_groups >= 4 or self._recurrence[0] >= SAME
         self.urgent, self._told = repeats and not self._told, self._told or repeats
 
@@ -190,36 +197,22 @@ class Rows(Probe):
         values: list[int] = (digests if self._one_of == 1 else digests[digests % self._one_of == 0]).tolist()
         return values
 
-    def _add(self, rows: list[int]) -> None:
-        fresh = set(rows) - self._seen
-        self._rows, self._batch = self._rows + len(rows), len(rows)
-        self._new.append(len(fresh) / max(1, len(set(rows))))
-        if len(self._seen) < MOST_ROWS:
-            self._seen |= fresh
-
-    def _compare_step(self, read: _Read, rows: list[int]) -> None:
-        """Whether a step reads what the step before it has read, and whether its micro-batches are equal."""
-        if read.step != self._same_step:
-            self._end_step(read.step)
-        backward, model = read.part
-        self._of_step.setdefault(backward, []).append((model, rows))
-
     def _end_step(self, step: int) -> None:
+        """Whether a step has read what the step before it has read, and whether its micro-batches are equal."""
         parts, self._of_step = [*self._of_step.values()], {}
         if len(parts) > 1 and all(each == parts[0] for each in parts):
             self._micro, self._micro_steps = max(self._micro, len(parts)), self._micro_steps + 1
-        rows = [row for part in parts for _, of_call in part for row in of_call]
-        is_one_row = len(set(rows)) == 1 < len(rows)  # from which random walks start, for example
-        if rows and rows == self._last and not is_one_row:
+        key = hash(tuple(key for part in parts for _, key in part))
+        if parts and key == self._last and self._varies:
             self._now += 1
-        elif rows:
+        elif parts:
             self._before, self._now = max(self._before, self._now), 0
         if self._now > self._longest:
-            self._longest, self._longest_to = self._now, self._same_step
-        self._last, self._same_step = rows or self._last, step
+            self._longest, self._longest_to = self._now, self._step
+        self._last, self._step, self._varies = key if parts else self._last, step, False
 
-    def _compare_before(self, call: int, rows: list[int]) -> None:
-        key = hash(tuple(rows))
+    def _compare_before(self, call: int, key: int) -> None:
+        """Whether batches come back in turn."""
         lag = call - self._at.get(key, call)
         if lag and lag == self._period:
             self._recurred += 1
@@ -227,52 +220,52 @@ class Rows(Probe):
             self._period, self._recurred = lag, int(lag > 0)
         source, unfetched = self._newest, self._calls - self._fetched_at
         is_kept = source is not None and source.shuffles and unfetched >= self._recurred
-        is_kept = is_kept and 2 * len(self._fetches) >= self._period
+        is_kept = is_kept and 2 * self._fetches >= self._period
         self._recurrence = max(self._recurrence, (self._recurred, self._period, is_kept))
         if key in self._at or len(self._at) < MOST_BATCHES:
             self._at[key] = call
 
-    def _compare_workers(self, read: _Read, rows: list[int]) -> None:
+    def _compare_workers(self, read: _Read, key: int) -> None:
+        """Whether each worker yields the same batches."""
         source = read.source
         if source is None or source.workers < 2:
             return
         if (read.place - 1) % source.workers == 0:
             self._group = []
-        self._group.append(rows)
-        if len(self._group) == source.workers and self._group[0] != self._group_before:
+        self._group.append(key)
+        if len(self._group) == source.workers and self._group[0] != self._before_group:
             self._groups += 1
-            self._equal_groups += all(each == self._group[0] for each in self._group)
-            self._group_before = self._group[0]
+            self._equal_groups += len(set(self._group)) == 1
+            self._before_group = self._group[0]
 
     def _end_passes(self) -> None:
         """The passes since the last step are over: an evaluation, where their outputs were compared with targets."""
         passes, self._passes = [each for each in self._passes if each[0] in self._sites], []
-        read = [(each, digests) for each in passes if (digests := each[2]) is not None]
-        if not read:
-            return
-        self._take_waiting()
         parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
-        for (site, source, _), digests in read:
-            parts[site, source].append(self._values(digests))
-        every = [row for calls in parts.values() for call in calls for row in call]
-        made = tuple(self._part(rows, has_source=source is not None) for (_, source), rows in parts.items())
-        now = EvaluatedRows(
-            step=self._steps, rows=len(every), distinct=len(set(every)), trained=len(self._seen), parts=made
-        )
-        self._evaluations = [*self._evaluations[1 - EVALUATIONS :], now]
-        if self._last and set(self._last) < set(every):
-            self._whole = max(self._whole, len(set(every)))
+        self._take_waiting()
+        for site, source, digests in passes:
+            if digests is not None:
+                parts[site, source].append(self._values(digests))
+        if not parts:
+            return
+        every = {row for calls in parts.values() for call in calls for row in call}
+        if self._last_rows and self._last_rows < every:
+            self._whole = max(self._whole, len(every))
+        seen = [self._overlap(calls, site, source is not None) for (site, source), calls in parts.items()]
+        self._evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
 
-    def _part(self, calls: Sequence[list[int]], *, has_source: bool) -> EvaluatedPart:
+    def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
+        """The rows of a pass over one loader or tensor. Without one, several sets may have been evaluated in turn."""
         rows = [row for call in calls for row in call]
         fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
-        return EvaluatedPart(
-            calls=len(calls),
+        mixed = sum(0.1 < each < 0.9 for each in fractions)
+        return EvaluatedRows(
             rows=len(rows),
             distinct=len(set(rows)),
             shared=len(self._seen.intersection(rows)),
-            mixed=sum(0.1 < each < 0.9 for each in fractions),
-            has_source=has_source,
+            trained=len(self._seen),
+            is_one_set=has_source or (mixed > 0 and (len(calls) < 4 or mixed > 2)),
+            source=source_of(site),
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -282,12 +275,11 @@ class Rows(Probe):
     def values(self) -> Facts | None:
         self._take_waiting()
         self.urgent = False
-        if not self._rows:
+        if not self._new:
             return None
         source, (recurred, period, is_kept) = self._newest, self._recurrence
         facts = RowsFacts(
             steps=self._steps,
-            rows=self._rows,
             distinct=len(self._seen),
             new_lately=sum(self._new) / len(self._new),
             batch=self._batch,
@@ -304,7 +296,8 @@ class Rows(Probe):
             workers=source.workers if source else 0,
             groups=self._groups,
             equal_groups=self._equal_groups,
-            evaluations=tuple(self._evaluations),
+            source=source.line if source else None,
+            evaluated=self._evaluated,
         )
         return dict(strict(vars(facts)))
 

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from typing import Any, SupportsFloat
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
@@ -32,11 +31,9 @@ class _Scheduler:
         self.scheduler, self.optimizer, self.since = scheduler, optimizer, since
         self.calls = self.in_window = self.in_a_row = self.longest = self.since_call = 0
         self.repeated = self.advanced = self.once = 0
-        self.updates = self.off = self.off_in_a_row = self.off_since = self.followed = 0
-        self.seen = self.said = 0.0
-        self.used: list[float] = []
         self.windows: deque[Window] = deque(maxlen=8)
         self.metrics: deque[PlateauMetric] = deque(maxlen=KEPT)
+        self._is_first = True
 
     def stepped(self) -> None:
         if self.calls:
@@ -47,25 +44,10 @@ class _Scheduler:
         self.in_window, self.in_a_row = self.in_window + 1, self.in_a_row + 1
         self.longest = max(self.longest, self.in_a_row)
 
-    def updated(self, step: int, used: list[float], *, is_last: bool) -> None:
-        """An update was made with these rates. ``is_last``: no other scheduler of the optimizer stepped since."""
-        self.since_call += 1
-        if not self.calls:
-            return
-        self.updates += 1
-        said = [float(rate) for rate in getattr(self.scheduler, "_last_lr", ())]
-        before, self.used = self.used, used
-        if not is_last or len(said) != len(used):
-            return
-        off = [(a, b) for a, b in zip(used, said) if abs(a - b) > 1e-6 * max(abs(a), abs(b))]
-        self.off_in_a_row = self.off_in_a_row + 1 if off else 0
-        self.followed += not off and bool(before) and used != before
-        if off:
-            self.off, self.off_since = self.off + 1, self.off_since or step
-            self.seen, self.said = off[0]
-
     def close(self, backwards: int) -> None:
-        self.windows.append(Window(self.in_window, backwards, self.longest))
+        if not self._is_first:
+            self.windows.append(Window(self.in_window, backwards, self.longest))
+        self._is_first = False
         self.in_window = self.in_a_row = self.longest = 0
 
 
@@ -76,10 +58,9 @@ class Schedules(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers, self._roots = watched.subject.optimizers, watched.subject.roots
-        self._last: dict[int, _Scheduler] = {}
         self._stepped: set[int] = set()
         self._has_rates = any("lr" in group for o in self._optimizers for group in o.param_groups)
-        self._steps = self._backwards = self._epochs = self._zero_steps = self._peak_step = 0
+        self._steps = self._backwards = self._epochs = self._zero_steps = 0
         self._length: int | None = None
         self._exhausted: int | None = None
         self._changes: deque[tuple[float, float]] = deque(maxlen=KEPT)
@@ -111,7 +92,6 @@ class Schedules(Probe):
     def on_schedule(self, scheduler: object) -> None:
         if (known := self._of(scheduler)) is not None:
             known.stepped()
-            self._last[id(known.optimizer)] = known
 
     def on_metric(self, scheduler: object, metric: object) -> None:
         known = self._of(scheduler)
@@ -120,17 +100,12 @@ class Schedules(Probe):
             losses = [float(each) for each in self._losses]
             self._losses.clear()
             mean = sum(losses) / len(losses) if losses else math.nan
-            known.metrics.append(PlateauMetric(self._steps, value, mean, max(_rates(known.optimizer), default=0.0)))
+            known.metrics.append(PlateauMetric(value, mean, max(_rates(known.optimizer), default=0.0)))
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._stepped.add(id(optimizer))
-        of_it = [each for each in self._schedulers.values() if each.optimizer is optimizer]
-        rates = [group.get("lr") for group in optimizer.param_groups] if of_it else []
-        if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
-            return  # reading it would wait for the device
-        used = [float(rate) for rate in rates if rate is not None]
-        for each in of_it:
-            each.updated(self._steps + 1, used, is_last=self._last.get(id(optimizer)) is each)
+        for each in self._schedulers.values():
+            each.since_call += each.optimizer is optimizer
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
@@ -148,7 +123,7 @@ class Schedules(Probe):
     def _changed(self, lr: float) -> None:
         before = self._changes[-1][1] if self._changes else None
         if lr > self._peak:
-            self._peak, self._peak_step = lr, self._steps
+            self._peak = lr
         if lr >= 1e-3 * self._peak:
             self._exhausted = None
         elif self._exhausted is None:
@@ -168,7 +143,6 @@ class Schedules(Probe):
             length=self._length,
             lrs=tuple(self._changes),
             peak=self._peak,
-            peak_step=self._peak_step,
             zero_steps=self._zero_steps,
             exhausted=self._exhausted,
             base=max(bases, default=0.0),
@@ -193,13 +167,6 @@ class Schedules(Probe):
             repeated=each.repeated,
             advanced=each.advanced,
             advanced_once=each.once,
-            updates=each.updates,
-            off=each.off,
-            off_in_a_row=each.off_in_a_row,
-            off_since=each.off_since,
-            followed=each.followed,
-            seen=each.seen,
-            said=each.said,
             is_stray=is_stray,
             shares=shares,
         )
@@ -223,10 +190,9 @@ def _part(scheduler: Any) -> PartFacts:
     classes = [c for c in type(scheduler).__mro__ if c.__module__.startswith("torch.optim")] or [type(scheduler)]
     numbers = {name: getattr(scheduler, name, None) for name in NUMBERS}
     mode, milestones = getattr(scheduler, "mode", ""), getattr(scheduler, "milestones", None)
-    last, bases = getattr(scheduler, "last_epoch", 0), getattr(scheduler, "base_lrs", ())
+    last = getattr(scheduler, "last_epoch", 0)
     return PartFacts(
         kind=classes[0].__name__,
-        base_lrs=tuple(float(each) for each in bases if isinstance(each, int | float | torch.Tensor)),
         last_epoch=int(last) if isinstance(last, int | float) else 0,
         mode=mode if isinstance(mode, str) else "",
         milestones=tuple(sorted(milestones)) if isinstance(milestones, dict) else (),

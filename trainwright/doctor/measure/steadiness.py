@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.recorder.callers import caller
+from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.resting import EVERY as HEARD_AT_ONCE
+from trainwright.recorder.user_types import Loader
 from trainwright.runlog.json_values import Facts, strict
 
 REPEATS = 4
@@ -23,16 +26,14 @@ MOST_DOUBTS = 4
 """Times that steps are heard at once because two of them began in the same random state: the first may have drawn
 nothing, as most steps of a loop that draws now and then."""
 MOST = 4096
-"""Random states and parts of tensors that are remembered."""
-SAMPLE, FEW = 256, 8
-"""Elements of a part that are remembered, and of which a correlation says something."""
-FOLLOWS = 0.5
-"""The correlation of old and new values."""
-LARGE = 1 << 22
-"""Elements of a larger part are not read."""
+"""Random states that are remembered."""
+SAMPLES, ELEMENTS, FEW = 256, 64, 4
+"""Samples that are remembered, elements of each, and of which a fit says something."""
+FITS, OFF = 1e-5, 0.02
+"""Relative error of ``now = a * before + b`` that is rounding; changes of ``a``, and of ``b`` in deviations."""
 
-Part = tuple[int, int, tuple[int, ...]]
-"""Of a larger tensor: its identity, and where in it and how large the part is."""
+Key = tuple[int, int, int]
+"""A sample of a data set, or a part of a larger tensor: identity, place, size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,25 @@ class Steadiness(Probe):
         self._repeats: list[tuple[int, int]] = []
         self._num_repeats = 0
         self._written = self._written_views = self._since_written = 0
-        self._parts: dict[Part, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._came_again = self._changed = self._since_changed = 0
+        self._known: dict[Key, Tensor] = {}
+        self._lines: weakref.WeakKeyDictionary[object, tuple[int, str | None]] = weakref.WeakKeyDictionary()
+        self._maps: list[tuple[float, float]] = []
+        self._came_again = self._since_changed = 0
+        self._source: str | None = None
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._lines[iterator] = id(getattr(loader, "dataset", None)), caller()
+
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        if iterator not in self._lines or not isinstance(ids, list) or not torch.is_grad_enabled():
+            return
+        dataset, line = self._lines[iterator]
+        x = next((each for each in leaves_of(batch) if each.is_floating_point() and each.dim() > 1), None)
+        if x is None or x.is_cuda or len(x) != len(ids):
+            return
+        for sample, row in zip(ids[:4], x):
+            if type(sample) is int:
+                self._compare((dataset, sample, row.numel()), row, line)
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
@@ -98,9 +116,9 @@ class Steadiness(Probe):
                 self._hear_closely(step.step)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
         self._note_writes(given)
-        for each in given[:4]:
-            if each.tensor._base is not None and each.is_unchanged and each.tensor.device.type == "cpu":
-                self._note_part(each.tensor, each.tensor._base)
+        for tensor, whole in ((each.tensor, each.tensor._base) for each in given[:4] if each.is_unchanged):
+            if whole is not None and tensor.device.type == "cpu" and tensor.numel() < whole.numel():
+                self._compare((id(whole), int(tensor.storage_offset()), tensor.numel()), tensor, None)
 
     def _note_state(self, begin: _Begin) -> None:
         """Of a step that has drawn numbers."""
@@ -129,25 +147,24 @@ class Steadiness(Probe):
             self._written_views += any(each.tensor._base is not None for each in changed)
             self._since_written = self._since_written or self._steps
 
-    def _note_part(self, tensor: Tensor, whole: Tensor) -> None:
-        if tensor.numel() > LARGE or tensor.numel() == whole.numel():
+    def _compare(self, key: Key, tensor: Tensor, line: str | None) -> None:
+        """Whether what came before is now the same function ``a * x + b`` of what it was, for all that come again."""
+        now = _sample(tensor)
+        before = self._known.get(key)
+        if before is None or before.shape != now.shape:
+            if len(self._known) < SAMPLES:
+                self._known[key] = now
             return
-        key = (id(whole), int(tensor.storage_offset()), tuple(tensor.shape))
-        known = self._parts.get(key)
-        digest = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data)
-        if known is not None and known[0]() is whole:
-            self._came_again += 1
-            if known[1] != digest and _follows(known[2], _sample(tensor)):
-                self._changed += 1
-                self._close_until = max(self._close_until, self._steps + EVERY)
-                self._since_changed = self._since_changed or self._steps
-                self.urgent = self.urgent or self._changed == REPEATS
-        elif len(self._parts) < MOST:
-            self._parts[key] = (weakref.ref(whole), digest, _sample(tensor))
+        self._came_again += 1
+        if (fit := _fit(before, now)) is not None and len(self._maps) < SAMPLES:
+            self._maps.append(fit)
+            self._since_changed, self._source = self._since_changed or self._steps + 1, self._source or line
+            self.urgent = self.urgent or len(self._maps) == REPEATS
 
     def values(self) -> Facts:
         self.urgent = False
         since, first = self._repeats[0] if self._repeats else (0, 0)
+        factors = torch.tensor([a for a, _ in self._maps[:FEW]] or [1.0], dtype=torch.float64, device="cpu")
         facts = SteadinessFacts(
             steps=self._steps,
             draws=self._draws,
@@ -158,8 +175,11 @@ class Steadiness(Probe):
             written_views=self._written_views,
             since_written=self._since_written,
             came_again=self._came_again,
-            changed=self._changed,
+            changed=len(self._maps),
+            factor=float(factors.median()),
+            is_one_factor=bool((factors / factors.median() - 1).abs().max() < OFF),
             since_changed=self._since_changed,
+            source=self._source,
         )
         return dict(strict(vars(facts)))
 
@@ -167,11 +187,17 @@ class Steadiness(Probe):
 def _sample(tensor: Tensor) -> Tensor:
     """Elements from all over a tensor."""
     flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to(torch.float64, copy=True)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to(torch.float64, copy=True)
 
 
-def _follows(before: Tensor, now: Tensor) -> bool:
-    """Whether new values are made of the old ones, or are all the same. A storage that is filled anew has others."""
-    if before.numel() < FEW or before.std() == 0 or now.std() == 0:
-        return True
-    return bool(torch.corrcoef(torch.stack([before, now]))[0, 1].abs() > FOLLOWS)
+def _fit(before: Tensor, now: Tensor) -> tuple[float, float] | None:
+    """``a`` and ``b`` where ``now`` is ``a * before + b`` up to rounding, and not ``before``; else None."""
+    x, y = before - before.mean(), now - now.mean()
+    spread = float(x.norm())
+    if before.numel() < FEW or not spread > 0 or torch.equal(before, now):
+        return None
+    a = float(x @ y) / spread**2
+    b = float(now.mean() - a * before.mean())
+    is_fit = abs(a) > FITS and float((y - a * x).norm()) <= FITS * float(y.norm())
+    is_off = abs(a - 1) > OFF or abs(b) > OFF * spread / before.numel() ** 0.5
+    return (a, b) if is_fit and is_off else None

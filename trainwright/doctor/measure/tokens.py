@@ -1,21 +1,19 @@
-"""The targets of a step: tokens of the input that they are, ends of texts among them, and doubtful labels."""
+"""The targets of a step: tokens of the input that they are, and ends of texts among them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainwright.doctor.facts.data import SampleLabelsFacts, TextEnds, TokenLoss, TokensFacts
+from trainwright.doctor.facts.data import TextEnds, TokenLoss, TokensFacts
 from trainwright.recorder.program import mapped
-from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
-from trainwright.replay.functions import InputHandler, change_leaves, function_name
+from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.inspector import StepInspector
-from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 
 OFFSETS = (-1, 0, 1, 2, 3)
@@ -52,6 +50,12 @@ class Placed:
             return None
         tokens_there = self.ids.flatten()[(self.at + offset)[use]]
         return float((tokens_there == self.loss.target[use]).double().mean())
+
+    def offset(self) -> tuple[int | None, float]:
+        """The only offset at which nearly all targets are the tokens of the input, and the largest fraction."""
+        fractions = {offset: self.fraction(offset) or 0.0 for offset in OFFSETS}
+        same = [offset for offset in OFFSETS if fractions[offset] >= SAME]
+        return same[0] if len(same) == 1 else None, max(fractions.values())
 
 
 def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
@@ -112,12 +116,11 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
     for ids in token_inputs(session):
         for which, loss in enumerate(inspector.losses):
             placed = place(loss, ids, outputs)
-            fractions = {} if placed is None else {offset: placed.fraction(offset) or 0.0 for offset in OFFSETS}
-            if placed is None or max(fractions.values()) < 0.5:
+            if placed is None:
                 continue
-            same = [offset for offset in OFFSETS if fractions[offset] >= SAME]
-            offset = same[0] if len(same) == 1 else None
-            fraction = 0.0 if offset is None else fractions[offset]
+            offset, fraction = placed.offset()
+            if fraction < 0.5:
+                continue
             sees, given, start = _sees(session, placed, which)
             ends = _ends(session, placed)
             found.append(TokenLoss(offset=offset, fraction=fraction, sees=sees, given=given, start=start, ends=ends))
@@ -196,65 +199,3 @@ def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
 
 
 tokens = replay(TokensFacts, when="requested", memory=3.0)(examine_tokens)
-
-
-class _Predictions(NamedTuple):
-    """Of each row: its label, the rank of the label among the classes, the largest probability, the loss."""
-
-    target: list[int]
-    rank: list[int]
-    sure: list[float]
-    loss: list[float]
-
-
-NOT_ONE_LABEL_EACH = "the ids of the samples are not known, or not each has one label"
-
-
-@replay(SampleLabelsFacts, when="requested", steps=40.0)
-def sample_labels(session: ReplaySession) -> SampleLabelsFacts:
-    """The prediction for each sample of the recorded steps when it was last trained on, before that update.
-
-    ``rank``: how many classes have a higher score than the label. ``sure``: the largest probability of a class.
-    """
-    predictions: list[_Predictions] = []
-    classes: list[int] = []
-    sizes = {len(ids) for recorded in session.recorded_steps for ids in recorded.ids if ids is not None}
-
-    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        if (loss := classified(function_name(function), args, kwargs)) is not None:
-            if len(loss.target) not in sizes:  # tokens, for example: at once, not after 32 steps
-                raise NotReplayable(NOT_ONE_LABEL_EACH)
-            predictions.append(_predictions(loss))
-            classes.append(loss.classes)
-        return function(*args, **kwargs)
-
-    steps = len(session.train(32, Intervention(ops=collect)))
-    batches = [ids for recorded in session.recorded_steps[-steps:] for ids in recorded.ids]
-    known = [ids is not None and len(ids) == len(each.target) for ids, each in zip(batches, predictions)]
-    if len(predictions) != len(batches) or not all(known):
-        raise NotReplayable(NOT_ONE_LABEL_EACH)
-    latest: dict[int, tuple[int, float, float]] = {}
-    for ids, of_batch in zip(batches, predictions):
-        for i, target, *prediction in zip(ids or (), *of_batch):
-            latest.pop(i, None)  # keeps them in the order in which they were last trained on
-            if target >= 0:
-                rank, sure, loss = prediction
-                latest[i] = (int(rank), sure, loss)
-    return SampleLabelsFacts(
-        classes=classes[0],
-        ids=tuple(latest),
-        rank=tuple(each[0] for each in latest.values()),
-        sure=tuple(round(each[1], 4) for each in latest.values()),
-        loss=tuple(round(each[2], 4) for each in latest.values()),
-    )
-
-
-def _predictions(loss: Classified) -> _Predictions:
-    columns: list[list[Tensor]] = [[], [], []]
-    for rows in loss.pieces():
-        scores = loss.scores(rows).double().log_softmax(1)
-        own = scores.gather(1, loss.target[rows].clamp(min=0)[:, None])
-        for column, values in zip(columns, ((scores > own).sum(1), scores.max(1).values.exp(), -own[:, 0])):
-            column.append(values)
-    rank, sure, losses = (torch.cat(column).tolist() for column in columns)
-    return _Predictions(loss.target.tolist(), rank, sure, losses)

@@ -10,10 +10,9 @@ from tests.doctor.checks.data.loops import exam, requested, results, said, steps
 from trainwright.doctor.checks.data.constant_input import constant_input
 from trainwright.doctor.checks.data.double_normalised import double_normalised
 from trainwright.doctor.checks.data.label_feature_misaligned import label_feature_misaligned
-from trainwright.doctor.checks.data.label_noise import label_noise
 from trainwright.doctor.checks.data.label_out_of_range import label_out_of_range
+from trainwright.doctor.checks.data.labels_shifted_twice import labels_shifted_twice
 from trainwright.doctor.checks.data.pad_in_loss import pad_in_loss
-from trainwright.doctor.checks.data.padding_idx_of_real_token import padding_idx_of_real_token
 from trainwright.doctor.checks.data.token_ids_wrapped import token_ids_wrapped
 from trainwright.doctor.checks.data.unnormalised_input import unnormalised_input
 from trainwright.doctor.facts.data import (
@@ -22,7 +21,6 @@ from trainwright.doctor.facts.data import (
     LabelSignalFacts,
     PaddedIds,
     PaddingFacts,
-    SampleLabelsFacts,
     StandardizedFacts,
     TargetsFacts,
 )
@@ -100,44 +98,9 @@ def test_padding_counts_if_the_loss_has_a_gradient_there(gradient: float, found:
 def test_labels_of_other_samples(deviations: float, memorized: float, found: int) -> None:
     seen = exam(32, BatchFacts(classes=10, entropy=2.29, samples=1024))
     signal = exam(32, LabelSignalFacts(samples=1024, deviations=deviations, memorized=(2.3, memorized)))
-    assert requested(label_feature_misaligned, *steps(2.3, 32), seen) == ["label_signal"]
-    assert not requested(label_feature_misaligned, *steps(1.3, 32), seen)
-    assert len(said(label_feature_misaligned, *steps(2.3, 32), seen, signal)) == found
-
-
-def labels(wrong: int, rank: int, sure: float, *, count: int = 256, classes: int = 10) -> Examined:
-    """Every so many-th label contradicts the model, and is its choice number ``rank``."""
-    is_wrong = [n % wrong == 0 for n in range(count)]
-    facts = SampleLabelsFacts(
-        classes=classes,
-        ids=tuple(range(count)),
-        rank=tuple((2 + n % (classes - 2) if rank < 0 else rank) if each else 0 for n, each in enumerate(is_wrong)),
-        sure=tuple((sure if each else 0.85) + n % 7 / 100 for n, each in enumerate(is_wrong)),
-        loss=tuple(3.0 if each else 0.1 for each in is_wrong),
-    )
-    return exam(32, facts)
-
-
-@pytest.mark.parametrize(
-    ("record", "severities"),
-    [
-        (labels(4, -1, 0.85), ["warning"]),
-        (labels(3, 5, 0.85), ["warning"]),
-        (labels(4, 1, 0.85), []),
-        (labels(4, -1, 0.5), []),
-        (labels(64, -1, 0.85), []),
-    ],
-    ids=["a quarter", "a third", "second choices", "hard samples", "few"],
-)
-def test_labels_that_contradict_a_confident_model(record: Examined, severities: list[str]) -> None:
-    assert said(label_noise, record) == severities
-
-
-def test_labels_are_examined_where_the_loss_has_fallen_part_of_the_way() -> None:
-    seen = exam(32, BatchFacts(classes=10, entropy=2.29, samples=1024))
-    assert requested(label_noise, *steps(1.2, 32), seen) == ["sample_labels"]
-    assert not requested(label_noise, *steps(0.01, 32), seen)
-    assert not requested(label_noise, *steps(1.2, 8), seen)
+    assert requested(label_feature_misaligned, *steps(2.3, 80), seen) == ["label_signal"]
+    assert not requested(label_feature_misaligned, *steps(1.3, 80), seen)
+    assert len(said(label_feature_misaligned, *steps(2.3, 80), seen, signal)) == found
 
 
 @pytest.mark.parametrize(("low", "high", "found"), [(-1.0, 1.0, 1), (0.0, 255.0, 1), (0.0, 1.0, 0), (0.1, 0.9, 0)])
@@ -181,19 +144,6 @@ def test_ids_that_wrap(largest: int, classes: int, targets: int, found: int) -> 
     assert len(said(token_ids_wrapped, facts, exam(9, BatchFacts(classes=classes)))) == found
 
 
-@pytest.mark.parametrize(
-    ("embedding", "inside", "counted", "found"),
-    [
-        ("wte", 0.15, 0.15, 1),
-        ("encoder.words", 0.03, 0.05, 1),
-        ("wte", 0.0, 0.3, 0),
-        ("wte", 0.2, 0.0, 0),
-        (None, 0, 0, 0),
-    ],
-    ids=["space", "rare", "at the ends", "never a target", "without"],
-)
-def test_padding_idx_of_a_real_token(embedding: str | None, inside: float, counted: float, found: int) -> None:
-    facts = TargetsFacts(
-        targets=999, largest=50, embedding=embedding, padding=0, inside=float(inside), padding_targets=float(counted)
-    )
-    assert len(said(padding_idx_of_real_token, exam(9, facts))) == found
+@pytest.mark.parametrize(("offsets", "found"), [((2,), 1), ((1,), 0), ((1, 2), 0), ((0,), 0), ((), 0)])
+def test_labels_that_are_shifted_twice(offsets: tuple[int, ...], found: int) -> None:
+    assert len(said(labels_shifted_twice, exam(1, BatchFacts(classes=9, offsets=offsets)))) == found

@@ -157,3 +157,50 @@ def test_workers_that_draw_alike(random: bool, workers: bool, epochs: bool, foun
 def test_pure_batches(entropy: float, mixed: tuple[float, ...], ascending: bool, severities: list[str]) -> None:
     facts = LoadersFacts(entropies=(entropy,) * 4, mixed=mixed, ascending=ascending)
     assert said(unshuffled, exam(2, facts)) == severities
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("labels", "codes"), [(0 * Y, ["data.labels_all_equal"]), (Y, [])], ids=["equal", "two classes"]
+)
+def test_labels_that_are_all_equal(labels: Tensor, codes: list[str]) -> None:
+    assert warned(trained(epochs(DataLoader(TensorDataset(X, labels), 16, shuffle=True), 3))) == codes
+
+
+class Stored(Dataset[tuple[Tensor, Tensor]]):
+    """Normalises its samples when they are read, in place or not."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        self.x, self.in_place = X.clone(), in_place
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = self.x[index] if self.in_place else self.x[index].clone()
+        return x.sub_(0.1).div_(0.5), Y[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("in_place", "codes"), [(True, ["data.changed_in_place"]), (False, [])])
+def test_stored_samples_that_are_modified(in_place: bool, codes: list[str]) -> None:
+    watch = trained(epochs(DataLoader(Stored(in_place=in_place), 16, shuffle=True), 4))
+    assert warned(watch) == codes
+    if codes:
+        [found] = [each for each in watch.findings() if each.code == codes[0]]
+        assert found.since_step == 9 and (found.where.source or "").startswith("test_loaders.py:")
+
+
+def test_an_evaluation_by_a_loader_is_no_draw_for_training() -> None:
+    """The first batch of each evaluation is read while the model is still in train mode."""
+    batches, held_out = DataLoader(TensorDataset(X, Y), 16, shuffle=True), DataLoader(TensorDataset(X[:96], Y[:96]), 16)
+
+    def end(model: torch.nn.Module, step: int) -> None:
+        if step % 8 == 7:
+            for x, _ in held_out:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+            model.train()
+
+    assert "data.samples_never_drawn" not in warned(trained(epochs(batches, 4), end=end))

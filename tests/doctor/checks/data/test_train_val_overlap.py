@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.doctor.measure.shared_samples import shared_samples
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
@@ -106,50 +104,3 @@ def test_training_rows_that_are_evaluated_on_purpose_are_no_proof() -> None:
 @pytest.mark.parametrize(("x", "rows", "codes"), [(WHOLE, first_half, ["data.train_val_overlap"]), (FEW, nothing, [])])
 def test_whole_numbers_may_be_equal_by_chance(x: Tensor, rows: Rows, codes: list[str]) -> None:
     assert found(rows, x=x) == codes
-
-
-class Own(Dataset[tuple[Tensor, Tensor]]):
-    """A data set of which nothing is known."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], (self.x[index].sum() > 0).long()
-
-
-def in_tensors(x: Tensor) -> TensorDataset:
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-@pytest.mark.parametrize("make", [in_tensors, Own], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("rows", "shared"), [(nothing, 0), (first_half, 32), (every_second, 32), (last_tenth, 7)])
-def test_data_sets_are_compared(make: Callable[[Tensor], Dataset[object]], rows: Rows, shared: int) -> None:
-    facts = shared_samples(make(APART[:TRAINED]), make(rows(APART)), reads=True)
-    assert facts is not None and facts["shared"] == shared and facts["compared"] == HELD_OUT
-
-
-def test_parts_of_one_data_set_are_compared_by_position() -> None:
-    whole = Own(APART)
-    facts = shared_samples(Subset(whole, range(100)), Subset(Subset(whole, range(50, 150)), range(100)), reads=False)
-    assert facts is not None and (facts["by"], facts["shared"], facts["samples"]) == ("position", 50, 100)
-    assert shared_samples(Own(APART[:9]), Own(APART[9:]), reads=False) is None
-    assert shared_samples(iter([1]), Own(APART), reads=True) is None
-
-
-@pytest.mark.parametrize(("rows", "codes"), [(nothing, []), (first_half, ["data.train_val_overlap"])])
-@pytest.mark.parametrize("make", [in_tensors, Own], ids=lambda make: make.__name__)
-def test_a_run_of_the_engine_compares_its_data_sets(
-    make: Callable[[Tensor], Dataset[object]],
-    rows: Rows,
-    codes: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train, val = make(APART[:TRAINED]), make(rows(APART))
-    result = tw.fit(net(6), train, F.cross_entropy, val=val, steps=8, batch=SIZE, lr=1e-2, quiet=True)
-    assert [each.code for each in result.findings] == codes

@@ -46,7 +46,6 @@ def test_evaluated_inputs(prepare: Callable[[Tensor], Tensor], codes: list[str])
     [
         (Likeness(rows=99, shift=4.0, ratio=1.0), 2.0, ["warning"]),
         (Likeness(rows=99, shift=0.1, ratio=0.25), 2.0, ["warning"]),
-        (Likeness(rows=99, shift=0.0, ratio=1.0, is_cut=True), 2.0, ["warning"]),
         (Likeness(rows=99, shift=4.0, ratio=1.0), 0.5, ["info"]),
         (Likeness(rows=99, shift=0.3, ratio=1.5), 2.0, []),
     ],

@@ -13,7 +13,7 @@ MICRO = 3
 """Equal micro-batches of a step: two may be two views of one batch, as in SAM."""
 
 
-@check(stage="input", needs=RowsFacts)
+@check(points_at="forward", stage="input", needs=RowsFacts)
 def batches_repeat(run: RunContext) -> Iterator[Result]:
     """Step after step trains on the same batch.
 

@@ -4,35 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.runlog.records import Where
 
 REPEATS = 4
+CONSEQUENCES = (
+    "precision.overflow",
+    "gradient.spike",
+    "gradient.exploding",
+    "optim.weights_drift",
+    "optim.lr_too_high",
+)
 
 
-@check(stage="input", confidence=0.9, needs=SteadinessFacts)
+@check(stage="input", confidence=0.9, needs=SteadinessFacts, explains=CONSEQUENCES)
 def changed_in_place(run: RunContext) -> Iterator[Result]:
-    """The training data are written to in place.
+    """The stored training data are changed in place, so a sample has other values when it comes again.
 
-    How it is detected: version counters of the inputs; and checksums of parts of a larger tensor that come again and
-    have other values, which are made of the old ones.
+    Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
+
+    How it is detected: the first samples of each batch, and slices of a larger tensor, are remembered. Four of them
+    come again with values `a * x + b`, with the same `a`. Or the version counter of an input changes during a step.
 
     Exceptions: an input that is no view of a larger tensor is reported only with -v.
 
-    Usual cause: `x *= 2`, `x.mul_()` or a normalisation in place on a batch that is a view of the data set.
+    Usual cause: `x -= mean`, `x.mul_()` or `out=x` on what `__getitem__` has indexed, which is a view of the
+    stored array.
 
-    Fix: work out of place (`x = x * 2`), or on `x.clone()`.
+    Fix: work out of place (`x = x - mean`), or on `x.clone()` or `x.copy()`.
+
+    Sources: facebookresearch/pycls#21, pytorch/vision#680.
     """
     facts = run.latest(SteadinessFacts)
     if facts is None:
         return
-    if facts.changed >= REPEATS:
+    if facts.changed >= REPEATS and facts.is_one_factor:
         yield run.finding(
             facts.steps,
-            symptom=f"{facts.changed} of {facts.came_again} parts of the data that came again had other values",
+            symptom=f"stored samples are modified: {facts.changed} of {facts.came_again} that came again had "
+            f"{facts.factor:.3g} times their values",
             since_step=facts.since_changed,
-            evidence=[("parts that had other values when they came again", facts.changed, 0)],
+            where=Where(source=facts.source),
+            evidence=[("samples that had other values when they came again", facts.changed, 0)],
         )
     elif facts.written >= REPEATS:
         is_view = facts.written_views >= REPEATS
@@ -44,3 +59,5 @@ def changed_in_place(run: RunContext) -> Iterator[Result]:
             since_step=facts.since_written,
             evidence=[("steps that wrote to their input", facts.written, 0)],
         )
+    else:
+        yield Passed(f"{facts.came_again} samples that came again")

@@ -12,7 +12,6 @@ from trainwright.doctor.facts.data import BatchFacts
 SAMPLES = 4
 CONSEQUENCES = (
     "data.label_feature_misaligned",
-    "data.label_noise",
     "gradient.vanishing",
     "loss.predictions_identical",
     "optim.lr_too_low",

@@ -9,12 +9,12 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 from trainwright.doctor.finding import ExperimentRequest
 
-STEPS, RECENT = 24, 16
+STEPS, RECENT = 64, 16
 SIGNAL = 2.5
 """Standard deviations above chance that are no information about the labels."""
 
 
-@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("data.label_noise", "optim.lr_too_low"))
+@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("optim.lr_too_low",))
 def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     """Inputs and labels do not belong together.
 
@@ -25,8 +25,6 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
 
     Usual cause: one of the two was shuffled, filtered or sorted without the other.
 
-    Looks like: data.label_noise, where part of the labels is right.
-
     Fix: index both by one permutation, sort file lists on both sides, and look at ten pairs behind the loader.
 
         order = torch.randperm(len(x)); x, y = x[order], y[order]
@@ -35,17 +33,19 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(BatchFacts)
     losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT]
-    if facts is None or not facts.classes or not facts.entropy or facts.samples < max(256, 30 * facts.classes):
-        yield NotApplicable("too few samples with classes are known")
+    if facts is None or not facts.classes or not facts.entropy:
+        yield NotApplicable("the samples do not have one class each")
         return
     recent = sum(losses) / max(1, len(losses))
     if run.last_step < STEPS or len(losses) < RECENT or recent < 0.9 * facts.entropy:
         yield Passed(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
         return
     if not run.was_tried(LabelSignalFacts):
-        yield ExperimentRequest(LabelSignalFacts.experiment)
+        yield ExperimentRequest(LabelSignalFacts.experiment, run.last_step)
     signal = run.latest(LabelSignalFacts)
-    if signal is None or signal.deviations > SIGNAL or not signal.memorized[-1] < 0.8 * signal.memorized[0]:
+    if signal is None or signal.deviations > SIGNAL or signal.samples < max(256, 30 * facts.classes):
+        return
+    if not signal.memorized[-1] < 0.9 * signal.memorized[0]:
         return
     yield run.finding(
         run.last_step,

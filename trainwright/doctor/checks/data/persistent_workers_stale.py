@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
+from trainwright.runlog.records import Where
 
 
 @check(stage="input", confidence=0.85, needs=LoadersFacts)
@@ -34,5 +35,6 @@ def persistent_workers_stale(run: RunContext) -> Iterator[Result]:
             symptom=f"{stale.name} changed from {stale.before} to {stale.now} before step {stale.step}; the persistent "
             f"workers still have {stale.before}",
             since_step=stale.step,
+            where=Where(source=facts.source),
             evidence=[(stale.name, stale.before, stale.now)],
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
+from trainwright.runlog.records import Where
 
 FEW = 16
 """Samples whose random order repeats by chance once in 16! times."""
@@ -54,6 +55,7 @@ def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
             symptom=f"an epoch has the {repeat.equal} batches of the epoch before, in the same order",
             cause=cause if repeat.random else f"{repeat.sampler} gives a fixed order; fine if that is intended",
             sure=0.95 if repeat.random else 0.5,
+            where=Where(source=loaders.source if loaders else None),
             evidence=[("equal batches in a row", repeat.equal, 0), ("sampler", repeat.sampler)],
         )
     elif rows is not None and rows.is_kept and rows.period >= PERIOD and rows.recurred >= BATCHES:
@@ -63,6 +65,7 @@ def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
             cause="the batches of the first epoch are kept and repeated, as by itertools.cycle(loader): they are not "
             "shuffled or augmented again",
             sure=0.85,
+            where=Where(source=rows.source),
             since_step=max(1, rows.steps - rows.recurred),
             evidence=[("batches in a row that came before", rows.recurred, 0), ("period in batches", rows.period)],
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
+from trainwright.runlog.records import Where
 
 OFTEN, DRAWS = 32, 256
 """Draws of each sample that was drawn, and draws of all, after which the others would have come."""
@@ -48,6 +49,7 @@ def samples_never_drawn(run: RunContext) -> Iterator[Result]:
             yield run.finding(
                 run.last_step,
                 symptom=f"only {each.distinct} of {each.samples} samples were drawn in {each.draws} draws",
+                where=Where(source=facts.source if facts else None),
                 evidence=[("different samples drawn", each.distinct, each.samples), ("sampler", each.sampler)],
             )
             return

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import RowsFacts
+from trainwright.runlog.records import Where
 
 GROUPS = 4
 """Groups of equal batches, each of other rows, that are no chance."""
@@ -41,6 +42,7 @@ def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
         yield run.finding(
             facts.steps,
             symptom=f"{facts.workers} batches in a row are equal, {facts.groups} times: each worker yields all samples",
+            where=Where(source=facts.source),
             evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],
         )
     else:

@@ -6,23 +6,24 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.data import EvaluatedPart, EvaluatedRows, LoadersFacts, RowsFacts, SharedSamplesFacts
+from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
+from trainwright.runlog.records import Where
 
-FEW, PART = 0.01, 0.05
-"""Fractions of samples, and of rows, that may be in the data twice."""
-CHANCE = 2.0
+FEW, NEW = 0.01, 0.05
+"""Fractions of samples that may be in both, and of rows that are new to a training that has read all of its data."""
+CHANCE = 4.0
 """Times the rows that are equal by chance."""
 
 
-@check(stage="input")
+@check(stage="input", confidence=0.9)
 def train_val_overlap(run: RunContext) -> Iterator[Result]:
     """Samples of the validation set are also trained on.
 
     Why it matters: the validation loss says nothing about new data, and the best checkpoint is the one that memorized
     most.
 
-    How it is detected: by the sample ids of loaders over one data set, by the data sets of a run of the engine, or by
-    the content of the rows that reach the model in training and in evaluations.
+    How it is detected: by the sample ids of loaders over one data set, or by the content of the rows that reach the
+    model in training and in evaluations.
 
     Exceptions: the training set itself is evaluated, or another evaluation shares nothing (info). While training meets
     new rows, rows are not compared.
@@ -35,77 +36,34 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
 
     Sources: aestetik PR 12.
     """
-    sets, loaders, rows = run.latest(SharedSamplesFacts), run.latest(LoadersFacts), run.latest(RowsFacts)
-    if sets is not None:
-        yield _by_sets(run, sets)
-        return
-    found = [*_by_ids(run, loaders)] if loaders else []
-    yield from found or (_by_rows(run, rows) if rows and rows.evaluations else ())
+    loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
+    overlaps = [each for each in loaders.overlaps if each.samples] if loaders else []
+    by_ids = max(overlaps, key=lambda each: each.shared / each.samples, default=None)
+    if by_ids is not None and by_ids.shared > FEW * by_ids.samples:
+        is_meant = by_ids.same_loader or any(each.shared <= FEW * each.samples for each in overlaps)
+        yield _found(run, by_ids.shared, by_ids.samples, "sample id", is_meant)
+    elif rows is not None and (last := rows.evaluated) is not None:
+        if rows.new_lately > NEW:
+            yield NotApplicable("training still meets new rows")
+            return
+        shared = last.shared if last.is_partial and last.shared > _by_chance(last, rows) else 0
+        yield _found(run, shared, last.distinct, "content", last.shared >= 0.95 * last.trained, last.source)
 
 
-def _by_sets(run: RunContext, facts: SharedSamplesFacts) -> Result:
-    if facts.fraction <= FEW or facts.shared <= facts.by_chance:
-        return Passed(f"{facts.compared} of {facts.samples} validation samples, by {facts.by}")
-    is_same = facts.shared == facts.compared and facts.samples == facts.trained
-    about = "" if facts.trained_compared == facts.trained else "about "
+def _found(run: RunContext, shared: int, samples: int, by: str, is_meant: bool, source: str | None = None) -> Result:
+    if not shared:
+        return Passed(f"{samples} validation samples, by {by}")
     return run.finding(
         max(1, run.last_step),
-        severity="info" if is_same else "warning",
-        symptom=f"{about}{facts.fraction:.0%} of the validation set is in the training set too, by {facts.by}",
-        cause="the training set itself is evaluated" if is_same else "",
-        evidence=[
-            ("validation samples that are trained on", facts.shared, 0),
-            ("validation samples that were compared", facts.compared, facts.samples),
-        ],
-    )
-
-
-def _by_ids(run: RunContext, facts: LoadersFacts) -> Iterator[Result]:
-    overlaps = [each for each in facts.overlaps if each.samples]
-    shared = [each for each in overlaps if each.shared > FEW * each.samples]
-    if not shared:
-        return
-    worst = max(shared, key=lambda each: each.shared / each.samples)
-    is_meant = len(shared) < len(overlaps) or worst.same_loader
-    yield run.finding(
-        run.last_step,
         severity="info" if is_meant else "warning",
-        symptom=f"{worst.shared / worst.samples:.0%} of the evaluated samples ({worst.shared}) are also trained on",
-        sure=0.4 if is_meant else 0.95,
-        evidence=[("shared samples", worst.shared, 0), ("evaluated samples", worst.samples)],
+        symptom=f"{shared} of {samples} evaluated samples ({shared / samples:.0%}) are also trained on, by {by}",
+        cause="the training set itself is evaluated, too" if is_meant else "",
+        where=Where(source=source),
+        evidence=[("evaluated samples that are trained on", shared, 0)],
     )
 
 
-def _by_rows(run: RunContext, facts: RowsFacts) -> Iterator[Result]:
-    last = facts.evaluations[-1]
-    if facts.new_lately > PART:
-        yield NotApplicable("training still meets new rows")
-        return
-    parts = [each for each in last.parts if _overlaps(each, last, facts) and (each.has_source or _is_mixed(each))]
-    if not parts:
-        yield Passed(f"{last.rows} evaluated rows")
-        return
-    worst = max(parts, key=lambda each: each.shared)
-    is_same = worst.shared >= (1 - PART) * last.trained
-    yield run.finding(
-        max(1, facts.steps),
-        severity="info" if is_same else "warning",
-        symptom=f"{worst.shared} of {worst.distinct} evaluated rows are also trained on, by their content",
-        sure=0.85,
-        evidence=[("fraction of evaluated rows that are trained on", round(worst.shared / worst.distinct, 3), 0.0)],
-    )
-
-
-def _overlaps(part: EvaluatedPart, last: EvaluatedRows, facts: RowsFacts) -> bool:
-    """Whether some rows and not all are trained on, and more than are equal by chance.
-
-    Repeats within the part show how many rows of whole numbers are equal by chance.
-    """
-    repeats = part.rows - part.distinct + (not facts.is_continuous)
-    by_chance = 2.0 * repeats * last.trained / max(1, part.rows)
-    return PART * part.distinct < part.shared < (1 - PART) * part.distinct and part.shared > CHANCE * by_chance
-
-
-def _is_mixed(part: EvaluatedPart) -> bool:
-    """Whether calls read both kinds of rows, and not first the ones and then the others."""
-    return bool(part.mixed) and not (part.calls >= 4 and part.mixed <= 2)
+def _by_chance(last: EvaluatedRows, rows: RowsFacts) -> float:
+    """Repeats among the evaluated rows show how many rows of whole numbers are equal by chance."""
+    repeats = last.rows - last.distinct + (not rows.is_continuous)
+    return CHANCE * repeats * last.trained / max(1, last.rows)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
+from trainwright.runlog.records import Where
 
 BATCHES = 16
 
 
-@check(stage="input", severity="critical", needs=LoadersFacts, explains=("data.label_noise",))
+@check(stage="input", severity="critical", needs=LoadersFacts)
 def unshuffled(run: RunContext) -> Iterator[Result]:
     """The data is sorted by class and read in its order, so each batch holds hardly more than one class.
 
@@ -45,6 +46,7 @@ def unshuffled(run: RunContext) -> Iterator[Result]:
         symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, shuffled {usual:.2f}",
         cause="" if facts.ascending else "the sampler puts samples of one class together; fine if that is intended",
         sure=0.9 if facts.ascending else 0.7,
+        where=Where(source=facts.source),
         evidence=[("label entropy of a batch", round(mean, 3), round(usual, 3)), ("batches", len(entropies))],
         explains=("optim.lr_too_high",),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runlog.records import Tried
+from trainwright.runlog.records import Tried, Where
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)
@@ -49,6 +49,7 @@ def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
         if among
         else "the workers draw the same random numbers in every epoch",
         cause="worker_init_fn gives each worker the same seed" if drawn.init else "",
+        where=Where(source=facts.source if facts else None),
         evidence=[
             ("one sample read in two workers", "equal" if among else "different", "different"),
             ("one sample read in two epochs", "equal" if drawn.equal_epochs else "different", "different"),

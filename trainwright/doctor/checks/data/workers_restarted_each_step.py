@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
+from trainwright.runlog.records import Where
 
 OFTEN = 8
 """Iterators that are no test, and no short epochs."""
@@ -39,6 +40,7 @@ def workers_restarted_each_step(run: RunContext) -> Iterator[Result]:
                 run.last_step,
                 symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "
                 "workers start again each time",
+                where=Where(source=facts.source if facts else None),
                 evidence=[("batches of an iterator", round(each.batches / each.iterators, 2), each.length)],
             )
             return

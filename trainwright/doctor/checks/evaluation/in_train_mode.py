@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modes import ModesFacts
+from trainwright.runlog.records import Where
 
 MAX_FRACTION = 0.25
 """Of the steps: passes without gradients that are more frequent belong to the steps (targets, pseudo labels)."""
@@ -47,6 +48,7 @@ def in_train_mode(run: RunContext) -> Iterator[Result]:
             symptom=f"an evaluation after step {bursts[0]} ran in train mode{norms}",
             sure=0.7 if in_eval else None,
             since_step=bursts[0],
+            where=Where(source=facts.source),
             evidence=[
                 ("evaluations in train mode, after steps", list(bursts), []),
                 ("evaluations in eval mode", len(in_eval)),

@@ -12,10 +12,9 @@ from trainwright.runlog.records import Watched
 
 
 @check(
-    stage="backward", severity="critical", confidence=0.95,
+    points_at="zero_grad", stage="backward", severity="critical", confidence=0.95,
     explains=(
         "optim.lr_too_low", "gradient.accumulation_not_normalised", "optim.missing_zero_grad",
-        "loop.calls_out_of_order",
     ),
 )  # fmt: skip
 def accumulation_discarded(run: RunContext) -> Iterator[Result]:

@@ -11,7 +11,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.shared_calls import kinds
 
 
-@check(stage="backward", confidence=0.95, needs=CallsFacts)
+@check(points_at="step", stage="backward", confidence=0.95, needs=CallsFacts)
 def accumulation_leftover(run: RunContext) -> Iterator[Result]:
     """The last, short window of an epoch is added to the first window of the next one.
 

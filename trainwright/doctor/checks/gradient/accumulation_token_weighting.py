@@ -13,7 +13,7 @@ UNEVEN, OFF = 1.5, 0.25
 """Largest over smallest count; how far a micro-batch's weight is from its fraction of the targets, relative."""
 
 
-@check(stage="loss", confidence=0.85, needs=AccumulationFacts)
+@check(points_at="backward", stage="loss", confidence=0.85, needs=AccumulationFacts)
 def accumulation_token_weighting(run: RunContext) -> Iterator[Result]:
     """Micro-batches of unequal numbers of targets have equal weights, so targets of short ones count too much.
 

@@ -14,16 +14,14 @@ MIN_STEPS, MOSTLY = 4, 0.75
 """Steps, and the fraction of them that differ: the last of an epoch may have fewer micro-batches."""
 
 
-@check(stage="backward", confidence=0.85, needs=CallsFacts)
+@check(points_at="step", stage="backward", confidence=0.85, needs=CallsFacts)
 def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
     """A step has another number of micro-batches than it should.
 
     How it is detected: backward passes between updates are counted. Three quarters of the steps have another number
-    than `tw.watch(accumulation=...)` was told; or the first step has one and the next ones have several; or (only with
-    -v) the last step of each epoch has fewer.
+    than `tw.watch(accumulation=...)` was told; or the first step has one and the next ones have several.
 
-    Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`); a
-    range that begins at 1; a loss divided by the full number in a short window.
+    Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`).
 
     Looks like: gradient.accumulation_leftover, where a window is too long.
 
@@ -40,7 +38,6 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
         return
     other = [n for n in counts.values() if n < told]
     later = [n for step, n in counts.items() if step > 1]
-    short = [(step, n) for step, n in facts.last_windows if counts.get(step) == n and n < usual]
     if len(other) >= max(MIN_STEPS, MOSTLY * len(counts)):
         yield run.finding(
             run.last_step,
@@ -57,14 +54,6 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
             sure=0.8,
             since_step=1,
             evidence=[("backward passes of the first update", 1, usual)],
-        )
-    elif len(short) >= 2:
-        yield run.finding(
-            short[-1][0],
-            symptom=f"the last update of an epoch has {short[-1][1]} of {usual} micro-batches",
-            severity="info",
-            sure=0.7,
-            evidence=[("epochs like this", len(short), 0)],
         )
     else:
         yield Passed(f"{times} of {len(counts)} steps have {usual} micro-batches")

@@ -16,7 +16,7 @@ MIN_SCALE, MEANT = 64.0, 0.02
 @check(
     points_at="clip", stage="clip", severity="critical", confidence=0.97, needs=CallsFacts,
     explains=(
-        "gradient.clip_always_active", "gradient.vanishing", "loop.calls_out_of_order", "optim.lr_too_low",
+        "gradient.clip_always_active", "gradient.vanishing", "optim.lr_too_low",
         "precision.gradients_not_unscaled",
     ),
 )  # fmt: skip

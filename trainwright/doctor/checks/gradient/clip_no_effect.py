@@ -11,7 +11,7 @@ from trainwright.doctor.shared_calls import has_closure, kinds
 from trainwright.runlog.records import Watched
 
 
-@check(points_at="clip", stage="clip", confidence=0.95, explains=("loop.calls_out_of_order",))
+@check(points_at="clip", stage="clip", confidence=0.95)
 def clip_no_effect(run: RunContext) -> Iterator[Result]:
     """Clipping is called, and updates are made with gradients above the threshold.
 

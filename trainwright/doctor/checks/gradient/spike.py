@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
+from trainwright.doctor.shared_calls import kinds
 
-RAISED = 3.0
-"""Times the usual learning rate, or that of the step before: no schedule that has settled, no ramp."""
 DONE = {"warn": "the update was made", "skip": "the update was left out", "rollback": "the run went back"}
 
 
@@ -19,8 +18,7 @@ def spike(run: RunContext) -> Iterator[Result]:
 
     How it is detected: the spike detector of the watch, in every step.
 
-    Exceptions: reported only with -v where it was clipped, where the loss has come back, or where the loop raises the
-    learning rate step by step.
+    Exceptions: reported only with -v where it was clipped, or where the loss has come back.
 
     Usual cause: a batch that is unlike the others, a learning rate that was raised, or a steep place.
 
@@ -32,12 +30,11 @@ def spike(run: RunContext) -> Iterator[Result]:
         return
     first = spikes[0]
     norm, usual, _, action = first.values["spike"]
-    clipped = any(kind == "clip" and each["at"] < norm for kind, each in first.events)
-    harmless = action == "warn" and (clipped or _is_ramp(run, first.step) or _went_on_well(run, first.step))
+    is_clipped = any(clip["at"] < norm for _, clip in kinds(first, "clip"))
     yield run.finding(
         first.step,
         symptom=f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual one",
-        severity="info" if harmless else "warning",
+        severity="info" if action == "warn" and (is_clipped or _went_on_well(run, first.step)) else "warning",
         since_step=first.step,
         evidence=[
             ("gradient norm before clipping", norm, usual),
@@ -53,12 +50,3 @@ def _went_on_well(run: RunContext, step: int) -> bool:
     after = [each.loss for each in run.steps if step < each.step]
     soon = [each.loss for each in run.steps if step < each.step <= step + 8]
     return bool(soon and before) and min(statistics.median(soon), statistics.median(after[-8:])) <= max(before)
-
-
-def _is_ramp(run: RunContext, step: int) -> bool:
-    """Whether the rate of the last 8 updates is far above the usual one, and was not raised in one step."""
-    rates = [each.lr for each in run.steps if each.step <= step]
-    lately = rates[-32:]
-    raised = len(lately) > 2 and max(lately[-8:]) > RAISED * statistics.median(lately)
-    jumps = [n for n in range(max(1, len(rates) - 8), len(rates)) if rates[n] > RAISED * max(rates[:n]) > 0.0]
-    return raised and not jumps

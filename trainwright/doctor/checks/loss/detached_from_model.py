@@ -19,7 +19,6 @@ STRANGE = "the loss is not made of what the watched model returned"
     severity="critical",
     confidence=0.95,
     explains=(
-        "data.label_noise",
         "data.label_feature_misaligned",
         "gradient.*",
         "model.input_unused",

@@ -44,7 +44,8 @@ def future_leak(run: RunContext) -> Iterator[Result]:
         return
     is_new = exams[-1][0] < run.last_step if exams else not run.was_tried(TokensFacts)
     if len(exams) < TRIES and is_new:
-        yield ExperimentRequest(TokensFacts.experiment)
+        step = None if exams else run.every(BatchFacts)[-1][0]
+        yield ExperimentRequest(TokensFacts.experiment, step)
     for step, facts in exams:
         for loss in facts.losses:
             if loss.offset != 1 or loss.sees is None or loss.sees <= SEEN:

@@ -13,7 +13,7 @@ from trainwright.runlog.records import Watched
 
 @check(
     points_at="backward", stage="backward", severity="critical", confidence=0.95, needs=CallsFacts,
-    explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active", "loop.calls_out_of_order"),
+    explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active"),
 )  # fmt: skip
 def missing_zero_grad(run: RunContext) -> Iterator[Result]:
     """Gradients are never cleared, so each update also contains the gradients of all steps before it.

@@ -11,7 +11,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 
 @check(
     stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
-    explains=("optim.lr_too_high", "optim.stepped_twice", "loop.calls_out_of_order"),
+    explains=("optim.lr_too_high", "optim.stepped_twice"),
 )  # fmt: skip
 def params_in_two_optimizers(run: RunContext) -> Iterator[Result]:
     """Two optimizers hold the same parameters, and both step.

@@ -11,7 +11,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 
 @check(
     points_at="step", stage="update", severity="critical", confidence=0.95, needs=CallsFacts,
-    explains=("optim.lr_too_high", "loop.calls_out_of_order"),
+    explains=("optim.lr_too_high",),
 )  # fmt: skip
 def stepped_twice(run: RunContext) -> Iterator[Result]:
     """An optimizer makes two updates for one backward pass.

@@ -13,7 +13,7 @@ from trainwright.runlog.records import Watched
 @check(
     stage="update", severity="critical", confidence=0.98,
     explains=(
-        "optim.*", "gradient.*", "model.*", "loss.*", "loop.calls_out_of_order", "schedule.learning_rate_zero",
+        "optim.*", "gradient.*", "model.*", "loss.*", "schedule.learning_rate_zero",
     ),
 )  # fmt: skip
 def zero_grad_before_step(run: RunContext) -> Iterator[Result]:

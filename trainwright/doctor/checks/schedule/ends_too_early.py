@@ -13,7 +13,13 @@ MIN_STEPS, WASTED, MOST = 48, 0.25, 0.9
 """Steps of a run that is no trial; fractions of it at next to no rate. A cosine to 0 makes a fiftieth of it there."""
 
 
-@check(stage="update", confidence=0.8, needs=LearningRateFacts, explains=("schedule.learning_rate_zero",))
+@check(
+    points_at="schedule",
+    stage="update",
+    confidence=0.8,
+    needs=LearningRateFacts,
+    explains=("schedule.learning_rate_zero",),
+)
 def ends_too_early(run: RunContext) -> Iterator[Result]:
     """The learning rate is next to nothing long before the end of the run.
 

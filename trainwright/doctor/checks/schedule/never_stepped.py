@@ -11,7 +11,7 @@ from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
-    stage="loop", confidence=0.95, needs=LearningRateFacts,
+    points_at="step", stage="loop", confidence=0.95, needs=LearningRateFacts,
     explains=("optim.weights_never_move", "optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
 )  # fmt: skip
 def never_stepped(run: RunContext) -> Iterator[Result]:

@@ -9,7 +9,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(stage="loop", confidence=0.95, needs=LearningRateFacts, explains=("schedule.never_stepped",))
+@check(
+    points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts, explains=("schedule.never_stepped",)
+)
 def of_other_optimizer(run: RunContext) -> Iterator[Result]:
     """A scheduler is stepped whose optimizer never steps.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
+from trainwright.doctor.facts.schedule import LearningRateFacts, PlateauMetric, SchedulerFacts
 from trainwright.doctor.finding import RemedyTrial
 
 
@@ -24,7 +24,7 @@ def plateau_mode(run: RunContext) -> Iterator[Result]:
 
     Why it matters: the better the training goes, the sooner the learning rate is near 0.
 
-    How it is detected: the metric moves in one direction while the training loss falls, and the rate was cut.
+    How it is detected: up to the first cut of the rate the metric moves in one direction while the training loss falls.
 
     Usual cause: `mode="max"` for a loss, or `mode="min"`, the default, for an accuracy.
 
@@ -34,14 +34,15 @@ def plateau_mode(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(LearningRateFacts)
     for each in facts.schedulers if facts is not None else ():
-        right = _right_mode(each)
-        first = each.metrics[0].lr if each.metrics else 0.0
-        if facts is None or not right or not (facts.lrs[-1][1] < first or each.metrics[-1].lr < first):
+        until_cut = _until_cut(each)
+        right = _right_mode(each.parts[0].mode, until_cut)
+        if facts is None or not right:
             continue
-        values = [row.value for row in each.metrics]
+        values = [row.value for row in until_cut]
         yield run.finding(
             run.last_step,
-            symptom=f"the learning rate is cut while the metric goes {values[0]:.3g} -> {values[-1]:.3g}",
+            symptom=f"the learning rate of ReduceLROnPlateau is cut while its metric improves: {values[0]:.3g} -> "
+            f"{values[-1]:.3g}",
             remedy=f'mode="{right}"',
             evidence=[("mode", each.parts[0].mode, right)],
             trial=RemedyTrial("another_rate", {"lr": facts.peak}),
@@ -49,19 +50,24 @@ def plateau_mode(run: RunContext) -> Iterator[Result]:
         return
 
 
-def _right_mode(each: SchedulerFacts) -> str:
+def _until_cut(each: SchedulerFacts) -> Sequence[PlateauMetric]:
+    """The metrics up to the first cut of the rate: later ones stand still because of it."""
+    cut = next((n for n, row in enumerate(each.metrics) if row.lr < each.metrics[0].lr), None)
+    return () if each.kind != "ReduceLROnPlateau" or cut is None else each.metrics[: max(cut + 1, 3)]
+
+
+def _right_mode(mode: str, rows: Sequence[PlateauMetric]) -> str:
     """ "" where it is the one that it has, or is not known."""
-    values, losses = [row.value for row in each.metrics], [row.loss for row in each.metrics]
-    if each.kind != "ReduceLROnPlateau" or len(values) < 3 or not losses[-1] < losses[0]:
+    values = [row.value for row in rows]
+    if len(rows) < 3 or not rows[-1].loss < rows[0].loss:
         return ""
-    mode = each.parts[0].mode
     if mode == "max" and _falls(values):
         return "min"
     is_share = min(values) >= 0 and (max(values) <= 1 or 10 < max(values) <= 100)
-    is_score = is_share and not math.isclose(values[0], losses[0], rel_tol=0.3)
+    is_score = is_share and not math.isclose(values[0], rows[0].loss, rel_tol=0.3)
     return "max" if mode == "min" and is_score and _falls([-value for value in values]) else ""
 
 
-def _falls(values: list[float]) -> bool:
+def _falls(values: Sequence[float]) -> bool:
     """Whether values fall in most steps, and in all."""
     return values[-1] < values[0] and sum(b < a for a, b in pairwise(values)) >= 0.7 * (len(values) - 1)

@@ -10,7 +10,7 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
 
 @check(
-    stage="loop", confidence=0.9, needs=LearningRateFacts,
+    points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
     explains=("schedule.unit_mismatch", "schedule.ends_too_early", "schedule.learning_rate_zero", "optim.lr_too_low"),
 )  # fmt: skip
 def stepped_several_times(run: RunContext) -> Iterator[Result]:
@@ -47,9 +47,8 @@ def stepped_several_times(run: RunContext) -> Iterator[Result]:
 
 
 def _symptom(each: SchedulerFacts) -> str | None:
-    windows = each.known_windows
-    times = windows[-1].calls if windows else 0
-    if len(windows) >= 2 and times >= 2 and all(w.calls == w.in_a_row == times for w in windows):
+    times = each.windows[-1].calls if each.windows else 0
+    if len(each.windows) >= 2 and times >= 2 and all(w.calls == w.in_a_row == times for w in each.windows):
         return f"{each.kind} advances {times} times after each update"
     if each.advanced >= 3 and abs(each.repeated - each.advanced) <= 1:
         return f"{each.kind} is stepped twice in a row, {each.repeated} times"

@@ -20,9 +20,8 @@ def unit_mismatch(run: RunContext) -> Iterator[Result]:
 
     Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up.
 
-    How it is detected: calls of `scheduler.step()` against updates, micro-batches and epochs. It is called after every
-    micro-batch; or with every update while its own numbers end it within one epoch; or its length is that of the run in
-    updates, and it is called far less often.
+    How it is detected: `scheduler.step()` is called after every micro-batch; or with every update while its own numbers
+    end it within one epoch; or its length is that of the run in updates, and it is called far less often.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round.
 
@@ -38,60 +37,48 @@ def unit_mismatch(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no scheduler is known")
         return
     for each in facts.schedulers:
-        found = (
-            _micro_batches(each)
-            or _spent_in_an_epoch(facts, each)
-            or (_never_reached(facts, each) if run.finished else "")
-        )
-        if found:
+        symptom = _per_micro_batch(each) or _over_in_an_epoch(facts, each)
+        if symptom or (run.finished and (symptom := _never_reached(facts, each))):
             yield run.finding(
                 run.last_step,
-                symptom=found,
+                symptom=symptom,
                 severity="warning" if facts.exhausted is None else "critical",
-                evidence=[
-                    ("calls of scheduler.step()", each.calls),
-                    ("updates", facts.steps),
-                    ("epochs", facts.epochs),
-                ],
+                evidence=[("calls of scheduler.step()", each.calls), ("updates", facts.steps)],
                 trial=RemedyTrial("another_rate", {"lr": facts.peak}),
             )
             return
     yield Passed(f"{facts.schedulers[0].calls} calls in {facts.steps} steps")
 
 
-def _micro_batches(each: SchedulerFacts) -> str:
-    windows = each.known_windows
-    if not windows or any(w.calls < 2 or w.calls != w.backwards or w.in_a_row > 1 for w in windows):
+def _per_micro_batch(each: SchedulerFacts) -> str:
+    if not each.windows or any(w.calls < 2 or w.calls != w.backwards or w.in_a_row > 1 for w in each.windows):
         return ""
-    return f"scheduler.step() is called after each of the {windows[-1].calls} micro-batches of a step"
+    return f"scheduler.step() is called after each of the {each.windows[-1].calls} micro-batches of a step"
 
 
-def _spent_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
-    windows = each.known_windows
+def _over_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
     has_fallen = len(facts.lrs) > 1 and facts.lrs[-1][1] < facts.peak
-    if not windows or facts.length is None or not has_fallen or any(w.calls != 1 for w in windows):
+    if not each.windows or facts.length is None or not has_fallen or any(w.calls != 1 for w in each.windows):
         return ""
-    per_epoch = facts.length / max(1, windows[-1].backwards)
-    worth = min(map(_worth, each.parts), default=math.inf)
-    if worth >= per_epoch:
+    updates = facts.length / max(1, each.windows[-1].backwards)
+    if min(map(_full_steps, each.parts), default=math.inf) >= updates:
         return ""
+    (step, now), kind = facts.lrs[-1], each.kind
     return (
-        f"{each.kind} is stepped with every update, has cut the learning rate from {facts.peak:.3g} to "
-        f"{facts.lrs[-1][1]:.3g} by step {facts.lrs[-1][0]:g}, and ends before the first epoch of {per_epoch:g} updates"
+        f"{kind} is stepped with every update: the learning rate is {now:.3g} instead of {facts.peak:.3g} in step "
+        f"{step:g}, and an epoch has {updates:g}"
     )
 
 
-def _worth(part: PartFacts) -> float:
-    """The sum of all factors that a decaying schedule will ever give, in steps at the first learning rate."""
+def _full_steps(part: PartFacts) -> float:
+    """The sum of all factors that a decaying schedule will ever give."""
     gamma = 1.0 if part.gamma is None else part.gamma
     if not 0 <= gamma < 0.999:
         return math.inf
-    if part.kind == "StepLR" and part.step_size:
-        return part.step_size / (1 - gamma)
-    if part.kind == "ExponentialLR":
-        return 1 / (1 - gamma)
-    is_low = part.kind == "MultiStepLR" and part.milestones and gamma ** len(part.milestones) <= 0.1
-    return 4.0 * part.milestones[-1] if is_low else math.inf  # legal in the last three quarters of one epoch
+    if part.kind == "MultiStepLR" and part.milestones and gamma ** len(part.milestones) <= 0.1:
+        return 4.0 * part.milestones[-1]  # it may end in the last three quarters of one epoch
+    lengths = {"StepLR": part.step_size, "ExponentialLR": 1.0}
+    return (lengths.get(part.kind) or math.inf) / (1 - gamma)
 
 
 def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:

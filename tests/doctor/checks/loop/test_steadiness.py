@@ -1,0 +1,66 @@
+"""Random states that repeat, rates that are 0 or negative, and evaluations that change the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.doctor.checks.data.loops import exam, said
+from tests.doctor.checks.loops import alarms, mlp, watched
+from trainwright.doctor.check import Check
+from trainwright.doctor.discovery import check_of
+from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
+from trainwright.doctor.facts.function import FunctionFacts
+from trainwright.doctor.facts.weights import WeightsFacts
+
+
+def of(code: str) -> Check:
+    found = check_of(code)
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [True, False], ids=["seeded in each step", "seeded once"])
+def test_a_seed_in_the_loop(seeds: bool) -> None:
+    def after_update() -> None:
+        if seeds:
+            torch.manual_seed(1)
+
+    found = alarms(watched(mlp(nn.Dropout(0.2)), after_update=after_update))
+    assert ("loop.random_state_repeats" in found) == seeds
+
+
+@pytest.mark.parametrize(("rate", "found"), [(-1e-3, 1), (0.0, 0), (1e-3, 0)])
+def test_a_negative_rate(rate: float, found: int) -> None:
+    facts = WeightsFacts(steps=9, updates=9, tensors=4, moved=4, lowest_rate=rate, lowest_at=7)
+    assert len(said(of("schedule.learning_rate_negative"), exam(9, facts))) == found
+
+
+@pytest.mark.parametrize(
+    ("steps", "since", "before", "found"),
+    [(20, 1, 0.0, 1), (8, 1, 0.0, 0), (100, 70, 0.1, 1), (100, 96, 0.1, 0), (100, 70, 1e-4, 0)],
+    ids=["from the start", "a warm-up", "cut", "a short tail", "decayed"],
+)
+def test_a_rate_of_0(steps: int, since: int, before: float, found: int) -> None:
+    facts = WeightsFacts(
+        steps=steps, updates=steps, tensors=4, moved=4, at_0_since=since, rate_before_0=before, highest_rate=0.1
+    )
+    assert len(said(of("schedule.learning_rate_zero"), exam(steps, facts))) == found
+
+
+@pytest.mark.parametrize(
+    ("written", "severities"),
+    [(("norm.running_mean",), ["warning"]), (("cache",), ["info"]), ((), [])],
+    ids=["statistics", "a cache", "nothing"],
+)
+def test_an_evaluation_that_writes_buffers(written: tuple[str, ...], severities: list[str]) -> None:
+    assert said(of("evaluation.changes_statistics"), exam(1, FunctionFacts(written=written))) == severities
+
+
+@pytest.mark.parametrize(("has_moved", "own", "found"), [(False, 0, 1), (True, 0, 0), (False, 3, 0)])
+def test_an_average_that_never_moves(has_moved: bool, own: int, found: int) -> None:
+    copy = CopyFacts("Net", "Net", ("a",), (), (), (), 3, 0.0, has_moved)
+    facts = AveragesFacts(steps=60, since=60, own_evaluations=own, is_resumed=False, copies=(copy,))
+    assert len(said(of("evaluation.average_never_moves"), exam(60, facts))) == found

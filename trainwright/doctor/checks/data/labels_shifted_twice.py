@@ -1,0 +1,42 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.data import BatchFacts
+from trainwright.runlog.records import Where
+
+
+@check(stage="label", severity="critical", confidence=0.9, needs=BatchFacts, explains=("loss.no_shift",))
+def labels_shifted_twice(run: RunContext) -> Iterator[Result]:
+    """The labels are shifted twice: the model learns the token after the next one.
+
+    Why it matters: the loss falls as usual, and what the model generates leaves out every second token.
+
+    How it is detected: the position of each prediction in the input is found by its scores, and its target is the token
+    two positions later.
+
+    Exceptions: a further loss on the next token, as with several prediction heads.
+
+    Usual cause: the data set shifts the labels, and the model, as those of transformers, shifts them again.
+
+    Looks like: loss.no_shift, where nothing shifts them.
+
+    Fix: shift in one place: pass `labels=input_ids` to a model that shifts them itself.
+
+    Sources: huggingface/transformers#32944, wdndev/tiny-llm-zh#10.
+    """
+    step, facts = run.every(BatchFacts)[-1]
+    if not facts.offsets:
+        yield NotApplicable("no target is a token of the input")
+    elif 2 in facts.offsets and 1 not in facts.offsets:
+        yield run.finding(
+            step,
+            where=Where(op="cross_entropy"),
+            evidence=[("position of the target after that of its prediction", 2, 1)],
+        )
+    else:
+        yield Passed("the positions of targets")

@@ -1,0 +1,43 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Passed, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import AttributesFacts
+from trainwright.runlog.records import Where
+
+
+@check(stage="loop", confidence=0.9, needs=AttributesFacts)
+def attribute_without_effect(run: RunContext) -> Iterator[Result]:
+    """An attribute is set that nothing reads: weights are not frozen, or the learning rate does not change.
+
+    Why it matters: Python makes a new attribute of a wrong name, so there is no error and no effect.
+
+    How it is detected: parameters that are trained and have an attribute like `requires_grad`; a module with
+    `requires_grad = False` whose parameters are trained; an optimizer of torch with an attribute `lr`.
+
+    Exceptions: a module whose class reads the attribute.
+
+    Usual cause: `param.require_grad = False`, `module.requires_grad = False` or `optimizer.lr = ...`.
+
+    Fix: `param.requires_grad = False`, `module.requires_grad_(False)`, `optimizer.param_groups[0]["lr"] = ...`.
+
+    Sources: udacity/deep-learning-v2-pytorch#12; discuss.pytorch.org, "requires_grad on a module".
+    """
+    facts = run.latest(AttributesFacts)
+    if facts is None or not facts.idle:
+        yield Passed("the attributes of parameters, modules and optimizers")
+        return
+    first = facts.idle[0]
+    what = f"{first.count} parameters are trained" if first.known.startswith("requires") else "the learning rate stays"
+    yield run.finding(
+        max(1, run.last_step),
+        symptom=f"the attribute {first.name} of {first.owner} is read by nothing: {what}",
+        remedy=f"set {first.known}",
+        since_step=1,
+        where=Where(module=first.owner.removesuffix(".weight").removesuffix(".bias")),
+        evidence=[(f"set on {each.owner}", each.name, each.known) for each in facts.idle[:8]],
+    )
