@@ -15,10 +15,22 @@ from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.doctor.facts.reference import Point, ReferenceFacts, Traits
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import Measured
-from trainwright.doctor.shared_calls import LETTERS, WORDS
 from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Watched
 
+WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "autograd_grad": "backward",
+    "zero_grad": "zero_grad",
+    "unscale": "unscale_",
+    "clip": "clip",
+    "step": "step",
+    "scaler_skipped": "step",
+    "scaler_update": "scaler.update",
+    "schedule": "scheduler.step",
+}
+"""By kind of event; others are no part of the order of calls."""
 MIN_STEPS = 8
 """Steps before a run is compared: the first may be a warm-up of the loop itself."""
 MAX_POINTS = 128
@@ -30,7 +42,7 @@ MIN_SPREAD = 0.25
 def traits_of(run: RunContext) -> Traits:
     """The traits of a run."""
     steps = run.steps
-    words = Counter("".join(LETTERS[kind] for kind, _ in each.events if kind in LETTERS) for each in steps)
+    words = Counter(" ".join(WORDS[kind] for kind, _ in each.events if kind in WORDS) for each in steps)
     updates = [value for each in steps for kind, value in each.events if kind == "step" and isinstance(value, dict)]
     modes, weights, calls = run.latest(ModesFacts), run.latest(WeightsFacts), run.latest(CallsFacts)
     batch, rows, targets = run.latest(BatchFacts), run.latest(RowsFacts), run.latest(TargetsFacts)
@@ -38,7 +50,7 @@ def traits_of(run: RunContext) -> Traits:
     evaluations = modes and modes.num_evaluated_in_train + len(modes.evaluated_in_eval)
     return Traits(
         steps=run.last_step,
-        calls=" ".join(WORDS[each] for each in words.most_common(1)[0][0]) if words else "",
+        calls=words.most_common(1)[0][0] if words else "",
         loss_calls=tuple(sorted(losses)),
         autocast=statistics.fmean(bool(each.get("autocast")) for each in updates) if updates else None,
         eval_modules=tuple(sorted(each.module for each in modes.eval if each.trained)) if modes else None,
@@ -49,7 +61,7 @@ def traits_of(run: RunContext) -> Traits:
         rows=rows.batch if rows and rows.batch else None,
         shapes=tuple(str(list(each.shape[1:])) for each in batch.inputs) if batch else (),
         scale=max((each.std for each in batch.inputs if each.std is not None), default=None) if batch else None,
-        distinct=rows.distinct / rows.rows if rows and rows.rows else None,
+        new_rows=rows.new_lately if rows else None,
         largest_target=targets.largest if targets and targets.targets else None,
         course=tuple(Point(each.step, each.loss, each.grad_norm, each.lr) for each in _thinned(steps)),
     )

@@ -32,7 +32,7 @@ class Traits:
         rows: Rows of a step.
         shapes: Shapes of the inputs of a step, without the number of rows.
         scale: The largest standard deviation of an input; None for ids.
-        distinct: Fraction of the rows that were read for the first time.
+        new_rows: Fraction of the rows of the last steps that had not been read before.
         largest_target: The largest class or token id among the targets.
         course: The numbers of recorded steps.
     """
@@ -49,7 +49,7 @@ class Traits:
     rows: int | None = None
     shapes: tuple[str, ...] = ()
     scale: float | None = None
-    distinct: float | None = None
+    new_rows: float | None = None
     largest_target: int | None = None
     course: tuple[Point, ...] = ()
 

@@ -155,7 +155,9 @@ class Schedules(Probe):
         trained = {id(p) for root in self._roots for p in root.parameters()}
         shares = any(id(p) in trained for p in owned_by(each.optimizer))
         is_late = self._steps >= (2 if shares else STRAY_AFTER) and each.calls >= 2
-        is_stray = id(each.optimizer) not in self._stepped and is_late
+        stepped = [o for o in self._optimizers if id(o) in self._stepped]
+        is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # it may be a wrapper of one
+        is_stray = is_stray and id(each.optimizer) not in self._stepped
         if not is_stray and not any(share_groups(each.optimizer, o) for o in self._optimizers):
             return None
         return SchedulerFacts(

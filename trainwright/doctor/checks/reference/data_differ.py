@@ -18,7 +18,7 @@ def data_differ(run: RunContext) -> Iterator[Result]:
     """The batches differ from those of the reference run in shape, scale, number of rows, classes or repetition.
 
     How it is detected: the rows of a step, the shapes of the inputs, their standard deviation, the largest target, and
-    the fraction of rows that were read for the first time, from the 8th step on.
+    in runs of equal length the fraction of rows that are new at the end, from the 8th step on.
 
     Usual cause: another data set, batch size or preprocessing, or a sampler that repeats.
 
@@ -36,8 +36,8 @@ def data_differ(run: RunContext) -> Iterator[Result]:
     )
     if apart(here.scale, there.scale, MIN_SCALE):
         evidence.append(("largest standard deviation of an input", here.scale, there.scale))
-    if apart(here.distinct, there.distinct) and 2 * here.steps > there.steps:
-        evidence.append(("fraction of rows that are new", here.distinct, there.distinct))
+    if apart(here.new_rows, there.new_rows) and here.steps == there.steps:
+        evidence.append(("fraction of rows that are new", here.new_rows, there.new_rows))
     ours, theirs = here.largest_target, there.largest_target
     if ours is not None and theirs is not None and not theirs / 2 <= ours <= theirs:
         evidence.append(("largest target", ours, theirs))

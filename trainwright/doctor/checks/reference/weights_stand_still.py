@@ -18,7 +18,7 @@ def weights_stand_still(run: RunContext) -> Iterator[Result]:
 
     Usual cause: a part of the model that is cut off from the loss, frozen, or missing in the optimizer.
 
-    Looks like: gradient.does_not_reach, optim.weights_never_move, which name the weights.
+    Looks like: gradient.graph_cut, optim.weights_never_move, which name the weights.
 
     Fix: compare the parameters of the optimizer and the forward pass with those of the reference run.
     """
