@@ -12,7 +12,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.data import BatchFacts, RowsFacts, TargetsFacts
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.facts.modes import ModesFacts
-from trainwright.doctor.facts.reference import Point, ReferenceFacts, Traits
+from trainwright.doctor.facts.reference import ReferenceFacts, StepNumbers, Traits
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import Measured
 from trainwright.runlog.json_values import JsonValue
@@ -63,7 +63,7 @@ def traits_of(run: RunContext) -> Traits:
         scale=max((each.std for each in batch.inputs if each.std is not None), default=None) if batch else None,
         new_rows=rows.new_lately if rows else None,
         largest_target=targets.largest if targets and targets.targets else None,
-        course=tuple(Point(each.step, each.loss, each.grad_norm, each.lr) for each in _thinned(steps)),
+        course=tuple(StepNumbers(each.step, each.loss, each.grad_norm, each.lr) for each in _thinned(steps)),
     )
 
 

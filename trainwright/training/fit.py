@@ -31,7 +31,7 @@ from trainwright.training.arguments import naming_remedies, require_known
 from trainwright.training.asked_metrics import MetricsLike, split_metrics
 from trainwright.training.made_by import PASSED, Rebuild, made_by, seeded
 from trainwright.training.own_step import no_loss, require_no_loss_needed
-from trainwright.training.passed import Passed, live_name, passed
+from trainwright.training.passed import GivenObjects, live_name, passed
 from trainwright.training.ready_lists import ready_if_batches
 from trainwright.training.result import Result
 from trainwright.training.run import train
@@ -407,7 +407,7 @@ def _until(until: str | None, epochs: float | None, steps: int | None) -> str | 
 
 
 def _overrides(
-    settings: Mapping[str, object], by_path: Mapping[str, object], objects: Passed
+    settings: Mapping[str, object], by_path: Mapping[str, object], objects: GivenObjects
 ) -> list[tuple[str, object]]:
     """Returns paths with their values, a section before the keys inside it.
 
@@ -423,7 +423,7 @@ def _overrides(
     return [*overrides, *by_path.items()]
 
 
-def _require_new(path: str, by_path: Mapping[str, object], objects: Passed) -> None:
+def _require_new(path: str, by_path: Mapping[str, object], objects: GivenObjects) -> None:
     """Raises UsageError where a path of ``settings`` says what another argument of ``fit`` says already."""
     keys = tuple(path.split("."))
     for set_already in by_path:

@@ -18,7 +18,7 @@ ALWAYS_PASSED = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("da
 """Sections of the recipe that ``fit`` is given as objects: neither ``use`` nor ``args`` may be set."""
 
 
-class Passed(NamedTuple):
+class GivenObjects(NamedTuple):
     """Optimizer and schedule where they are objects; None where the recipe names them.
 
     ``sections`` describe them, and ``may_set`` has the keys of such a section that ``settings`` may still set; None:
@@ -44,9 +44,9 @@ class Passed(NamedTuple):
         return "" if is_allowed else keys[0]
 
 
-def passed(optimizer: object, schedule: object, *, lr: float | None, warmup: str | None) -> Passed:
+def passed(optimizer: object, schedule: object, *, lr: float | None, warmup: str | None) -> GivenObjects:
     """Takes the names from the objects. Raises UsageError for an argument that an object makes meaningless."""
-    found = Passed(None, None, {}, {})
+    found = GivenObjects(None, None, {}, {})
     if optimizer is not None and not isinstance(optimizer, str):
         found = found._replace(optimizer=optimizer)
         found.sections["optimizer"] = {"use": live_name(optimizer), **_rates(optimizer, lr)}

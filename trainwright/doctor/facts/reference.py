@@ -7,7 +7,7 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class Point:
+class StepNumbers:
     """The numbers of one recorded step."""
 
     step: int
@@ -51,7 +51,7 @@ class Traits:
     scale: float | None = None
     new_rows: float | None = None
     largest_target: int | None = None
-    course: tuple[Point, ...] = ()
+    course: tuple[StepNumbers, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

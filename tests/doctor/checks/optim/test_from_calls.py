@@ -7,39 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.checks.loops import made_of
-from trainwright.doctor.discovery import check_of
+from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.facts.gradient import AccumulationFacts
 from trainwright.doctor.facts.updates import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts, WritesFacts
-from trainwright.runlog.records import Watched
-
-F = ("forward", [0, True, True])
-B = ("backward", {"carried": False, "cut": False, "retain": False})
-CARRIED = ("backward", {"carried": True, "cut": False, "retain": False})
-Z, S, L, U = ("zero_grad", 0), ("step", {"optimizer": 0, "autocast": False}), ("schedule", "StepLR"), ("unscale", 0)
-HEALTHY = (Z, F, B, S)
 
 
 def clip(at: float = 1.0, norm: float = 5.0, parameters: int = 6) -> tuple[str, dict[str, Any]]:
     return ("clip", {"by": "norm", "at": at, "norm": norm, "parameters": parameters})
-
-
-def steps(*events: Any, count: int = 4, losses: tuple[float, ...] = (), **values: Any) -> list[Watched]:
-    norm = values.pop("grad_norm", 5.0)
-    return [
-        Watched(
-            time_s=0.0, step=n + 1, loss=losses[n] if losses else 2.0, grad_norm=norm, lr=0.1, events=events,
-            values=values,
-        )
-        for n in range(len(losses) or count)
-    ]  # fmt: skip
-
-
-def fires(code: str, *facts: tuple[int, object], made: list[Watched], finished: bool = True) -> list[str]:
-    check = check_of(code)
-    assert check is not None
-    return [each.severity for each in made_of(check, *facts, steps=made, finished=finished)]
 
 
 GROUP = GroupFacts(parameters=6, with_grad=6, lr=0.1)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.doctor.checks.calls import HEALTHY, fires, steps
 from tests.doctor.checks.loops import made_of
-from tests.doctor.checks.optim.test_from_calls import HEALTHY, fires, steps
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import KeptFacts, KeptState
 from trainwright.doctor.facts.modes import Drop, DropsFacts, EvalModule, ModesFacts
