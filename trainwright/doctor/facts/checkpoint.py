@@ -45,18 +45,6 @@ class LoadFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageFacts:
-    """A module like the model that nothing trains, in a run that goes on with moments of an earlier one.
-
-    ``distance`` is that from the weights at the first update, relative to them. ``follows`` is the cosine between its
-    first moves and the direction to the weights.
-    """
-
-    distance: float
-    follows: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResumeFacts:
     """All of this, as far as it is known."""
 
@@ -64,4 +52,3 @@ class ResumeFacts:
     optimizers: tuple[MomentsFacts, ...] = ()
     schedules: tuple[ScheduleFacts, ...] = ()
     loads: tuple[LoadFacts, ...] = ()
-    averages: tuple[AverageFacts, ...] = ()

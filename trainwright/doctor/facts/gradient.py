@@ -1,4 +1,4 @@
-"""Gradients beside difference quotients, and how a step accumulates them."""
+"""Measurements of gradients: custom backward passes, and how a step accumulates."""
 
 from __future__ import annotations
 
@@ -6,50 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainwright.runlog.records import Values
-
-
-@dataclass(frozen=True)
-class Slopes:
-    """The slope of a loss along a direction in these tensors: by its gradient, and by a difference quotient.
-
-    ``error``: how far the quotients of two step sizes differ. ``coarse``: the quotient of a step so long that it sees
-    through rounding.
-    """
-
-    names: tuple[str, ...]
-    of_gradient: float
-    of_loss: float
-    error: float
-    coarse: float
-
-    @property
-    def factor(self) -> float:
-        """The slope of the loss over that of the gradient."""
-        return self.of_loss / self.of_gradient if self.of_gradient else float("inf")
-
-
-@dataclass(frozen=True)
-class DerivativeFacts:
-    """One step in float64 (``dtype``: float32 where the model refuses it).
-
-    Attributes:
-        whole: The slopes along all tensors with a gradient, by loss.
-        deviating: Those of groups of tensors for which gradient and quotient differ.
-        unreached: Those of tensors that an optimizer holds, that the loss depends on, and that get no gradient.
-        unreached_share: The fraction of the trained elements in these.
-        cuts: (function, module) pairs that end the graph.
-        author: What the user put into the backward pass: autograd Functions, hooks, straight-through estimators.
-    """
-
-    experiment: ClassVar[str] = "derivative"
-    dtype: str
-    tensors: int
-    whole: tuple[Slopes, ...]
-    deviating: tuple[Slopes, ...]
-    unreached: tuple[Slopes, ...]
-    unreached_share: float
-    cuts: tuple[tuple[str, ...], ...]
-    author: str
 
 
 @dataclass(frozen=True)

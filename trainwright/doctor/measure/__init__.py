@@ -13,7 +13,6 @@ from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.batch_digits import BatchDigits
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.custom_functions import check_functions
-from trainwright.doctor.measure.derivative import derivative
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import evaluated, function, unused_inputs
@@ -33,7 +32,6 @@ from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import Rows
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
-from trainwright.doctor.measure.still_weights import other_rates, still_weights
 from trainwright.doctor.measure.targets import Targets
 from trainwright.doctor.measure.ties import TiesProbe
 from trainwright.doctor.measure.updates import again, batch_steps, update
@@ -85,7 +83,6 @@ REPLAYS: tuple[Experiment, ...] = (
     batch_steps,
     check_functions,
     depth_in_fp32,
-    derivative,
     dropout_gap,
     evaluated,
     first_loss_rescaled,
@@ -94,8 +91,6 @@ REPLAYS: tuple[Experiment, ...] = (
     integrity,
     loss_calls.loss_calls,
     loss_terms.loss_terms,
-    other_rates,
-    still_weights,
     structure,
     symmetry,
     unused_inputs,

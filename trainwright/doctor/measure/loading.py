@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.doctor.facts.checkpoint import AverageFacts, LoadFacts, MomentsFacts, ResumeFacts, ScheduleFacts
+from trainwright.doctor.facts.checkpoint import LoadFacts, MomentsFacts, ResumeFacts, ScheduleFacts
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_parameters
-
-FOLLOWED = 4
-"""Updates for which an average is followed."""
-MAX_AVERAGES, SAMPLED_TENSORS, SAMPLED = 8, 8, 256
-
 
 class ResumeProbe(Probe):
     """Costs a look-up an update, but for the first update after a state was loaded."""
@@ -45,8 +33,6 @@ class ResumeProbe(Probe):
         self._changed = False
         self._watched = watched.subject
         self._handles: list[RemovableHandle] = []
-        self._averages: list[_Average] = []
-        self._found: tuple[AverageFacts, ...] = ()
 
     def begin(self, site: WatchSite) -> None:
         self._handles = [
@@ -77,16 +63,8 @@ class ResumeProbe(Probe):
             self._unseen.discard(id(optimizer))
             self._optimizers[id(optimizer)] = self._moments_of(optimizer)
             self._changed = True
-            if self._optimizers[id(optimizer)].with_state:
-                self._look_for_averages()
             for each in self._schedules:  # a state was loaded, or the watch began
                 each.begin()
-
-    def _look_for_averages(self) -> None:
-        root = self._watched.roots[0]
-        owned = {id(p) for optimizer in self._watched.optimizers for p in owned_by(optimizer)}
-        found = itertools.islice(_like(root, owned), MAX_AVERAGES)
-        self._averages = [_Average(weakref.ref(each), _sampled(each), _sampled(root)) for each in found]
 
     def on_schedule(self, scheduler: object) -> None:
         known = next((each for each in self._schedules if each.scheduler is scheduler), None)
@@ -98,9 +76,6 @@ class ResumeProbe(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._updates += 1
-        if self._averages and self._updates >= FOLLOWED:
-            self._found = tuple(facts for each in self._averages if (facts := each.facts()) is not None)
-            self._averages, self._changed, self.urgent = [], True, bool(self._found)
         for each in self._schedules:
             each.updates += 1
         self._changed |= self._updates == 16  # by now it is known what a schedule counts
@@ -119,16 +94,12 @@ class ResumeProbe(Probe):
         )
 
     def values(self) -> Facts | None:
-        self.urgent = False
         if not self._changed:
             return None
         self._changed = False
         schedules = tuple(each.facts() for each in self._schedules if each.counts)
         optimizers, loads = tuple(self._optimizers.values()), tuple(self._loads)
-        found: Facts = strict(
-            vars(ResumeFacts(optimizers=optimizers, schedules=schedules, loads=loads, averages=self._found))
-        )
-        return found
+        return dict(strict(vars(ResumeFacts(optimizers=optimizers, schedules=schedules, loads=loads))))
 
 
 class _Schedule:
@@ -163,35 +134,3 @@ def _number(value: object) -> int | None:
         return int(value)
     return int(value) if isinstance(value, int | float) else None
 
-
-def _like(root: nn.Module, owned: set[int]) -> Iterator[nn.Module]:
-    """Modules with the class and the shapes of the model that no optimizer trains."""
-    shapes = [p.shape for p in root.parameters()]
-    for each in gc.get_referrers(type(root)):
-        if type(each) is type(root) and each is not root and "_parameters" in vars(each):
-            own = list(each.parameters())
-            if shapes == [p.shape for p in own] and not any(id(p) in owned for p in own):
-                yield each
-
-
-def _sampled(module: nn.Module) -> Tensor:
-    first = [own_part(p.detach()).flatten()[:SAMPLED].float() for p in module.parameters()][:SAMPLED_TENSORS]
-    return torch.cat(first).cpu()
-
-
-@dataclass
-class _Average:
-    """A module that may be an average of the weights, and where both were at the first update."""
-
-    module: weakref.ref[nn.Module]
-    begin: Tensor
-    weights: Tensor
-
-    def facts(self) -> AverageFacts | None:
-        module, towards = self.module(), self.weights - self.begin
-        if module is None or not float(self.weights.norm()):
-            return None
-        moved = _sampled(module) - self.begin
-        size = float(moved.norm() * towards.norm())
-        follows = float(moved @ towards) / size if size > 0 else 0.0
-        return AverageFacts(distance=float(towards.norm() / self.weights.norm()), follows=follows)

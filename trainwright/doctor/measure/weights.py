@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -25,8 +23,6 @@ DRIFT_FACTOR, DRIFT_STEPS = 30.0, 48
 """Initialisations differ by about that factor; the fewest steps over which a weight is compared."""
 WRITES_OF_TRAINING = 16
 """Writes to a weight before the first step: to make, initialise and load one takes fewer."""
-STOPPED_UPDATES = 40
-"""Updates without a change after which a weight that has moved before stands still."""
 
 
 class MovingWeights(Probe):
@@ -45,8 +41,7 @@ class MovingWeights(Probe):
         self._names = [names.get(id(p), "a parameter outside of the model") for p in self._parameters]
         self._last: list[int] = []
         self._worked_on: set[int] = set()
-        self._equal: tuple[tuple[str, ...], ...] = ()
-        self._changed_at: dict[int, int] = {}  # updates made when the tensor was last seen to have changed
+        self._moved: set[int] = set()
         self._frozen_moved: set[int] = set()
         self._was_frozen: set[int] = set()
         self._held_ever: set[int] = set()
@@ -61,7 +56,6 @@ class MovingWeights(Probe):
         self._worked_on = {n for n, p in enumerate(self._parameters) if was_trained(p)}
         self._sizes = [(0, self._rms())]
         self._was_frozen = self._frozen()
-        self._equal = self._equal_at_the_start()
         self._held()
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -92,12 +86,10 @@ class MovingWeights(Probe):
         self._last, self._was_frozen = now, frozen
         if changed:
             self._stands_since, self._updates_then = self._steps, self._updates
-        self._changed_at |= dict.fromkeys(changed, self._updates)
+        self._moved |= changed
         zero_now = self._note_gradients()
-        trainable, moved = held - frozen, set(self._changed_at)
-        with_zeros = (zero_now - self._with_gradient) & trainable
-        stopped = {n for n, at in self._changed_at.items() if self._updates - at >= STOPPED_UPDATES}
-        still = (trainable - moved) | (trainable & stopped) | with_zeros
+        trainable, moved = held - frozen, self._moved
+        with_zeros = {n for n in (zero_now - self._with_gradient) & trainable if self._parameters[n].dim() > 1}
         was_zero = {n for n in everything if not self._sizes[0][1][n] and self._parameters[n].dim() > 1}
         since, self._looked_at = self._looked_at, self._steps
         facts = WeightsFacts(
@@ -105,8 +97,6 @@ class MovingWeights(Probe):
             updates=self._updates,
             tensors=len(trainable),
             moved=len(trainable & moved),
-            still=self._named(still),
-            num_still=len(still),
             zero_gradients=self._named(with_zeros),
             zero_weights=self._named((was_zero & trainable) - moved),
             has_gradient=bool(self._with_gradient & trainable),
@@ -114,11 +104,9 @@ class MovingWeights(Probe):
             updates_since=self._updates - self._updates_then,
             frozen=len(frozen & held),
             frozen_moved=self._named(self._frozen_moved),
-            frozen_still=sum(self._parameters[n].dim() > 1 for n in frozen - moved),
             worked_on=tuple(self._names[n] for n in sorted(self._worked_on)),
             since=since,
             unchanged=self._named(trainable - changed | trainable & zero_now),
-            equal=self._equal,
             drifts=tuple(self._drifts()),
             lowest_rate=self._lowest,
             lowest_at=self._lowest_at,
@@ -135,19 +123,6 @@ class MovingWeights(Probe):
         is_any = torch.stack([grad.detach().abs().sum() > 0 for grad in grads]).tolist() if grads else []
         self._with_gradient |= {n for n, found in zip(known, is_any) if found}
         return {n for n, found in zip(known, is_any) if not found}
-
-    def _equal_at_the_start(self) -> tuple[tuple[str, ...], ...]:
-        """Weights at the same place of two modules in one list, with equal bits that are no constant."""
-        groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for n, (name, p) in enumerate(zip(self._names, self._parameters)):
-            is_random = p.dim() > 1 and p.numel() >= MIN_ELEMENTS and n not in self._worked_on
-            if is_random and p.requires_grad and (place := re.sub(r"(^|\.)\d+\.", r"\1*.", name)) != name:
-                groups[place, self._last[n]].append(n)
-        several = [[self._parameters[n] for n in group] for group in groups.values() if len(group) > 1]
-        names = {id(p): name for name, p in zip(self._names, self._parameters)}
-        equal = [[p for p in group if torch.equal(own_part(p), own_part(group[0]))] for group in several]
-        varies = [group for group in equal if len(group) > 1 and bool((group[0] != group[0].flatten()[0]).any())]
-        return tuple(tuple(names[id(p)] for p in group[:MAX_NAMES]) for group in varies[:MAX_NAMES])
 
     def _named(self, numbers: Iterable[int]) -> tuple[str, ...]:
         return tuple(self._names[n] for n in sorted(numbers)[:MAX_NAMES])
