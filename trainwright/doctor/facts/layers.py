@@ -56,6 +56,26 @@ class LayerGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reordered:
+    """A place that treats axes wrongly, with the shapes of the tensors there."""
+
+    module: str
+    line: str | None
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisFacts:
+    """``reordered``: views of the same sizes in another order. ``numbered``: rows of a table, one for each sample, are
+    added to sequences. ``inverted``: attention hides all keys but the padding.
+    """
+
+    reordered: tuple[Reordered, ...] = ()
+    numbered: tuple[Reordered, ...] = ()
+    inverted: tuple[Reordered, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayersFacts:
     """What each layer did, by path. ``depth`` is in the order of use. ``narrow``: the step computes in 16 bits."""
 
@@ -67,6 +87,7 @@ class LayersFacts:
     depth: tuple[LayerGradient, ...] = ()
     narrow: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
+    axes: AxisFacts = AxisFacts()
 
 
 @dataclass(frozen=True, kw_only=True)

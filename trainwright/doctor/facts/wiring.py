@@ -31,15 +31,6 @@ class GraphCut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffle:
-    """A view with the sizes in another order."""
-
-    module: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Aliases:
     """Positions ``far`` from 0, of which ``same`` have the angles of their neighbour."""
 
@@ -62,7 +53,6 @@ class WiringFacts:
     unregistered_values: int = 0
     chains: tuple[Chain, ...] = ()
     custom: tuple[str, ...] = ()
-    shuffles: tuple[Shuffle, ...] = ()
     aliases: tuple[Aliases, ...] = ()
 
 

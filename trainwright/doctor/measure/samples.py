@@ -126,6 +126,10 @@ def place(passes: EvalPasses) -> Deviation | None:
     session, size = passes.session, passes.session.size or 0
     if size < 3 or not is_batch(session) or any(size in x.shape[1:] for x in session.inputs):
         return None
+    calls = session.recorded_step.calls
+    given = sum(len(constants_of((each.args, each.kwargs))) for each in calls)
+    if given != sum(len(tensors_of((each.args, each.kwargs), 64)) for each in calls) and len(calls) > 1:
+        return None
     if not all(x.dim() and x.shape[0] == size for x in session.inputs):
         return None
     change = Intervention(inputs=change_leaves(lambda leaf: _rolled(leaf, size)))

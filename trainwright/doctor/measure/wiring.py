@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.doctor.facts.wiring import ActivatedFacts, Aliases, Chain, GraphCut, SavedFacts, Shuffle, WiringFacts
+from trainwright.doctor.facts.wiring import ActivatedFacts, Aliases, Chain, GraphCut, SavedFacts, WiringFacts
 from trainwright.doctor.measure.consumers import Consumers
 from trainwright.doctor.measure.layers import MAPS
 from trainwright.recorder.program import tensors_of
@@ -53,7 +53,6 @@ class _Wiring(StepInspector):
         self.called: list[str] = []
         self.leaves: dict[int, Tensor] = {}
         self.custom: dict[str, str] = {}
-        self.shuffles: list[Shuffle] = []
         self.aliases: list[Aliases] = []
 
     def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
@@ -82,9 +81,7 @@ class _Wiring(StepInspector):
             self._tag(result, self._from[id(inputs[0])])
         elif name not in _QUERIES:
             self._uses.update({self._from[id(t)] for t in inputs if id(t) in self._from})
-        if name in ("view", "reshape"):
-            self._note_shuffle(inputs[0], result)
-        elif name in ("sin", "cos"):
+        if name in ("sin", "cos"):
             self._note_angles(inputs[0])
 
     def _tag(self, tensor: Tensor, weight: str) -> None:
@@ -120,12 +117,6 @@ class _Wiring(StepInspector):
         if sources and len(self._cuts) < 256:
             how = "no_grad" if not torch.is_grad_enabled() else "data" if name == "__get__" else name
             self._cuts.append((how, self.stack[-1] if self.stack else "", sources))
-
-    def _note_shuffle(self, x: Tensor, result: Tensor) -> None:
-        """A view with the sizes in another order, where a transpose was meant: values move to other samples."""
-        was, now = tuple(x.shape), tuple(result.shape)
-        if was != now and sorted(was) == sorted(now) and was[0] != now[0] and min(was[0], now[0]) > 1:
-            self.shuffles.append(Shuffle(module=self.stack[-1], before=was, after=now))
 
     def _note_angles(self, angles: Tensor) -> None:
         far, same = aliased(angles)
@@ -190,7 +181,6 @@ def structure(session: ReplaySession) -> WiringFacts:
         unregistered_values=sum(t.numel() for t in outside.values()),
         chains=tuple(wiring.unbroken_chains()),
         custom=tuple(sorted(wiring.custom.values())),
-        shuffles=tuple(wiring.shuffles[:4]),
         aliases=tuple(wiring.aliases[:4]),
     )
 

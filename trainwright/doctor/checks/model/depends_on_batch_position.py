@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.function import FunctionFacts
-from trainwright.doctor.finding import in_words
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.finding import in_words, listed
 from trainwright.runlog.records import Where
 
 
 @check(
     stage="forward",
     confidence=0.9,
-    needs=FunctionFacts,
     explains=("model.mixes_samples", "loss.no_better_than_constant"),
 )
 def depends_on_batch_position(run: RunContext) -> Iterator[Result]:
@@ -23,7 +23,8 @@ def depends_on_batch_position(run: RunContext) -> Iterator[Result]:
     Why it matters: the model uses, and learns, the arbitrary order of the rows of a batch.
 
     How it is detected: in eval mode the samples of a batch from a loader are moved by one row, and the outputs that
-    belong to them change by more than rounding, which is measured.
+    belong to them change by more than rounding, which is measured. Or rows of a table, one for each sample in the
+    order of the batch, are added to sequences.
 
     Exceptions: inputs that are no sample each, or that relate samples to each other (graphs, one set).
 
@@ -36,7 +37,17 @@ def depends_on_batch_position(run: RunContext) -> Iterator[Result]:
 
     Sources: songyangco/GETNext#2, tanjimin/C.Origami#42.
     """
-    facts = run.latest(FunctionFacts)
+    facts, layers = run.latest(FunctionFacts), run.latest(LayersFacts)
+    for each in layers.axes.numbered if layers is not None else ():
+        yield run.finding(
+            run.last_step,
+            symptom=f"in {in_words(each.module)}, {listed([str(shape) for shape in each.shapes])}: rows of a table of "
+            "positions are chosen by the position of the sample in the batch",
+            since_step=1,
+            where=Where(module=each.module, op="add", source=each.line),
+            evidence=[("shapes of positions and sequences", [list(shape) for shape in each.shapes])],
+        )
+        return
     if facts is None or facts.place is None:
         yield NotApplicable("no loader says what a sample is, or samples are related")
     elif not facts.place.is_real:
