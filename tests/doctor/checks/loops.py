@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.doctor.case import Case
 from trainwright.doctor.check import Check
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.finding import ExperimentRequest
 from trainwright.runlog.json_values import strict
@@ -68,12 +68,12 @@ def made_of(
 ) -> list[Found]:
     """The findings of one check from measurements, each with its step."""
     seen = [Examined(time_s=0.0, step=n, experiment=f.experiment, values=strict(vars(f))) for n, f in facts]  # type: ignore[attr-defined]
-    diagnosis = diagnose(Case([*steps, *seen], finished=finished), [check])
+    diagnosis = diagnose(RunContext([*steps, *seen], finished=finished), [check])
     return [each.found for each in diagnosis.findings if each.found.code == check.code]
 
 
 def requested(check: Check, *facts: tuple[int, object]) -> list[ExperimentRequest]:
     """The experiments that one check requests."""
     seen = [Examined(time_s=0.0, step=n, experiment=f.experiment, values=strict(vars(f))) for n, f in facts]  # type: ignore[attr-defined]
-    results = check.judge(Case(seen).judged_by(check))
+    results = check.judge(RunContext(seen).judged_by(check))
     return [each for each in results if isinstance(each, ExperimentRequest)]

@@ -26,8 +26,9 @@ class Deviation:
 class FunctionFacts:
     """The forward pass of one step in eval mode, replayed with one thing changed. None: could not be measured.
 
-    ``written``: buffers that a pass writes to. ``place``: samples in another order. ``neighbours``: another sample in the batch; ``related`` says why samples may depend on each other, and
-    ``is_batch``: a loader says what a sample is. ``padding``: a row without its padding, ``pad`` says what declares it.
+    ``written``: buffers that a pass writes to. ``place``: samples in another order. ``neighbours``: another sample in
+    the batch; ``related`` says why samples may depend on each other, and ``is_batch``: a loader says what a sample is.
+    ``padding``: a row without its padding, ``pad`` says what declares it.
     """
 
     experiment: ClassVar[str] = "function"

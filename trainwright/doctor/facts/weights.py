@@ -10,18 +10,6 @@ MAX_NAMES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drift:
-    """The root mean square of a weight at step ``since`` and now. ``usual`` is that of a fresh one."""
-
-    name: str
-    since: int
-    before: float
-    now: float
-    usual: float
-    steady: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class WeightsFacts:
     """The weights at an examination, compared with the first ones and with those at the examination before.
 
@@ -55,7 +43,6 @@ class WeightsFacts:
     worked_on: tuple[str, ...] = ()
     since: int = 0
     unchanged: tuple[str, ...] = ()
-    drifts: tuple[Drift, ...] = ()
     lowest_rate: float = 0.0
     lowest_at: int = 0
     at_0_since: int = 0

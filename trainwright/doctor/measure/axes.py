@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
         one, other = before[-count:], after[-count:]
         if len(one) == len(other) == count and one != other and sorted(one) == sorted(other):
             moved = sorted({size for size, now in zip(one, other) if size != now})
-            return all(b - a > 1 for a, b in zip(moved, moved[1:]))
+            return all(b - a > 1 for a, b in pairwise(moved))
     return False
 
 

@@ -17,6 +17,7 @@ from trainwright.recorder.user_types import Args
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_parameters
 
+
 class ResumeProbe(Probe):
     """Costs a look-up an update, but for the first update after a state was loaded."""
 
@@ -133,4 +134,3 @@ def _number(value: object) -> int | None:
     if isinstance(value, Tensor) and value.numel() == 1:
         return int(value)
     return int(value) if isinstance(value, int | float) else None
-

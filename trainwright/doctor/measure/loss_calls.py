@@ -446,7 +446,9 @@ class LossCalls:
     @property
     def signs(self) -> tuple[LossSign, ...]:
         """Other mistakes."""
-        signs = ((key, count) for key, count in self._signs.items() if key[0] != "not_updated" or key[1:] not in self._useful)
+        signs = (
+            (key, count) for key, count in self._signs.items() if key[0] != "not_updated" or key[1:] not in self._useful
+        )
         return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in signs)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainwright.doctor.facts.updates import AgainFacts, BatchStepsFacts, UpdateFacts
 from trainwright.recorder.calls import is_compiled
@@ -15,6 +16,7 @@ from trainwright.replay.experiments import replay
 from trainwright.replay.functions import error_text
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
+
 
 @replay(UpdateFacts, when="checkup", value=3.0)
 def update(session: ReplaySession) -> UpdateFacts:

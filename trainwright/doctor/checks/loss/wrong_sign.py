@@ -23,7 +23,7 @@ BY_HAND = ("log_softmax", "squared error", "absolute error")
     severity="critical",
     confidence=0.95,
     needs=LossFacts,
-    explains=("data.*", "gradient.exploding", "model.init_too_large", 
+    explains=("data.*", "gradient.exploding", "model.init_too_large",
               "loss.falls_without_bound", "loss.no_better_than_constant", "optim.lr_too_high", "optim.lr_too_low"),
 )  # fmt: skip
 def wrong_sign(run: RunContext) -> Iterator[Result]:
@@ -90,4 +90,3 @@ def _course(run: RunContext, call: MeasuredLoss, uphill: int) -> tuple[tuple[flo
         return call.values
     losses = tuple(uphill * each.loss for each in run.steps)
     return losses[:8], losses[-8:]
-

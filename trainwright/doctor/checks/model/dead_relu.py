@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.doctor.trend import FALLS, slope_in_errors
 from trainwright.runlog.records import Where
 
@@ -56,5 +56,4 @@ def dead_relu(run: RunContext) -> Iterator[Result]:
         sure=0.9 if from_start else 0.6,
         where=Where(module=path, op="relu"),
         evidence=[("fraction of dead units", seen.dead, 0.0), ("lowest mean input", seen.furthest, 0.0)],
-        trial=RemedyTrial("revived"),
     )
