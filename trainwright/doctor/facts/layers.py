@@ -37,12 +37,11 @@ class RouterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NormFacts:
-    """A BatchNorm: values for each channel, samples, and calls in forward and ``again`` in backward."""
+    """A BatchNorm: values for each channel, samples, calls, and updates of its statistics in a step."""
 
     values: int = 0
     samples: int = 0
     calls: int = 0
-    again: int = 0
     updates: int = 0
     momentum: float = 0.0
 
@@ -67,12 +66,15 @@ class Reordered:
 @dataclass(frozen=True, kw_only=True)
 class AxisFacts:
     """``reordered``: views of the same sizes in another order. ``numbered``: rows of a table, one for each sample, are
-    added to sequences. ``inverted``: attention hides all keys but the padding.
+    added to sequences. ``inverted``: attention hides all keys but the padding. ``over_samples``: a softmax over the
+    samples of the batch. ``batch_as_steps``: a layer without ``batch_first`` gets the samples as its first axis.
     """
 
     reordered: tuple[Reordered, ...] = ()
     numbered: tuple[Reordered, ...] = ()
     inverted: tuple[Reordered, ...] = ()
+    over_samples: tuple[Reordered, ...] = ()
+    batch_as_steps: tuple[Reordered, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

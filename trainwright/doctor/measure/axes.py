@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.doctor.facts.layers import AxisFacts, Reordered
 from trainwright.recorder.callers import caller
@@ -41,14 +41,24 @@ class Axes:
 
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if name in ("view", "reshape") and isinstance(result, Tensor):
-            if is_reordered(args[0].shape, result.shape):
+            if is_reordered(args[0].shape, result.shape) or is_regrouped(args[0].shape, result.shape, self._size):
                 self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
         elif name in ("embedding", "__getitem__") and self._size and isinstance(result, Tensor):
             self._note_rows(name, args, result)
+        elif name in ("softmax", "log_softmax") and self._size and is_over_first(args, kwargs, self._size):
+            self._add("over_samples", path, tuple(args[0].shape))
         elif name.strip("_") in ("add", "iadd", "radd") and self._rows:
             self._note_sum(path, [each for each in args if isinstance(each, Tensor)])
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
             self._note_mask(path, self._padding, hidden)
+
+    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A layer over sequences is called: it takes the first axis for that of the steps, unless it is told."""
+        if not self._size or not isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) or module.batch_first:
+            return
+        x = next(iter(tensors_of((args, kwargs), 2)), None)
+        if x is not None and x.dim() == 3 and x.shape[0] == self._size != x.shape[1] > 1:
+            self._add("batch_as_steps", path, tuple(x.shape))
 
     def _add(self, kind: str, path: str, *shapes: tuple[int, ...]) -> None:
         key = (kind, path, caller(), shapes)
@@ -84,7 +94,7 @@ class Axes:
                 self._add("inverted", path, tuple(hidden.shape))
 
     def facts(self) -> AxisFacts:
-        found: dict[str, list[Reordered]] = {"reordered": [], "numbered": [], "inverted": []}
+        found: dict[str, list[Reordered]] = defaultdict(list)
         for (kind, path, line, shapes), times in self._found.items():
             if times >= TIMES:
                 found[kind].append(Reordered(module=path, line=line, shapes=shapes))
@@ -103,6 +113,21 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
             moved = sorted({size for size, now in zip(one, other) if size != now})
             return all(b - a > 1 for a, b in pairwise(moved))
     return False
+
+
+def is_regrouped(old: Sequence[int], new: Sequence[int], size: int) -> bool:
+    """Whether the samples become the first axis, which were another one: (n, samples, ...) to (samples, ...)."""
+    was_inside = len(old) > 1 and 1 < old[0] < size and list(old[1:]).count(size) == 1
+    return was_inside and new[0] == size and list(new).count(size) == 1
+
+
+def is_over_first(args: Args, kwargs: Kwargs, size: int) -> bool:
+    """Whether a softmax runs over the samples, and not over what a sample has."""
+    x, dim = args[0], argument(args, kwargs, 1, "dim", None)
+    if not isinstance(x, Tensor) or x.dim() not in (2, 3) or x.shape[0] != size or list(x.shape).count(size) != 1:
+        return False
+    dim = (0 if x.dim() == 3 else 1) if dim is None else dim
+    return dim in (0, -x.dim()) and x.shape[-1] > 1
 
 
 def padding_of(ids: Tensor) -> Tensor | None:

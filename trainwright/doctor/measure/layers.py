@@ -121,6 +121,7 @@ class LayerLooks(LookingProbe):
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._order.setdefault(path)
+        self._axes.entered(path, module, args, kwargs)
         if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
             return
         x, known = inputs[0], self._seen.get(path, NormFacts())

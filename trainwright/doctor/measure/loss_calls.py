@@ -99,7 +99,6 @@ class LossCalls:
         self._sites: dict[Hashable, _Site] = {}
         self._signs: dict[tuple[str, str, str | None], int] = {}
         self._outer: dict[tuple[str, str | None], Broadcast] = {}
-        self._told: set[Hashable] = set()
         self._reach: list[tuple[tuple[str, str | None], set[int]]] = []  # terms: who made them, leaves that they reach
         self._stepped: set[int] = set()
         self._useful: set[tuple[str, str | None]] = set()
@@ -410,14 +409,10 @@ class LossCalls:
 
     # what was found
 
-    def has_news(self) -> bool:
-        """Whether a mistake that shows over several steps has become certain. Waits for the device."""
-        self._read()
-        news = [key for key, site in self._sites.items() if _is_turned(site)]
-        news += [key for key, count in self._signs.items() if count == (1 if key[0] == "advantage" else TIMES)]
-        fresh = set(news) - self._told
-        self._told |= fresh
-        return bool(fresh)
+    @property
+    def certain(self) -> int:
+        """Signs that are no chance any more."""
+        return sum(count >= (1 if kind == "advantage" else TIMES) for (kind, _, _), count in self._signs.items())
 
     def _read(self) -> None:
         """Waits for the device: everything that was measured becomes numbers."""
@@ -486,16 +481,6 @@ def _call(site: _Site) -> MeasuredLoss:
     )
 
 
-def _is_turned(site: _Site) -> bool:
-    """Whether a loss that should fall is maximized, and rises."""
-    if set(site.wanted) != {-1}:
-        return False
-    early, late = _column(site.early, "value"), _column(site.rows, "value")
-    if site.fixed["op"] == "entropy" or not early:
-        return len(site.wanted) >= ALWAYS - 2
-    return len(early) >= 2 * TIMES and min(late[-TIMES:]) > max(early[:TIMES])
-
-
 def _column(rows: Sequence[dict[str, float]], key: str) -> tuple[float, ...]:
     return tuple(row[key] for row in rows if key in row)
 
@@ -531,7 +516,7 @@ class LossListener(Probe):
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
         self._tape, self._subject = tape, subject
         self._found = LossCalls(slot_of=tape.slot_of, is_live=True)
-        self._terms = self._reached = self._step = self._reported = 0
+        self._terms = self._reached = self._step = self._reported = self._certain = 0
         tape.listener = self._found.on_function
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
@@ -549,7 +534,8 @@ class LossListener(Probe):
             self._step = step.step
             if step.step <= ALWAYS:
                 self._terms = len(terms_of(step))
-            self.urgent = self.urgent or (step.step <= OFTEN and self._found.has_news())
+            known, self._certain = self._certain, self._found.certain
+            self.urgent |= self._certain > known
         self._tape.listener = self._found.on_function if is_examined(step.step + 1) else None
 
     def values(self) -> Facts | None:

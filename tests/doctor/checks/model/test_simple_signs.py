@@ -222,19 +222,44 @@ def test_a_mask_that_is_inverted(mask: Callable[[Tensor], Tensor], found: bool) 
     assert ("model.attention_mask_inverted" in alarms(watched(Attends(mask), inputs=padded))) == found
 
 
-@pytest.mark.parametrize(("axis", "found"), [(0, True), (1, False)])
-def test_positions_that_are_counted_along_the_batch(axis: int, found: bool) -> None:
-    torch.manual_seed(0)
-    ids, labels = torch.randint(9, (256, WIDTH)), torch.randint(CLASSES, (256,))
-    model = Numbered(axis)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    loader = DataLoader(TensorDataset(ids, labels), batch_size=16, shuffle=True)
-    with tw.watch(model, optimizer, out=None, quiet=True, checks=["model"]) as watch:
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    assert ("model.depends_on_batch_position" in alarms(watch)) == found
+class Recurrent(nn.Module):
+    """An LSTM over the places of ids; ``merge`` makes of its last states what the classifier gets."""
+
+    def __init__(self, *, batch_first: bool = True, merges_by_view: bool = False, softmax: int | None = None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 16), nn.Linear(12, CLASSES)
+        self.rnn = nn.GRU(16, 6, batch_first=batch_first, bidirectional=True)
+        self.merges_by_view, self.softmax = merges_by_view, softmax
+
+    def forward(self, ids: Tensor) -> Tensor:
+        outputs, states = self.rnn(self.embedding(ids))
+        merged = states.view(len(ids), -1) if self.merges_by_view else outputs.mean(1)
+        scores = self.head(merged)
+        return scores if self.softmax is None else scores.log_softmax(self.softmax)
+
+
+@pytest.mark.parametrize(
+    ("code", "faulty", "healthy"),
+    [
+        ("model.depends_on_batch_position", lambda: Numbered(0), lambda: Numbered(1)),
+        ("model.batch_first_missing", lambda: Recurrent(batch_first=False), lambda: Recurrent()),
+        ("model.view_reorders_axes", lambda: Recurrent(merges_by_view=True), lambda: Recurrent()),
+        ("model.softmax_over_samples", lambda: Recurrent(softmax=0), lambda: Recurrent(softmax=1)),
+    ],
+)
+def test_samples_of_a_loader(code: str, faulty: Callable[[], nn.Module], healthy: Callable[[], nn.Module]) -> None:
+    for make, expected in ((faulty, True), (healthy, False)):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        ids, labels = torch.randint(9, (256, WIDTH)), torch.randint(CLASSES, (256,))
+        loader = DataLoader(TensorDataset(ids, labels), batch_size=16, shuffle=True)
+        with tw.watch(model, optimizer, out=None, quiet=True, checks=["model"]) as watch:
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert (code in alarms(watch)) == expected, alarms(watch)
 
 
 @pytest.mark.parametrize(

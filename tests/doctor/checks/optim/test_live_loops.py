@@ -176,4 +176,3 @@ def test_modes_that_do_not_come_back() -> None:
 
     assert "loop.trains_in_eval_mode" in alarms(watched(model, after_update=evaluate))
     assert alarms(watched(mlp(nn.Dropout(0.2)))) == []
-

@@ -20,7 +20,12 @@ NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
     stage="forward",
     confidence=0.9,
     needs=LayersFacts,
-    explains=("gradient.vanishing", "gradient.graph_cut", "model.output_same_for_all_samples"),
+    explains=(
+        "gradient.vanishing",
+        "gradient.graph_cut",
+        "model.output_same_for_all_samples",
+        "optim.weights_never_move",
+    ),
 )
 def dead_relu(run: RunContext) -> Iterator[Result]:
     """Many units of a ReLU are 0 for every sample.

@@ -12,11 +12,7 @@ from trainwright.doctor.finding import in_words, listed
 from trainwright.runlog.records import Where
 
 
-@check(
-    stage="forward",
-    confidence=0.9,
-    explains=("model.mixes_samples", "loss.no_better_than_constant"),
-)
+@check(stage="forward", confidence=0.9, explains=("loss.no_better_than_constant",))
 def depends_on_batch_position(run: RunContext) -> Iterator[Result]:
     """The output for a sample depends on its position in the batch.
 
@@ -50,8 +46,8 @@ def depends_on_batch_position(run: RunContext) -> Iterator[Result]:
         return
     if facts is None or facts.place is None:
         yield NotApplicable("no loader says what a sample is, or samples are related")
-    elif not facts.place.is_real:
-        yield Passed("samples in another order")
+    elif not facts.place.is_real or (facts.neighbours is not None and facts.neighbours.is_real):
+        yield Passed("samples in another order, unless they are mixed")
     else:
         found = facts.place
         yield run.finding(

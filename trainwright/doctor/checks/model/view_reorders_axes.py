@@ -16,7 +16,7 @@ from trainwright.runlog.records import Where
     severity="critical",
     confidence=0.93,
     needs=LayersFacts,
-    explains=("model.mixes_samples", "loss.no_better_than_constant"),
+    explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
 )
 def view_reorders_axes(run: RunContext) -> Iterator[Result]:
     """A `view` or `reshape` is used where axes should be permuted, so values land in the wrong places.
@@ -24,12 +24,13 @@ def view_reorders_axes(run: RunContext) -> Iterator[Result]:
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
 
     How it is detected: the last two or three axes, those of size 1 left out, have the same sizes in another order after
-    a view, in two or more training passes.
+    a view, in two or more training passes; or the first axis becomes that of the samples, which was another one.
 
     Exceptions: sizes that differ by 1, as the shift of relative attention is such a view on purpose.
 
     Usual cause: pictures with channels last, (batch, height, width, channel), or sequences, (batch, length, feature),
-    are brought to channels first by `reshape`; (length, batch, feature) to batch first by `view`.
+    are brought to channels first by `reshape`; the states of a recurrent layer, (directions, batch, feature), to
+    (batch, directions * feature) by `view`.
 
     Looks like: model.mixes_samples.
 
