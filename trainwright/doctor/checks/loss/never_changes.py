@@ -53,7 +53,8 @@ def never_changes(run: RunContext) -> Iterator[Result]:
     loss, weights = steps[-1].loss, run.latest(WeightsFacts)
     same = list(takewhile(lambda each: abs(each.loss - loss) <= ROUNDING * abs(loss), reversed(steps)))
     is_coarse = loss != 0.0 and math.frexp(loss)[0] * 2**11 % 1 == 0.0
-    if len(same) < (3 if is_coarse else 1) * MIN_STEPS or (weights is not None and not weights.moved):
+    stands = weights is not None and not weights.moved and len(same) < len(steps)
+    if stands or len(same) < (3 if is_coarse else 1) * MIN_STEPS:
         yield Passed(f"{len(steps)} steps")
         return
     has_gradient = any(math.isfinite(each.grad_norm) and each.grad_norm > 0 for each in same)
