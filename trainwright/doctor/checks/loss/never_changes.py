@@ -53,12 +53,13 @@ def never_changes(run: RunContext) -> Iterator[Result]:
     loss, weights = steps[-1].loss, run.latest(WeightsFacts)
     same = list(takewhile(lambda each: abs(each.loss - loss) <= ROUNDING * abs(loss), reversed(steps)))
     is_coarse = loss != 0.0 and math.frexp(loss)[0] * 2**11 % 1 == 0.0
-    stands = weights is not None and not weights.moved and len(same) < len(steps)
-    if stands or len(same) < (3 if is_coarse else 1) * MIN_STEPS:
+    is_late = len(same) < len(steps)
+    stands = is_late and weights is not None and not weights.moved
+    if stands or len(same) < (3 if is_coarse and is_late else 1) * MIN_STEPS:
         yield Passed(f"{len(steps)} steps")
         return
     has_gradient = any(math.isfinite(each.grad_norm) and each.grad_norm > 0 for each in same)
-    if loss == 0.0 and (len(same) < len(steps) or has_gradient):
+    if loss == 0.0 and (is_late or has_gradient):
         yield NotApplicable("the loss is 0, and was not before or has a gradient")
         return
     is_preference = abs(loss - LN_2) < 1e-5
@@ -69,7 +70,7 @@ def never_changes(run: RunContext) -> Iterator[Result]:
         "policy itself, or both scores of a pair are the same"
         if is_preference
         else "",
-        severity="warning" if len(same) == len(steps) or not has_gradient else "info",
+        severity="info" if is_late and has_gradient else "warning",
         since_step=same[-1].step,
         evidence=[("recorded steps in a row with the same loss", len(same), 1)],
     )
