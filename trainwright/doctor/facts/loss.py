@@ -27,7 +27,6 @@ class MeasuredLoss:
         outside: Fraction of the targets beyond these bounds.
         wants: 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0.
         values: The mean loss in each of the first and of the last steps, at most 8 each.
-        blank: Loss of outputs of 0 in the first step.
         rows: For the last steps, at most 8: loss, loss of the best constant prediction, loss with shuffled targets.
         ignored: Fraction of the targets that ignore_index leaves out.
         ignored_class: The ignore_index, if it is the number of a class; else None.
@@ -52,7 +51,6 @@ class MeasuredLoss:
     outside: float = 0.0
     wants: int = 0
     values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-    blank: float = 0.0
     rows: tuple[tuple[float, float, float], ...] = ()
     ignored: float = 0.0
     ignored_class: int | None = None

@@ -365,7 +365,6 @@ class LossCalls:
                 elif loss.name in ("cross_entropy", "binary_cross_entropy_with_logits") and site.steps == 1:
                     site.fixed["room"] = room_within(loss, low, high)
             if site.steps == 1:
-                site.fixed["blank"] = float(loss.of_blank())
                 site.fixed["reverses"] = bool(custom_functions_of([x]))
             site.pending.append(row)
 

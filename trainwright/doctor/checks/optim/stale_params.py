@@ -13,7 +13,8 @@ from trainwright.doctor.finding import RemedyTrial
 @check(
     stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
     explains=(
-        "loss.no_better_than_constant", "optim.lr_too_low", "optim.weights_never_move", "optim.zero_grad_before_step",
+        "loss.no_better_than_constant", "model.frozen_in_train_mode", "optim.lr_too_low", "optim.weights_never_move",
+        "optim.zero_grad_before_step",
     ),
 )  # fmt: skip
 def stale_params(run: RunContext) -> Iterator[Result]:
