@@ -26,7 +26,7 @@ class Axes:
     """Follows the functions of training passes; ``begin`` is called before each, with the inputs of the model."""
 
     def __init__(self) -> None:
-        self.samples = 0  # of the newest batch of a loader; 0 where there is none
+        self.samples = 0  # of the newest batch of a loader, which may have them along any axis; 0: not known
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
         self._size = 0
         self._padding: Tensor | None = None

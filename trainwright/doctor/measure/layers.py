@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import asdict, replace
 
 import torch
@@ -99,8 +99,7 @@ class LayerLooks(LookingProbe):
         self._expected: tuple[int, Tensor | None] = 0, None  # output id of the last linear map, its units' spread
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        first = next((each for each in tensors_of(batch, 3) if each.dim()), None)
-        self._axes.samples = 0 if first is None else len(first)
+        self._axes.samples = len(ids) if isinstance(ids, Sized) else 0
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)

@@ -262,6 +262,25 @@ def test_samples_of_a_loader(code: str, faulty: Callable[[], nn.Module], healthy
         assert (code in alarms(watch)) == expected, alarms(watch)
 
 
+class TimeMajor(Recurrent):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embedding(ids))[0].mean(0))
+
+
+def test_a_loader_may_put_the_steps_first() -> None:
+    torch.manual_seed(0)
+    model = TimeMajor(batch_first=False)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    rows = TensorDataset(torch.randint(9, (256, WIDTH)), torch.randint(CLASSES, (256,)))
+    loader = DataLoader(rows, 16, collate_fn=lambda some: (torch.stack([x for x, _ in some], 1), [y for _, y in some]))
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=["model"]) as watch:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), torch.stack(y)).backward()
+            optimizer.step()
+    assert alarms(watch) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
