@@ -102,7 +102,7 @@ class TimeFirst(nn.Module):
         return self.head(h_TBD.view(B, T, -1))
 
 
-@fault("M07", "model.mixes_samples", delay="S")
+@fault("M07", "model.mixes_samples", "model.view_reorders_axes", delay="S")
 def view_for_transpose(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     ids = sequences(seed)

@@ -8,25 +8,15 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.runlog.records import Where
 
-TRAINED = 0.8
-"""Of the loss at chance: a model that begins below it was trained before."""
-OVER_CLASSES = frozenset(
-    {"cross_entropy", "nll_loss", "chunked_cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
-)
 NOTHING_IS_LEARNED = (
     "data.label_feature_misaligned",
-    "loss.compared_with_itself",
     "loss.falls_without_bound",
     "loss.never_changes",
     "loss.no_better_than_constant",
-    "loss.predictions_identical",
-    "loss.stands_still",
-    "loss.starts_far_above_chance",
     "model.init_symmetric",
     "model.init_too_large",
     "model.input_unused",
     "model.output_same_for_all_samples",
-    "optim.lr_far_too_low",
     "optim.lr_too_high",
     "optim.lr_too_low",
     "optim.weights_never_move",
@@ -45,10 +35,3 @@ def where_of(call: MeasuredLoss, module: str | None = None) -> Where:
     """The place of a call. ``module`` instead of the module that makes it."""
     op = None if call.op in ("squared error", "absolute error", "entropy", "cosine similarity") else call.op
     return Where(op=op, module=call.module if module is None else module, source=call.line)
-
-
-def was_trained_before(run: RunContext) -> bool:
-    """Whether the first loss is below that of a model that knows nothing."""
-    first = next((facts for _, facts in run.every(LossFacts)), None)
-    given = () if first is None else first.given
-    return any(each.values[0] and each.values[0][0] < TRAINED * each.blank for each in given)

@@ -11,7 +11,6 @@ class Move:
     """One step in which a copy of the weights moved: ``copy += share * (weights - copy) + growth * copy``.
 
     ``rest`` is the part of the move that this does not explain, ``rest_alone`` what the share alone does not.
-    ``shares`` are those of each sampled tensor by itself, ``rests`` what they do not explain of it.
     """
 
     step: int
@@ -19,8 +18,6 @@ class Move:
     growth: float
     rest: float
     rest_alone: float
-    shares: tuple[float, ...]
-    rests: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,8 @@ class CopyFacts:
     """Tensors of the shapes of a trained module ``of``, that no optimizer holds. ``kind`` is the class that holds them.
 
     Attributes:
-        still: Tensors that never moved while their originals did; ``still_buffers`` the same of buffers.
+        still: Tensors that never moved while their originals did; ``still_buffers`` the same of buffers, which an
+            evaluation in train mode may compute.
         evaluations: Steps before which it was called without gradients.
         gap: Distance of copy and weights when it was found, relative to the size of the weights.
         has_moved: Whether any of it moved.
@@ -36,7 +34,6 @@ class CopyFacts:
 
     kind: str
     of: str
-    names: tuple[str, ...]
     moves: tuple[Move, ...]
     still: tuple[str, ...]
     still_buffers: tuple[str, ...]

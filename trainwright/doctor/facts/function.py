@@ -26,23 +26,20 @@ class Deviation:
 class FunctionFacts:
     """The forward pass of one step in eval mode, replayed with one thing changed. None: could not be measured.
 
-    ``noise``: other random numbers. ``carried``: a second call after the first. ``written``: buffers that a pass
-    writes to. ``neighbours``: another sample in the batch; ``related`` says why samples may depend on each other, and
-    ``is_batch``: a loader says what a sample is. ``padding``: a row without its padding, ``pad`` says what declares it.
-    ``future``: later positions, where the target is the next one.
+    ``written``: buffers that a pass writes to. ``place``: samples in another order. ``neighbours``: another sample in
+    the batch; ``related`` says why samples may depend on each other, and ``is_batch``: a loader says what a sample is.
+    ``padding``: a row without its padding, ``pad`` says what declares it.
     """
 
     experiment: ClassVar[str] = "function"
     size: int = 0
-    noise: Deviation | None = None
-    carried: Deviation | None = None
     written: tuple[str, ...] = ()
     neighbours: Deviation | None = None
     related: str = ""
     is_batch: bool = False
+    place: Deviation | None = None
     padding: Deviation | None = None
     pad: str = ""
-    future: Deviation | None = None
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,11 @@ class RouterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NormFacts:
-    """A BatchNorm: values for each channel, samples, and calls in forward and ``again`` in backward."""
+    """A BatchNorm: values for each channel, samples, calls, and updates of its statistics in a step."""
 
     values: int = 0
     samples: int = 0
     calls: int = 0
-    again: int = 0
     updates: int = 0
     momentum: float = 0.0
 
@@ -53,6 +52,29 @@ class LayerGradient:
 
     module: str
     size: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reordered:
+    """A place that treats axes wrongly, with the shapes of the tensors there."""
+
+    module: str
+    line: str | None
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisFacts:
+    """``reordered``: views of the same sizes in another order. ``numbered``: rows of a table, one for each sample, are
+    added to sequences. ``inverted``: attention hides all keys but the padding. ``over_samples``: a softmax over the
+    samples of the batch. ``batch_as_steps``: a layer without ``batch_first`` gets the samples as its first axis.
+    """
+
+    reordered: tuple[Reordered, ...] = ()
+    numbered: tuple[Reordered, ...] = ()
+    inverted: tuple[Reordered, ...] = ()
+    over_samples: tuple[Reordered, ...] = ()
+    batch_as_steps: tuple[Reordered, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +89,7 @@ class LayersFacts:
     depth: tuple[LayerGradient, ...] = ()
     narrow: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
+    axes: AxisFacts = AxisFacts()
 
 
 @dataclass(frozen=True, kw_only=True)

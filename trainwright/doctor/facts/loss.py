@@ -21,27 +21,18 @@ class MeasuredLoss:
         simplex: All rows of the input are probabilities: none is negative, and they sum to 1.
         squashed: The input of a binary loss with logits is the output of a sigmoid or softmax.
         above_0: Fraction of the input above 0.
-        off_sum: Of nll_loss: median distance of the sum of exp(input) of a row from 1.
+        off_sum: Of nll_loss and ctc_loss: median distance of the sum of exp(input) of a row from 1.
         bound: Function with bounded values that made the input, else "".
         room: Fraction of the loss of equal scores that the best input within these bounds gains; 1 without bounds.
         outside: Fraction of the targets beyond these bounds.
         wants: 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0.
         values: The mean loss in each of the first and of the last steps, at most 8 each.
-        blank: Loss of outputs of 0 in the first step.
         rows: For the last steps, at most 8: loss, loss of the best constant prediction, loss with shuffled targets.
-        identical: Last steps in a row in which all samples had the same prediction, though their targets differ.
         ignored: Fraction of the targets that ignore_index leaves out.
         ignored_class: The ignore_index, if it is the number of a class; else None.
         ignored_inside: Fraction of the sequences in which targets with that index stand before others.
         swapped: The target has a graph and the input has none.
-        itself: Input and target have the same values in every step.
-        spreads: Of cosine similarities: 1 minus the squared length of the mean of the normalized rows, in the first and
-            in the last steps.
         reverses: A custom autograd Function is on the way to the input.
-        right: Accuracy of the newest step.
-        sure: Mean probability of the predicted class.
-        target_min: Least target of a binary loss.
-        target_max: Largest target of a binary loss.
     """
 
     op: str
@@ -60,20 +51,12 @@ class MeasuredLoss:
     outside: float = 0.0
     wants: int = 0
     values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-    blank: float = 0.0
     rows: tuple[tuple[float, float, float], ...] = ()
-    identical: int = 0
     ignored: float = 0.0
     ignored_class: int | None = None
     ignored_inside: float = 0.0
     swapped: bool = False
-    itself: bool = False
-    spreads: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     reverses: bool = False
-    right: float = 1.0
-    sure: float = 0.0
-    target_min: float = 0.0
-    target_max: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +74,8 @@ class Broadcast:
 class LossSign:
     """A mistake that the operations between the outputs and the loss show, in ``steps`` of the examined steps.
 
-    ``kind``: ``no_gradient`` (a term of the loss has no graph), ``focal_of_mean``, ``advantage``.
+    ``kind``: ``no_gradient`` (a term of the loss has no graph), ``not_updated`` (it reaches only weights that no update
+    changes), ``advantage``.
     """
 
     kind: str
@@ -109,11 +93,9 @@ class LossFacts:
         outer: Pairs of tensors that broadcast to a square.
         signs: Other mistakes.
         drawn: A step draws random samples after the forward pass, as a policy does.
-        normalizes: Outputs are normalized before the loss, as those of margin losses are.
         terms: Terms of the loss.
         rivals: There are several models or optimizers.
         maximizes: The optimizers have ``maximize=True``.
-        tokens: The model gets rows of integers.
         reached: Parameters with a gradient.
     """
 
@@ -122,11 +104,9 @@ class LossFacts:
     outer: tuple[Broadcast, ...] = ()
     signs: tuple[LossSign, ...] = ()
     drawn: bool = False
-    normalizes: bool = False
     terms: int = 0
     rivals: bool = False
     maximizes: bool = False
-    tokens: bool = False
     reached: int = 1
 
 

@@ -48,7 +48,7 @@ class ModulesFacts:
         same_inputs: The inputs were the same in all of them.
         constant: The first module whose outputs are the same for every sample though its inputs are not; None where
             there is none. ``is_whole``: the outputs of the model are the same.
-        constant_kind: Its class. ``width`` is the number of its outputs for each sample.
+        constant_kind: Its class.
         spreads: Of outputs that are vectors, in steps whose loss has no data but the inputs.
         noisy: Frozen modules in train mode that were called only without gradients, and contain dropout.
         drifting: Frozen modules in train mode whose running statistics are updated.
@@ -65,7 +65,6 @@ class ModulesFacts:
     constant: str | None = None
     is_whole: bool = False
     constant_kind: str = ""
-    width: int = 0
     spreads: tuple[OutputSpread, ...] = ()
     noisy: tuple[str, ...] = ()
     drifting: tuple[str, ...] = ()

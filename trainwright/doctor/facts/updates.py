@@ -17,9 +17,6 @@ class UpdateFacts:
         decoupled: Weight decay acts on the weights, as in AdamW.
         ratio: Norm of the update over norm of the weights with a gradient.
         input_rms: Of the largest input.
-        slopes: By update, the cosine between it and the gradient; above 0 it goes uphill.
-        maximises: An optimizer was made with ``maximize=True``.
-        is_turned: The live gradients have the opposite sign of those of the backward passes, all of them.
     """
 
     experiment: ClassVar[str] = "update"
@@ -34,9 +31,6 @@ class UpdateFacts:
     weight_norm: float
     ratio: float
     input_rms: float | None
-    slopes: tuple[float, ...] = ()
-    maximises: bool = False
-    is_turned: bool = False
 
 
 @dataclass(frozen=True)

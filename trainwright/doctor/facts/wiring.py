@@ -31,25 +31,6 @@ class GraphCut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffle:
-    """A view with the sizes in another order."""
-
-    module: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aliases:
-    """Positions ``far`` from 0, of which ``same`` have the angles of their neighbour."""
-
-    module: str
-    dtype: str
-    far: int
-    same: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class WiringFacts:
     """What is trained, what the graph reaches, and which linear layers have nothing between them."""
 
@@ -62,8 +43,6 @@ class WiringFacts:
     unregistered_values: int = 0
     chains: tuple[Chain, ...] = ()
     custom: tuple[str, ...] = ()
-    shuffles: tuple[Shuffle, ...] = ()
-    aliases: tuple[Aliases, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

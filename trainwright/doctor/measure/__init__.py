@@ -30,7 +30,6 @@ from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
-from trainwright.doctor.measure.still_weights import other_rates, still_weights
 from trainwright.doctor.measure.targets import Targets
 from trainwright.doctor.measure.ties import TiesProbe
 from trainwright.doctor.measure.updates import again, batch_steps, update
@@ -87,8 +86,6 @@ REPLAYS: tuple[Experiment, ...] = (
     integrity,
     loss_calls.loss_calls,
     loss_terms.loss_terms,
-    other_rates,
-    still_weights,
     structure,
     symmetry,
     unused_inputs,

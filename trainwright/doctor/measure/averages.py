@@ -54,8 +54,7 @@ class _Pair:
     name: str
     copy: Callable[[], Tensor | None]
     original: Callable[[], Tensor]
-    first: Tensor | None = None
-    first_original: Tensor | None = None
+    first: tuple[Tensor, Tensor] | None = None
     has_moved: bool = False
     original_moved: bool = False
 
@@ -63,14 +62,13 @@ class _Pair:
         copy, original = self.copy(), self.original()
         if copy is None or copy.shape != original.shape or copy.is_meta or original.is_meta:
             return None
-        one, other = _sampled(copy), _sampled(original)
-        if one.shape != other.shape or (self.first is not None and one.shape != self.first.shape):
+        now = _sampled(copy), _sampled(original)
+        self.first = self.first or now
+        if now[0].shape != now[1].shape or now[0].shape != self.first[0].shape:
             return None  # of one of them this process holds a part
-        if self.first is None or self.first_original is None:
-            self.first, self.first_original = one, other
-        self.has_moved |= not torch.equal(one, self.first)
-        self.original_moved |= not torch.equal(other, self.first_original)
-        return one, other
+        self.has_moved |= not torch.equal(now[0], self.first[0])
+        self.original_moved |= not torch.equal(now[1], self.first[1])
+        return now
 
 
 @dataclass
@@ -91,27 +89,25 @@ class _Copy:
         """It is called without gradients: it is evaluated, or is a teacher."""
         if (step, site) not in self.calls and len(self.calls) < MOST_CALLS:
             self.calls.add((step, site))
-            for pair in self.weights:
+            for pair in (*self.weights, *self.buffers):
                 pair.sample()
 
     def follow(self, step: int) -> None:
-        now = [pair.sample() for pair in self.weights]
+        now = [each for pair in self.weights if (each := pair.sample()) is not None]
         for pair in self.buffers:
             pair.sample()
-        known = [each for each in now if each is not None]
-        if len(known) == len(now) and self.before is not None:
-            made = _move(step, self.before, known)
+        if len(now) == len(self.weights) and self.before is not None:
+            made = _move(step, self.before, now)
             self.moves += [] if made is None else [made]
-        elif known:
-            copy, weights = (torch.cat([pair[n] for pair in known]) for n in (0, 1))
+        elif now:
+            copy, weights = (torch.cat([pair[n] for pair in now]) for n in (0, 1))
             self.gap = float((copy - weights).norm() / weights.norm().clamp(min=1e-30))
-        self.before = known if len(known) == len(now) else None
+        self.before = now if len(now) == len(self.weights) else None
 
     def facts(self, sites: Container[Site]) -> CopyFacts:
         return CopyFacts(
             kind=self.kind,
             of=self.of,
-            names=tuple(pair.name for pair in self.weights),
             moves=tuple(self.moves),
             still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
             still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
@@ -206,29 +202,15 @@ def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tupl
     size, way = float(moved.norm()), weights - copy
     if not size > 0.0 or not bool(torch.isfinite(moved).all()):
         return None
-    alone = _share(moved, way)
+    share = float(moved @ way) / max(float(way @ way), 1e-300)
     both = torch.linalg.lstsq(torch.stack([way, copy], dim=1), moved[:, None]).solution[:, 0]
-    rest = moved - both[0] * way - both[1] * copy
-    single = [(after[0] - one[0], one[1] - one[0]) for one, after in zip(before, now)]
-    shares = [_share(*each) for each in single]
     return Move(
         step=step,
-        share=alone,
+        share=share,
         growth=float(both[1]),
-        rest=float(rest.norm()) / size,
-        rest_alone=_rest(moved, alone * way),
-        shares=tuple(shares),
-        rests=tuple(_rest(own, share * to) for (own, to), share in zip(single, shares)),
+        rest=float((moved - both[0] * way - both[1] * copy).norm()) / size,
+        rest_alone=float((moved - share * way).norm()) / size,
     )
-
-
-def _share(moved: Tensor, way: Tensor) -> float:
-    return float(moved @ way) / max(float(way @ way), 1e-300)
-
-
-def _rest(moved: Tensor, explained: Tensor) -> float:
-    """The part of a move that is not explained; 0 where nothing moved."""
-    return float((moved - explained).norm()) / max(float(moved.norm()), 1e-300)
 
 
 def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:

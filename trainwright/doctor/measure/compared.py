@@ -124,12 +124,6 @@ class ComparedLoss:
         reference = self.target.max() if self.name in CLASSES else first
         return ((self.target != reference) & kept).any()
 
-    def is_identical(self) -> Tensor:
-        """Whether all samples have the same prediction, up to rounding."""
-        rows = self.x.flatten(1) if self.x.dim() > 1 else self.x[:, None]
-        rounding = 8 * torch.finfo(self.x.dtype).eps
-        return (rows - rows[:1]).abs().max() <= rounding * rows.abs().max()
-
 
 def compared(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
     """Some rows of a call that compares predictions with targets; None for any other."""

@@ -18,7 +18,7 @@ from trainwright.replay.session import ReplaySession
 
 @replay(FunctionFacts, when="first", value=2.0)
 def function(session: ReplaySession) -> FunctionFacts:
-    """The forward pass in eval mode with other random numbers, other neighbours, less padding, another future."""
+    """The forward pass in eval mode with other neighbours, samples at other places, less padding."""
     passes = EvalPasses(session)
     noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_numbers)))
     carried, written = _again(passes)
@@ -27,15 +27,13 @@ def function(session: ReplaySession) -> FunctionFacts:
     padding, pad = sequences.padding(passes) if repeats else (None, "")
     return FunctionFacts(
         size=session.size or 0,
-        noise=noise,
-        carried=carried,
         written=written,
         neighbours=passes.confirmed(samples.neighbours) if repeats and not related else None,
         related=related,
         is_batch=samples.is_batch(session),
+        place=passes.confirmed(samples.place) if repeats and not related else None,
         padding=padding,
         pad=pad,
-        future=passes.confirmed(sequences.future) if repeats else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import asdict, replace
 
 import torch
@@ -21,6 +21,7 @@ from trainwright.doctor.facts.layers import (
     ReluFacts,
     RouterFacts,
 )
+from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.probes import WatchedObjects
@@ -75,6 +76,7 @@ class LayerLooks(LookingProbe):
         self._optimizers = watched.subject.optimizers
         self._norms = {path: m for path, m in self.modules.items() if isinstance(m, _BatchNorm)}
         self._facts: LayersFacts | None = None
+        self._axes = Axes()
         self._clear()
 
     def _clear(self) -> None:
@@ -96,6 +98,9 @@ class LayerLooks(LookingProbe):
         self._kept: list[object] = []  # so that no id is used again
         self._expected: tuple[int, Tensor | None] = 0, None  # output id of the last linear map, its units' spread
 
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        self._axes.samples = len(ids) if isinstance(ids, Sized) else 0
+
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
         if self.is_looking and torch.is_grad_enabled():
@@ -105,6 +110,7 @@ class LayerLooks(LookingProbe):
             if "" not in self.stack:
                 self.stack.append("")
             self._order.setdefault("")
+            self._axes.begin(args, kwargs)
             self._functions.start()
 
     def on_output(self, root: nn.Module, output: object) -> None:
@@ -114,6 +120,7 @@ class LayerLooks(LookingProbe):
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._order.setdefault(path)
+        self._axes.entered(path, module, args, kwargs)
         if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
             return
         x, known = inputs[0], self._seen.get(path, NormFacts())
@@ -151,6 +158,7 @@ class LayerLooks(LookingProbe):
             depth=self._depth,
             narrow=self._narrow or any(p.dtype in halves for p in self.watched.subject.parameters),
             dropout=self._dropout,
+            axes=self._axes.facts(),
         )
         self._clear()
 
@@ -171,6 +179,7 @@ class LayerLooks(LookingProbe):
                 self.fail(error)
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        self._axes.note(self.stack[-1], name, args, kwargs, result)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             x, weight = tensors[0].detach(), tensors[1].detach()
             self._expected = id(result), weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
 from trainwright.doctor.measure.compared import (
@@ -25,8 +27,9 @@ from trainwright.doctor.measure.compared import (
     room_within,
 )
 from trainwright.recorder.callers import caller
+from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe
-from trainwright.recorder.program import RecordedStep, constants_of
+from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, classified
@@ -47,8 +50,8 @@ MAX_CALLS = 32
 """Calls of a step that are measured."""
 ABOVE = 1e-3
 """The logarithm of a probability, plus a small number that keeps it finite, is at most this."""
-MIN_ROWS = 8
-"""Rows of representations whose spread is measured."""
+MAX_NODES = 20_000
+"""Of the graph behind a term that are walked."""
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
     "multilabel_soft_margin_loss", SQUARED, "absolute error",
@@ -59,7 +62,7 @@ PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
 SIZES = {"square": SQUARED, "pow": SQUARED, "abs": "absolute error"}
 RAISES = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
-DRAWS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "rand_like", "randn_like", "sample"})
+DRAWS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
 SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions of one value that keep the name of a term."""
@@ -96,8 +99,10 @@ class LossCalls:
         self._sites: dict[Hashable, _Site] = {}
         self._signs: dict[tuple[str, str, str | None], int] = {}
         self._outer: dict[tuple[str, str | None], Broadcast] = {}
-        self._told: set[Hashable] = set()
-        self.drawn = self.normalizes = False
+        self._reach: list[tuple[tuple[str, str | None], set[int]]] = []  # terms: who made them, leaves that they reach
+        self._stepped: set[int] = set()
+        self._useful: set[tuple[str, str | None]] = set()
+        self.drawn = False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -107,7 +112,7 @@ class LossCalls:
         self._residuals: dict[int, tuple[Tensor, Tensor]] = {}
         self._probabilities: dict[int, str | None] = {}
         self._source: dict[int, int] = {}  # of softmax, exp, ...: what it was computed of
-        self._means: dict[int, str] = {}  # batch means of losses, and what focal losses compute of them
+        self._made: dict[Node, tuple[str, str | None]] = {}  # scalars: the function that made them, and its line
         self._without_graph: dict[int, str | None] = {}  # scalars: the function that made them; None: detached
         self._origins: dict[int, frozenset[int]] = {}  # of what has no graph: the first such tensors it is made of
         self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
@@ -174,8 +179,6 @@ class LossCalls:
             self._raised.add(self._keep(result))
         if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
             self._source[self._keep(result)] = self._source.get(id(first), self._keep(first))
-        if name in ("cosine_similarity", "normalize"):
-            self._note_directions(name, [each for each in args if isinstance(each, Tensor)])
         tensors = [each for each in args if isinstance(each, Tensor)]
         if plain in DIFFERENCES and sum(each.requires_grad for each in tensors) == 1 and len(tensors) == 2:
             x, target = sorted(tensors, key=lambda each: not each.requires_grad)
@@ -208,9 +211,7 @@ class LossCalls:
             self._hear_gradient(site, result)
 
     def _note_product(self, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """Looks for p log p, for log-probabilities that are weighted by what has a graph, and for focal losses."""
-        if {self._means.get(id(a)), self._means.get(id(b))} == {"loss", "probability"}:
-            self._sign("focal_of_mean", "cross_entropy")
+        """Looks for p log p, and for log-probabilities that are weighted by what has a graph."""
         if not (a.requires_grad and b.requires_grad) or a.shape != b.shape or not a.dim():
             return
         sources = [self._source.get(id(each), id(each)) for each in (a, b)]
@@ -229,14 +230,11 @@ class LossCalls:
                 self._sign("advantage", "mul")
 
     def _note_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
-        """Follows scalars: batch means of losses, and terms without a graph."""
-        known = [self._means[id(each)] for each in tensors if id(each) in self._means]
-        if plain in ("neg", "rsub", "sub", "pow", "exp") and known and result.requires_grad:
-            kind = {"loss": "negated" if plain == "neg" else None, "negated": "probability" if plain == "exp" else None}
-            if (now := kind.get(known[0], known[0])) is not None:
-                self._means[self._keep(result)] = now
+        """Follows scalars: terms of the loss with and without a graph."""
         if self._slot_of is None:
             return
+        if result.grad_fn is not None:
+            self._made[result.grad_fn] = plain, self._line()
         if plain in SUMS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
                 op = self._without_graph.get(id(each))
@@ -247,16 +245,6 @@ class LossCalls:
             before = [self._without_graph[id(each)] for each in tensors if id(each) in self._without_graph]
             made = before[0] if before and plain in WEIGHS else None if plain == "detach" else plain
             self._without_graph[self._keep(result)] = made
-
-    def _note_directions(self, name: str, tensors: list[Tensor]) -> None:
-        self.normalizes = True
-        for each in tensors:
-            if each.dim() == 2 and len(each) >= MIN_ROWS and each.requires_grad:
-                site = self._site("cosine similarity", shape=tuple(each.shape))
-                if site is not None:
-                    with torch.no_grad():
-                        rows = nn.functional.normalize(each.detach().float(), dim=1)
-                        site.pending.append({"spread": 1.0 - rows.mean(0).square().sum()})
 
     def _note_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         """A column and a row of as many samples broadcast to a square."""
@@ -282,8 +270,6 @@ class LossCalls:
     def _note_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
         arguments = dict(zip(("input", "target"), args)) | kwargs
         x, target = arguments.get("input"), arguments.get("target")
-        if name in CLASSES and not result.dim():
-            self._means[self._keep(result)] = "loss"
         if isinstance(target, Tensor) and isinstance(x, Tensor) and target.requires_grad and not x.requires_grad:
             if name in CLASSES | BINARY | {"kl_div"}:
                 self._site(name, shape=tuple(x.shape), swapped=True)
@@ -292,7 +278,7 @@ class LossCalls:
             return
         fixed: dict[str, Any] = {"shape": tuple(x.shape), "module": self.stack[-1] if self.stack else None}
         with torch.no_grad():
-            if name in ("cross_entropy", "nll_loss", "kl_div") or name in SOFTMAXES:
+            if name in ("cross_entropy", "nll_loss", "ctc_loss", "kl_div") or name in SOFTMAXES:
                 fixed["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
             if name == "binary_cross_entropy_with_logits":
                 fixed["squashed"] = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")) is not None
@@ -324,14 +310,12 @@ class LossCalls:
             site.fixed["classes"] = int(x.shape[1]) if x.dim() > 1 else int(x.shape[0])
         if name == CHUNKED:
             site.fixed["classes"] = len(args[1])
-        if name == "nll_loss" and x.dim() > 1:
-            masses = x.detach().double().logsumexp(1).exp()
+        if name in ("nll_loss", "ctc_loss") and x.dim() > 1:
+            masses = x.detach().double().logsumexp(1 if name == "nll_loss" else -1).exp()
             site.fixed["above_0"] = float((x.detach() > ABOVE).double().mean())
             site.fixed["off_sum"] = float((masses - 1).abs().flatten().median())
         if not isinstance(target, Tensor) or not target.numel():
             return
-        if name in BINARY and target.is_floating_point():
-            site.fixed |= {"target_min": float(target.min()), "target_max": float(target.max())}
         if name in CLASSES and not target.is_floating_point():
             self._note_ignored(site, name, args, kwargs, target)
         loss = compared(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
@@ -370,13 +354,7 @@ class LossCalls:
                 "constant": loss.of_constant(sums / number),
                 "shuffled": loss.of_shuffled(),
                 "varies": loss.varies(),
-                "identical": loss.is_identical() & (len(loss.x) >= 4) & (x.stride()[0] > 0 if x.dim() else True),
             }
-            if loss.name in CLASSES:
-                row["sure"], predicted = (loss.x.exp() if loss.name == "nll_loss" else loss.x.softmax(1)).max(1)
-                row["sure"], row["right"] = row["sure"].mean(), (predicted == loss.target).double().mean()
-            else:
-                row["itself"] = (loss.x.double() == loss.target.double()).all()
             made = made_by(x, tuple(BOUNDS))
             if made is not None:
                 bound, low, high = BOUNDS[type(made).__name__]
@@ -387,7 +365,6 @@ class LossCalls:
                 elif loss.name in ("cross_entropy", "binary_cross_entropy_with_logits") and site.steps == 1:
                     site.fixed["room"] = room_within(loss, low, high)
             if site.steps == 1:
-                site.fixed["blank"] = float(loss.of_blank())
                 site.fixed["reverses"] = bool(custom_functions_of([x]))
             site.pending.append(row)
 
@@ -402,16 +379,39 @@ class LossCalls:
         if result.requires_grad and (op in BOUNDED_BELOW or op in ("entropy", "log_softmax")):
             result.register_hook(hook)  # type: ignore[no-untyped-call]
 
+    # what is trained on
+
+    def on_backward(self, losses: Sequence[Tensor]) -> None:
+        """Notes which leaves each term of the loss reaches. It is judged before the next one, by what has stepped."""
+        self._judge_terms()
+        waiting = [each.grad_fn for each in losses]
+        for node in waiting:  # grows while it is walked
+            if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
+                waiting += [following for following, _ in node.next_functions]
+            elif node in self._made and len(self._reach) < MAX_CALLS:
+                self._reach.append((self._made[node], leaves_behind(node)))
+
+    def on_step(self, parameters: Collection[Tensor]) -> None:
+        """An optimizer updates these."""
+        self._stepped.update(map(id, parameters))
+
+    def _judge_terms(self) -> None:
+        """A term that reaches only what no update has changed since trains nothing."""
+        if not self._stepped:
+            return
+        useful = [made for made, leaves in self._reach if leaves & self._stepped]
+        self._useful.update(useful)
+        for (op, line), leaves in self._reach:
+            if useful and len(leaves) > 1 and (op, line) not in self._useful:
+                self._signs_now.add(("not_updated", op, line))
+        self._reach, self._stepped = [], set()
+
     # what was found
 
-    def has_news(self) -> bool:
-        """Whether a mistake that shows over several steps has become certain. Waits for the device."""
-        self._read()
-        news = [key for key, site in self._sites.items() if _is_turned(site)]
-        news += [key for key, count in self._signs.items() if count == (TIMES if key[0] == "no_gradient" else 1)]
-        fresh = set(news) - self._told
-        self._told |= fresh
-        return bool(fresh)
+    @property
+    def certain(self) -> int:
+        """Signs that are no chance any more."""
+        return sum(count >= (1 if kind == "advantage" else TIMES) for (kind, _, _), count in self._signs.items())
 
     def _read(self) -> None:
         """Waits for the device: everything that was measured becomes numbers."""
@@ -440,7 +440,10 @@ class LossCalls:
     @property
     def signs(self) -> tuple[LossSign, ...]:
         """Other mistakes."""
-        return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in self._signs.items())
+        signs = (
+            (key, count) for key, count in self._signs.items() if key[0] != "not_updated" or key[1:] not in self._useful
+        )
+        return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in signs)
 
 
 def _length_of_sequences(x: Tensor, target: Tensor) -> int:
@@ -451,36 +454,30 @@ def _length_of_sequences(x: Tensor, target: Tensor) -> int:
     return next(known, 0) if target.dim() in (1, 2) else 0
 
 
+def leaves_behind(node: Node) -> set[int]:
+    """The ids of the leaves of the graph behind a node."""
+    waiting, seen, leaves = [node], {node}, set[int]()
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(id(variable))
+        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return leaves
+
+
 def _call(site: _Site) -> MeasuredLoss:
     rows, early = site.rows, site.early
-
-    same = [bool(row.get("identical") and row.get("varies")) for row in rows]
-    identical = next((n for n, each in enumerate(reversed(same)) if not each), len(same))
     wanted = set(site.wanted)
-    newest = rows[-1] if rows else {}
     return MeasuredLoss(
         **site.fixed,
         steps=site.steps,
         wants=wanted.pop() if len(wanted) == 1 else 0,
         values=(_column(early, "value"), _column(rows, "value")),
         rows=tuple((r["value"], r["constant"], r["shuffled"]) for r in rows if r.get("varies")),
-        identical=identical,
-        itself=bool(rows) and all(row.get("itself") for row in rows),
         outside=min((row["outside"] for row in rows if "outside" in row), default=0.0),
-        spreads=(_column(early, "spread"), _column(rows, "spread")),
-        right=newest.get("right", 1.0),
-        sure=newest.get("sure", 0.0),
     )
-
-
-def _is_turned(site: _Site) -> bool:
-    """Whether a loss that should fall is maximized, and rises."""
-    if set(site.wanted) != {-1}:
-        return False
-    early, late = _column(site.early, "value"), _column(site.rows, "value")
-    if site.fixed["op"] == "entropy" or not early:
-        return len(site.wanted) >= ALWAYS - 2
-    return len(early) >= 2 * TIMES and min(late[-TIMES:]) > max(early[:TIMES])
 
 
 def _column(rows: Sequence[dict[str, float]], key: str) -> tuple[float, ...]:
@@ -518,11 +515,16 @@ class LossListener(Probe):
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
         self._tape, self._subject = tape, subject
         self._found = LossCalls(slot_of=tape.slot_of, is_live=True)
-        self._terms, self._tokens, self._reached, self._step, self._reported = 0, False, 0, 0, 0
+        self._terms = self._reached = self._step = self._reported = self._certain = 0
         tape.listener = self._found.on_function
 
-    def on_step(self, *_: object) -> None:
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self._tape.listener is not None and self._step < ALWAYS:
+            self._found.on_backward(losses)
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if self._tape.listener is not None and self._step < ALWAYS:
+            self._found.on_step(owned_by(optimizer))
             self._reached = max(self._reached, sum(p.grad is not None for p in self._subject.parameters))
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -531,8 +533,8 @@ class LossListener(Probe):
             self._step = step.step
             if step.step <= ALWAYS:
                 self._terms = len(terms_of(step))
-                self._tokens = has_tokens(step)
-            self.urgent = self.urgent or (step.step <= OFTEN and self._found.has_news())
+            known, self._certain = self._certain, self._found.certain
+            self.urgent |= self._certain > known
         self._tape.listener = self._found.on_function if is_examined(step.step + 1) else None
 
     def values(self) -> Facts | None:
@@ -543,7 +545,7 @@ class LossListener(Probe):
         if self._step == self._reported or not (calls or found.outer or found.signs):
             return None
         self._reported = self._step
-        facts = facts_of(found, self._subject, self._terms, self._tokens, self._reached)
+        facts = facts_of(found, self._subject, self._terms, self._reached)
         return dict(strict(vars(facts))) | {"step": self._step}
 
 
@@ -553,26 +555,18 @@ def is_examined(step: int) -> bool:
     return step % every == 0
 
 
-def facts_of(found: LossCalls, subject: LiveObjects, terms: int, tokens: bool, reached: int) -> LossFacts:
+def facts_of(found: LossCalls, subject: LiveObjects, terms: int, reached: int) -> LossFacts:
     """The facts about what was heard."""
     return LossFacts(
         given=found.calls(),
         outer=found.outer,
         signs=found.signs,
         drawn=found.drawn,
-        normalizes=found.normalizes,
         terms=terms,
         rivals=len(subject.roots) > 1 or len(subject.optimizers) > 1,
         maximizes=any(group.get("maximize") for each in subject.optimizers for group in each.param_groups),
-        tokens=tokens,
         reached=reached,
     )
-
-
-def has_tokens(step: RecordedStep) -> bool:
-    """Whether a model gets rows of integers."""
-    inputs = [each.tensor for call in step.calls for each in constants_of((call.args, call.kwargs))]
-    return any(not x.is_floating_point() and x.dtype != torch.bool and x.dim() == 2 and x.shape[1] > 2 for x in inputs)
 
 
 class _Inspector(StepInspector):
@@ -598,4 +592,4 @@ def loss_calls(session: ReplaySession) -> LossFacts:
         result = inspector.run()
     reached = sum(gradient is not None for gradient in result.grads.values())
     step, subject = session.recorded_step, session.replayer.subject
-    return facts_of(inspector.found, subject, len(terms_of(step)), has_tokens(step), reached)
+    return facts_of(inspector.found, subject, len(terms_of(step)), reached)

@@ -58,7 +58,7 @@ class Modules(LookingProbe):
         self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # in this pass: inputs and outputs
         self._given: dict[str, Tensor] = {}
         self._wipes: dict[str, list[Tensor]] = {}  # by module: whether its outputs are constant, and its inputs not
-        self._width, self._single = 0, ""
+        self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
         self._spread: Tensor | None = None
@@ -121,8 +121,7 @@ class Modules(LookingProbe):
         for path, (before, after) in self._varies.items():
             self._wipes.setdefault(path, []).append(before & ~after)
         vectors = [t for t in tensors_of(output, 3) if t.dim() == 2 and t.is_floating_point() and len(t) >= MIN_ROWS]
-        self._width = int(vectors[0].shape[1]) if vectors else 0
-        if vectors and self._width >= MIN_WIDTH and len(vectors[0]) >= 8:
+        if vectors and vectors[0].shape[1] >= MIN_WIDTH and len(vectors[0]) >= 8:
             rows = rows_of(vectors[0], 64).float()
             self._spread = rows.std(0).mean() / rows.pow(2).mean().sqrt().clamp(min=1e-12)
         self._made.clear()
@@ -237,7 +236,6 @@ class Modules(LookingProbe):
             constant=constant,
             is_whole=is_whole,
             constant_kind=type(self.modules[constant]).__name__ if constant is not None else "",
-            width=self._width,
             spreads=tuple(OutputSpread(step=n, spread=float(each)) for n, each in self._spreads),
             noisy=(*self._around_all({*self._noisy} - self._learning), *self._others) if self.looks > 1 else (),
             drifting=self._around_all({*self._drifting}) if self.looks > 1 else (),

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.doctor.facts.function import Deviation
-from trainwright.doctor.measure.eval_passes import EvalPasses, apart, at_rows
+from trainwright.doctor.measure.eval_passes import EvalPasses, apart, at_rows, distance
 from trainwright.recorder.program import Operation, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.replay.functions import InputHandler
+from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
@@ -117,3 +117,30 @@ def _is_free_along_second(passes: EvalPasses) -> bool:
     size = int(first.shape[1])
     found = _along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
     return found is not None and not found.is_real
+
+
+def place(passes: EvalPasses) -> Deviation | None:
+    """How far the output of a sample moves when the samples of the batch are in another order; None where no loader
+    says what a sample is, or something beside the samples belongs to their places.
+    """
+    session, size = passes.session, passes.session.size or 0
+    if size < 3 or not is_batch(session) or any(size in x.shape[1:] for x in session.inputs):
+        return None
+    calls = session.recorded_step.calls
+    given = sum(len(constants_of((each.args, each.kwargs))) for each in calls)
+    if given != sum(len(tensors_of((each.args, each.kwargs), 64)) for each in calls) and len(calls) > 1:
+        return None
+    if not all(x.dim() and x.shape[0] == size for x in session.inputs):
+        return None
+    change = Intervention(inputs=change_leaves(lambda leaf: _rolled(leaf, size)))
+
+    def moved_back(one: Tensor, other: Tensor) -> float:
+        is_by_sample = one.shape == other.shape and one.dim() and one.shape[0] == size and size not in one.shape[1:]
+        return distance(one, other.roll(-1, 0)) if is_by_sample else 0.0
+
+    found = Deviation(apart(passes.base, passes.run(change), moved_back), passes.limit)
+    return passes.located(found, change, moved_back)
+
+
+def _rolled(leaf: object, size: int) -> object:
+    return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf

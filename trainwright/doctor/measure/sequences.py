@@ -1,4 +1,4 @@
-"""Whether outputs depend on padding, or on positions that come later."""
+"""Whether outputs depend on padding."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.function import Deviation
-from trainwright.doctor.measure.eval_passes import EvalPasses, apart, distance, in_place_of
-from trainwright.recorder.program import Operation, constants_of
+from trainwright.doctor.measure.eval_passes import EvalPasses, apart
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import InputHandler, change_leaves, function_name
 from trainwright.replay.replayer import Intervention
@@ -102,49 +101,3 @@ def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
 
     passes.run(Intervention(ops=call))
     return any(found)
-
-
-def future(passes: EvalPasses) -> Deviation | None:
-    """How far outputs at early positions move when later inputs do; None where the target is not the next input."""
-    for x in passes.session.inputs:
-        if x.dim() < 2 or x.shape[1] < LEAST or x.dtype == torch.bool or not _is_next(passes, x):
-            continue
-        start = int(x.shape[1]) // 2
-        other = x.clone()
-        other[:, start:] = x[:, start:].roll(1, 0)
-        change = Intervention(inputs=in_place_of(x, other))
-        now = passes.run(change)
-        pairs = [
-            (a, b)
-            for a, b in zip(passes.base, now)
-            if a.shape == b.shape and a.dim() >= 2 and a.shape[:2] == x.shape[:2]
-        ]
-        if not pairs or apart([a for a, _ in pairs], [b for _, b in pairs]) <= passes.limit:
-            continue
-
-        def early(one: Tensor, two: Tensor, shape: torch.Size = x.shape[:2], start: int = start) -> float:
-            return distance(one[:, :start], two[:, :start]) if one.shape[:2] == two.shape[:2] == shape else 0.0
-
-        found = Deviation(min(early(a, b) for a, b in pairs), passes.limit)  # another output may be read backwards
-        return passes.located(found, change, early)
-    return None
-
-
-def _is_next(passes: EvalPasses, x: Tensor) -> bool:
-    """Whether a constant of the loss holds, for each position, the input at the position after it."""
-    operations = [each for each in passes.session.recorded_step.program if isinstance(each, Operation)]
-    following = x[:, 1:]
-    for each in [c.tensor for op in operations for c in constants_of((op.args, op.kwargs))]:
-        if each.dtype != x.dtype:
-            continue
-        if each.numel() == following.numel() and _is_same(each.reshape(following.shape), following):
-            return True
-        if each.numel() == x.numel() and _is_same(each.reshape(x.shape)[:, :-1], following):
-            return True
-    return False
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether nearly all values are equal, and not because all are one value."""
-    varies = bool((other != other.flatten()[0]).any())
-    return varies and float((one == other).double().mean()) > 0.9

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,66 +11,23 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.facts.updates import AgainFacts, BatchStepsFacts, UpdateFacts
 from trainwright.recorder.calls import is_compiled
-from trainwright.recorder.gradients import owned_by
-from trainwright.recorder.live_sums import sums_of
 from trainwright.recorder.program import OptimizerStep
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import error_text
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
-SLOPE_ELEMENTS = 4096
-"""Elements of each tensor that the cosine between gradient and update is computed over."""
-
-
-class _Updates:
-    """Observes the updates of a replay: their cosine to the gradient, and the sums of the gradients."""
-
-    def __init__(self, session: ReplaySession) -> None:
-        self._session = session
-        self._grads: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.slopes: list[float] = []
-        self.sums: list[Tensor] = []
-
-    @contextmanager
-    def observed(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            for optimizer in self._session.optimizers:
-                undo.callback(optimizer.register_step_pre_hook(self._before).remove)
-                undo.callback(optimizer.register_step_post_hook(self._after).remove)
-            yield
-
-    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        held = [p for p in owned_by(optimizer) if p.grad is not None and not p.grad.is_sparse and p.numel()]
-        self._grads = [(p, _sampled(p), _sampled(p.grad)) for p in held if p.grad is not None]
-        self.sums.append(sums_of([p.grad for p in self._session.replayer.subject.parameters]))
-
-    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        pairs = [(grad.double().cpu(), (_sampled(p) - old).double().cpu()) for p, old, grad in self._grads]
-        product = sum(float(grad @ change) for grad, change in pairs)
-        sizes = [math.sqrt(sum(float(pair[n] @ pair[n]) for pair in pairs)) for n in (0, 1)]
-        self.slopes.append(product / (sizes[0] * sizes[1]) if all(sizes) else math.nan)
-
-
-def _sampled(tensor: Tensor) -> Tensor:
-    """A copy of elements from all over a tensor."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SLOPE_ELEMENTS)][:SLOPE_ELEMENTS].clone()
-
 
 @replay(UpdateFacts, when="checkup", value=3.0)
 def update(session: ReplaySession) -> UpdateFacts:
     """How far the update moves the weights, and the loss of the step's batch before and after it."""
-    updates = _Updates(session)
     with session.live():
-        with updates.observed():
-            result = session.replayer.run(session.recorded_step, upto="step")
+        result = session.replayer.run(session.recorded_step, upto="step")
         after = session.replayer.run(session.recorded_step, upto="forward")
     steps = [each for each in session.recorded_step.program if isinstance(each, OptimizerStep)]
     moved = [name for name in result.after if not torch.equal(result.after[name], result.before[name])]
     held = [name for name, grad in result.grads.items() if grad is not None]
     weight = norm_of(result.before, held)
-    groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
     return UpdateFacts(
         loss=result.loss,
         after=after.loss,
@@ -84,18 +40,7 @@ def update(session: ReplaySession) -> UpdateFacts:
         weight_norm=weight,
         ratio=norm_of({n: result.after[n] - result.before[n] for n in moved}, moved) / weight if weight else math.nan,
         input_rms=_rms(session.inputs),
-        slopes=tuple(updates.slopes),
-        maximises=any(bool(group.get("maximize")) for group in groups),
-        is_turned=len(steps) == len(updates.sums) and any(map(_is_turned, steps, updates.sums)),
     )
-
-
-def _is_turned(step: OptimizerStep, replayed: Tensor) -> bool:
-    """Whether all gradients that the live update found have the opposite sign of the replayed ones."""
-    if step.gradients is None or len(step.gradients) != len(replayed):
-        return False
-    signs = (step.gradients[:, 1].cpu() * replayed[:, 1].cpu()).nan_to_num()
-    return bool((signs <= 0).all()) and bool((signs < 0).any())
 
 
 def norm_of(tensors: Mapping[str, Tensor | None], names: list[str]) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.doctor.facts.wiring import ActivatedFacts, Aliases, Chain, GraphCut, SavedFacts, Shuffle, WiringFacts
+from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, GraphCut, SavedFacts, WiringFacts
 from trainwright.doctor.measure.consumers import Consumers
 from trainwright.doctor.measure.layers import MAPS
 from trainwright.recorder.program import tensors_of
@@ -34,8 +34,6 @@ _INTEGERS = {"int", "long", "short", "byte", "char", "to", "type"}
 """Functions that make whole numbers of others, which have no graph."""
 _QUERIES = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, getattr(nn, "RMSNorm", nn.LayerNorm))
-EXACT_POSITIONS = 256
-"""Positions up to this one are exact in every 16-bit type."""
 
 
 class _Wiring(StepInspector):
@@ -53,8 +51,6 @@ class _Wiring(StepInspector):
         self.called: list[str] = []
         self.leaves: dict[int, Tensor] = {}
         self.custom: dict[str, str] = {}
-        self.shuffles: list[Shuffle] = []
-        self.aliases: list[Aliases] = []
 
     def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
         if path not in self.called:
@@ -82,10 +78,6 @@ class _Wiring(StepInspector):
             self._tag(result, self._from[id(inputs[0])])
         elif name not in _QUERIES:
             self._uses.update({self._from[id(t)] for t in inputs if id(t) in self._from})
-        if name in ("view", "reshape"):
-            self._note_shuffle(inputs[0], result)
-        elif name in ("sin", "cos"):
-            self._note_angles(inputs[0])
 
     def _tag(self, tensor: Tensor, weight: str) -> None:
         self._from[id(tensor)] = weight
@@ -121,18 +113,6 @@ class _Wiring(StepInspector):
             how = "no_grad" if not torch.is_grad_enabled() else "data" if name == "__get__" else name
             self._cuts.append((how, self.stack[-1] if self.stack else "", sources))
 
-    def _note_shuffle(self, x: Tensor, result: Tensor) -> None:
-        """A view with the sizes in another order, where a transpose was meant: values move to other samples."""
-        was, now = tuple(x.shape), tuple(result.shape)
-        if was != now and sorted(was) == sorted(now) and was[0] != now[0] and min(was[0], now[0]) > 1:
-            self.shuffles.append(Shuffle(module=self.stack[-1], before=was, after=now))
-
-    def _note_angles(self, angles: Tensor) -> None:
-        far, same = aliased(angles)
-        if same and same * 10 >= far:
-            kind = str(angles.dtype).removeprefix("torch.")
-            self.aliases.append(Aliases(module=self.stack[-1], dtype=kind, far=far, same=same))
-
     def unbroken_chains(self) -> list[Chain]:
         """Pairs of linear layers of which the second is the only use of the first."""
         return [chain for chain in self.chains if self._uses[chain.first] <= 1]
@@ -152,19 +132,6 @@ class _Wiring(StepInspector):
                 aside = self._consumers.of(number) | below <= unreached
                 cuts.append(GraphCut(how=how, inside=path, last=last, behind=tuple(behind), aside=aside))
         return cuts
-
-
-def aliased(angles: Tensor) -> tuple[int, int]:
-    """The number of positions far from 0, and how many of them have the same angles as their neighbour."""
-    if not angles.is_floating_point() or angles.numel() > 2**24 or angles.requires_grad:
-        return 0, 0
-    rows = angles.detach().float()
-    rows = rows[:, None] if rows.dim() == 1 else rows.flatten(0, -2)
-    for table in (rows, rows.T):
-        far = table.abs().amax(1) >= EXACT_POSITIONS
-        if len(table) > EXACT_POSITIONS and bool(far.any()):
-            return int(far.sum()), int(((table[1:] == table[:-1]).all(1) & far[1:]).sum())
-    return 0, 0
 
 
 @replay(WiringFacts, when="first", steps=1.3, value=2.0)
@@ -190,8 +157,6 @@ def structure(session: ReplaySession) -> WiringFacts:
         unregistered_values=sum(t.numel() for t in outside.values()),
         chains=tuple(wiring.unbroken_chains()),
         custom=tuple(sorted(wiring.custom.values())),
-        shuffles=tuple(wiring.shuffles[:4]),
-        aliases=tuple(wiring.aliases[:4]),
     )
 
 

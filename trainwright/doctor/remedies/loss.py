@@ -72,41 +72,6 @@ def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
     return x.log_softmax(class_dim(name, x, args, kwargs)) if name == "nll_loss" and bool((x > 0).any()) else None
 
 
-def second_softmax(session: ReplaySession) -> str:
-    """The norm of the gradient at the scores, through the second softmax, with and without the first softmax."""
-    norms: dict[bool, list[float]] = {False: [], True: []}
-
-    def handler(change: bool) -> OpHandler:
-        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-            name, x = function_name(function), args[0] if args else None
-            if name not in ("softmax", "log_softmax") or not isinstance(x, Tensor) or not x.requires_grad:
-                return function(*args, **kwargs)
-            dim = class_dim(name, x, args, kwargs)
-            if not is_simplex(x, dim):
-                return function(*args, **kwargs)
-            own = x.view_as(x)
-
-            def note(gradient: Tensor) -> None:
-                below = x.detach() * (gradient - (x.detach() * gradient).sum(dim, keepdim=True))
-                norms[change].append(float(below.double().norm()))
-
-            own.register_hook(note)  # type: ignore[no-untyped-call]
-            scores = own.clamp_min(torch.finfo(x.dtype).tiny).log() if change else own
-            return function(scores, *args[1:], **kwargs)
-
-        return call
-
-    for change in norms:
-        session.run(Intervention(ops=handler(change)))
-    was, now = norms[False], norms[True]
-    if not was or not now:
-        raise NotTried("no second softmax was found")
-    better = "" if now[0] > was[0] else "no better: "
-    return (
-        f"{better}gradient at the scores through the second softmax {now[0]:.3g} without the first; it was {was[0]:.3g}"
-    )
-
-
 def same_shape(session: ReplaySession) -> str:
     """The target in the shape of the prediction, or the reverse, measured by the loss of matching pairs."""
     losses: dict[bool, list[float]] = {False: [], True: []}
@@ -141,22 +106,6 @@ def turned_sign(session: ReplaySession) -> str:
     """The negated gradient, by the total loss, which is larger then."""
     was, now = ([-x for x in session.train(STEPS, Intervention(sign=sign), repeat=True)] for sign in (1.0, -1.0))
     return compared_measure("with the sign turned", "the negated loss", was, now)
-
-
-def targets_in_range(session: ReplaySession) -> str:
-    """Targets scaled to 0 to 1."""
-
-    def scaled(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        if function_name(function).startswith("binary_cross_entropy"):
-            arguments = dict(zip(("input", "target"), args)) | kwargs
-            low, high = arguments["target"].min(), arguments["target"].max()
-            kwargs = {**arguments, "target": (arguments["target"] - low) / (high - low).clamp(min=1e-12)}
-            args = ()
-        return function(*args, **kwargs)
-
-    was, now = session.train(STEPS, repeat=True), session.train(STEPS, Intervention(ops=scaled), repeat=True)
-    steady = "" if 0 <= now[-1] < now[0] else "no better: "
-    return f"{steady}loss {course(now)} with targets from 0 to 1; as it was {course(was)}"
 
 
 def balanced_terms(session: ReplaySession) -> str:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import trainwright as tw
 from tests.doctor.checks.loss.loops import Loss, X, Y, codes
 
 pytestmark = pytest.mark.slow
@@ -39,3 +40,23 @@ def test_found(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", HEALTHY)
 def test_silent(loss: Loss) -> None:
     assert CODE not in codes(loss)
+
+
+@pytest.mark.parametrize(("detaches", "found"), [(True, True), (False, False)])
+def test_the_step_of_a_generator(detaches: bool, found: bool) -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(X.shape[1], 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (generator, critic)]
+    real = torch.randn(len(X), 4)
+    with tw.watch([generator, critic], optimizers, out=None, quiet=True, checks=["loss"]) as watch:
+        for _ in range(8):
+            fake = generator(X)
+            judged = critic(fake.detach() if detaches else fake)
+            optimizers[0].zero_grad()
+            (F.mse_loss(judged, torch.ones_like(judged)) + 10 * F.l1_loss(fake, real)).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            judged = critic(torch.cat([real, generator(X).detach()]))
+            F.mse_loss(judged, torch.arange(len(judged))[:, None].lt(len(X)).float()).backward()
+            optimizers[1].step()
+    assert (CODE in {each.code for each in watch.findings() if each.severity != "info"}) == found

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import trainwright as tw
 from tests.doctor.checks.loops import CLASSES, WIDTH, alarms, found, mlp, watched
+from trainwright.doctor.measure.axes import is_reordered
 
 pytestmark = pytest.mark.slow
 
@@ -95,12 +98,59 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.lora_A.t() @ self.lora_B.t()
 
 
-def copies(*, redrawn: bool) -> nn.Module:
-    first = nn.Linear(32, 32)
-    others = [nn.Linear(32, 32) for _ in range(2)]
-    for each in others if not redrawn else ():
-        each.load_state_dict(first.state_dict())
-    return Stacked([first, *others])
+class Reader(nn.Module):
+    """Reads the columns one by one, in both directions."""
+
+    def __init__(self, *, last_output: bool) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(1, 8, batch_first=True, bidirectional=True), nn.Linear(16, CLASSES)
+        self.last_output = last_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, states = self.rnn(x[..., None])
+        return self.head(outputs[:, -1] if self.last_output else torch.cat([states[0], states[1]], dim=1))
+
+
+class Turned(nn.Module):
+    """A convolution over four features, which are the last axis of what it is given."""
+
+    def __init__(self, *, reshapes: bool) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = nn.Linear(1, 4), nn.Conv1d(4, 8, 3), nn.Linear(8, CLASSES)
+        self.reshapes = reshapes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x[..., None])
+        h = h.reshape(len(h), 4, -1) if self.reshapes else h.transpose(1, 2)
+        return self.head(self.conv(h).relu().mean(2))
+
+
+class Attends(nn.Module):
+    """Attention whose key_padding_mask is what ``mask`` makes of where the padding is."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mask, self.embedding = mask, nn.Embedding(9, 16)
+        self.attention, self.head = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        seen, _ = self.attention(h, h, h, key_padding_mask=self.mask(ids == 0))
+        return self.head((h + seen).mean(1))
+
+
+class Numbered(nn.Module):
+    """Adds positions, counted along an axis."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.embedding, self.position = axis, nn.Embedding(9, 16), nn.Embedding(64, 16)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[self.axis])
+        positions = self.position(places[:, None] if self.axis == 0 else places)
+        return self.head((self.embedding(ids) + positions).relu().mean(1))
 
 
 def as_ids(x: Tensor) -> Tensor:
@@ -116,11 +166,12 @@ def padded(x: Tensor) -> Tensor:
 ONE = nn.Linear(32, 32)
 PROGRAMS: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module]]] = [
     ("model.layers_share_weights", lambda: Stacked([ONE] * 3), lambda: Heads()),
-    ("model.layers_start_equal", lambda: copies(redrawn=False), lambda: copies(redrawn=True)),
     ("model.init_both_factors_zero", lambda: Adapted(both_zero=True), lambda: Adapted(both_zero=False)),
     ("model.output_same_for_all_samples", lambda: mlp(nn.GroupNorm(32, 32)), lambda: mlp(nn.GroupNorm(4, 32))),
-    ("model.teacher_in_train_mode", lambda: Distiller(0.5, evaluates=False), lambda: Distiller(0.5, evaluates=True)),
-    ("model.frozen_statistics_drift", lambda: Backbone(evaluates=False), lambda: Backbone(evaluates=True)),
+    ("model.frozen_in_train_mode", lambda: Distiller(0.5, evaluates=False), lambda: Distiller(0.5, evaluates=True)),
+    ("model.frozen_in_train_mode", lambda: Backbone(evaluates=False), lambda: Backbone(evaluates=True)),
+    ("model.recurrence_unused", lambda: Reader(last_output=True), lambda: Reader(last_output=False)),
+    ("model.view_reorders_axes", lambda: Turned(reshapes=True), lambda: Turned(reshapes=False)),
     ("gradient.zero_behind_rounding", lambda: Rounded(straight_through=False), lambda: Rounded(straight_through=True)),
 ]
 
@@ -163,3 +214,84 @@ def test_rows_without_a_gradient_that_decay() -> None:
 
     assert "optim.frozen_rows_decay" in run(0.1)
     assert "optim.frozen_rows_decay" not in run(0.0)
+
+
+@pytest.mark.parametrize(("mask", "found"), [(torch.logical_not, True), (torch.clone, False)])
+def test_a_mask_that_is_inverted(mask: Callable[[Tensor], Tensor], found: bool) -> None:
+    torch.manual_seed(0)
+    assert ("model.attention_mask_inverted" in alarms(watched(Attends(mask), inputs=padded))) == found
+
+
+class Recurrent(nn.Module):
+    """An LSTM over the places of ids; ``merge`` makes of its last states what the classifier gets."""
+
+    def __init__(self, *, batch_first: bool = True, merges_by_view: bool = False, softmax: int | None = None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 16), nn.Linear(12, CLASSES)
+        self.rnn = nn.GRU(16, 6, batch_first=batch_first, bidirectional=True)
+        self.merges_by_view, self.softmax = merges_by_view, softmax
+
+    def forward(self, ids: Tensor) -> Tensor:
+        outputs, states = self.rnn(self.embedding(ids))
+        merged = states.view(len(ids), -1) if self.merges_by_view else outputs.mean(1)
+        scores = self.head(merged)
+        return scores if self.softmax is None else scores.log_softmax(self.softmax)
+
+
+@pytest.mark.parametrize(
+    ("code", "faulty", "healthy"),
+    [
+        ("model.depends_on_batch_position", lambda: Numbered(0), lambda: Numbered(1)),
+        ("model.batch_first_missing", lambda: Recurrent(batch_first=False), lambda: Recurrent()),
+        ("model.view_reorders_axes", lambda: Recurrent(merges_by_view=True), lambda: Recurrent()),
+        ("model.softmax_over_samples", lambda: Recurrent(softmax=0), lambda: Recurrent(softmax=1)),
+    ],
+)
+def test_samples_of_a_loader(code: str, faulty: Callable[[], nn.Module], healthy: Callable[[], nn.Module]) -> None:
+    for make, expected in ((faulty, True), (healthy, False)):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        ids, labels = torch.randint(9, (256, WIDTH)), torch.randint(CLASSES, (256,))
+        loader = DataLoader(TensorDataset(ids, labels), batch_size=16, shuffle=True)
+        with tw.watch(model, optimizer, out=None, quiet=True, checks=["model"]) as watch:
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert (code in alarms(watch)) == expected, alarms(watch)
+
+
+class TimeMajor(Recurrent):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embedding(ids))[0].mean(0))
+
+
+def test_a_loader_may_put_the_steps_first() -> None:
+    torch.manual_seed(0)
+    model = TimeMajor(batch_first=False)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    rows = TensorDataset(torch.randint(9, (256, WIDTH)), torch.randint(CLASSES, (256,)))
+    loader = DataLoader(rows, 16, collate_fn=lambda some: (torch.stack([x for x, _ in some], 1), [y for _, y in some]))
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=["model"]) as watch:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), torch.stack(y)).backward()
+            optimizer.step()
+    assert alarms(watch) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ((32, 1, 16, 16, 3), (32, 3, 16, 16), True),
+        ((8, 20, 32), (8, 32, 20), True),
+        ((20, 8, 32), (8, 20, 32), True),
+        ((8, 20, 32), (8, 20, 4, 8), False),  # heads
+        ((8, 4, 9, 10), (8, 4, 10, 9), False),  # the shift of relative attention
+        ((8, 1, 32), (8, 32, 1), False),
+        ((4, 8, 7, 8, 7, 32), (4, 56, 56, 32), False),  # windows
+    ],
+)
+def test_views_in_another_order(old: tuple[int, ...], new: tuple[int, ...], found: bool) -> None:
+    assert is_reordered(old, new) == found

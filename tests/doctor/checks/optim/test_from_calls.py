@@ -21,7 +21,7 @@ GROUP = GroupFacts(parameters=6, with_grad=6, lr=0.1)
 CALLS = CallsFacts(optimizers=(OptimizerFacts("SGD", 6, 0, (GROUP,)),), carried=(0.0,))
 UPDATE = UpdateFacts(
     loss=2.0, after=1.9, optimizers=1, lr=(0.1,), weight_decay=(0.0,), decoupled=False, grad_norm=1.0,
-    norm_at_clip=None, weight_norm=7.0, ratio=0.01, input_rms=1.0, slopes=(-0.5,),
+    norm_at_clip=None, weight_norm=7.0, ratio=0.01, input_rms=1.0,
 )  # fmt: skip
 
 
@@ -152,13 +152,6 @@ def test_exploding_is_seen_at_the_first_updates_alone() -> None:
     assert fires(code, (1, huge), made=steps(Z, F, B, clip(), S)) == ["info"]
     assert fires(code, (9, huge), made=made) == []
     assert fires(code, (1, UPDATE), made=made) == []
-
-
-def test_uphill_updates() -> None:
-    up, code, made = replace(UPDATE, slopes=(0.9,)), "optim.update_goes_uphill", steps(*HEALTHY)
-    assert fires(code, *((n, up) for n in (1, 2, 3)), made=made) == ["info"]
-    assert fires(code, (1, up), (2, UPDATE), (3, up), made=made) == []
-    assert fires(code, *((n, replace(up, maximises=True)) for n in (1, 2, 3)), made=made) == []
 
 
 def test_weights_that_an_evaluation_leaves_are_a_warning_where_the_loss_jumps() -> None:

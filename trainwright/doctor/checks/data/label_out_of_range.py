@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
-from trainwright.doctor.finding import Finding, RemedyTrial
+from trainwright.doctor.finding import Finding
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
@@ -50,7 +50,6 @@ def label_out_of_range(run: RunContext) -> Iterator[Result]:
             cause="labels are -1 and 1, or 0 to 255: the loss falls without bound",
             sure=0.95,
             evidence=[("targets", [facts.lowest, facts.highest], "0 to 1")],
-            trial=RemedyTrial("targets_in_range"),
             explains=("loss.*", "optim.*"),
         )
 

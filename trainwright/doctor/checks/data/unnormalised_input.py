@@ -19,7 +19,6 @@ CONSEQUENCES = (
     "model.init_too_large",
     "model.dead_relu",
     "optim.lr_too_high",
-    "loss.starts_far_above_chance",
 )
 
 

@@ -15,7 +15,7 @@ TIMES, FALLEN = 100.0, 0.1
 """Norm over threshold in every clip; the fraction by which the loss falls all the same."""
 
 
-@check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low", "optim.lr_far_too_low"))
+@check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))
 def clip_always_active(run: RunContext) -> Iterator[Result]:
     """Every step is clipped by a large factor, and the loss hardly falls.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import SavedFacts
-from trainwright.doctor.finding import RemedyTrial
 from trainwright.runlog.records import Where
 
 
@@ -31,5 +30,4 @@ def recompute_mismatch(run: RunContext) -> Iterator[Result]:
             symptom=f"{facts.differs} ({facts.kind}), checkpointed, gives other values in backward than in forward",
             where=Where(module=facts.differs),
             evidence=[("first module that differs", facts.differs, "none")],
-            trial=RemedyTrial("preserve_rng"),
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import SavedFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.runlog.records import Where
 
 
@@ -34,5 +34,4 @@ def saved_tensor_modified(run: RunContext) -> Iterator[Result]:
             symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",
             where=Where(module=facts.modified[0]),
             evidence=[("changed tensors", len(facts.modified), 0)],
-            trial=RemedyTrial("keep_saved"),
         )

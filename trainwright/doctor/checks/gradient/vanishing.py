@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import DepthFacts, LayerGradient, LayersFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.doctor.finding import ExperimentRequest
 from trainwright.runlog.records import Where
 
 
@@ -50,7 +50,6 @@ def vanishing(run: RunContext) -> Iterator[Result]:
         sure=0.9 if from_start else 0.5,
         where=Where(module=depth[0].module),
         evidence=[("gradient of the first layer over the largest", ratio, 1.0)],
-        trial=RemedyTrial("relu_for_sigmoid"),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import takewhile
 
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.finding import Measured
+from trainwright.doctor.facts.weights import WeightsFacts
 
 MIN_STEPS = 16
-"""Recorded steps with the same loss."""
+"""Recorded steps in a row with the same loss; three times as many where it is rounded to 16 bits."""
 ROUNDING = 2e-6
 """Relative: what float32 leaves of equal sums."""
 LN_2 = math.log(2)
@@ -18,6 +19,7 @@ LN_2 = math.log(2)
 
 @check(
     names_cause=False,
+    points_at="backward",
     stage="loss",
     confidence=0.9,
     explains=(
@@ -28,11 +30,11 @@ LN_2 = math.log(2)
     ),
 )
 def never_changes(run: RunContext) -> Iterator[Result]:
-    """The loss has the same value in every step, whatever the batch is and although updates are made.
+    """The loss has the same value in step after step, whatever the batch is and although weights change.
 
-    How it is detected: the losses of at least 16 recorded steps from the first on are equal up to rounding of float32.
+    How it is detected: the losses of the last 16 recorded steps or more are equal up to rounding of float32.
 
-    Exceptions: a loss of exactly 0 whose gradient is not 0, as that of a policy gradient with normalized advantages.
+    Exceptions: a loss of 0 that was higher before, or whose gradient is not 0, as that of a policy gradient.
 
     Usual cause: the loss does not depend on what is learned: its parts cancel, its input is constant, or it is a
     number. For a preference loss (DPO) that stays at ln 2 = 0.6931: the reference model is the policy itself, so the
@@ -45,26 +47,30 @@ def never_changes(run: RunContext) -> Iterator[Result]:
 
     Sources: huggingface/trl#1311, #1627; eric-mitchell/direct-preference-optimization#46.
     """
-    losses = [each.loss for each in run.steps if math.isfinite(each.loss)]
-    if len(losses) < MIN_STEPS or not run.steps or run.steps[0].step > 1:
+    steps = [each for each in run.steps if math.isfinite(each.loss)]
+    if not steps:
         return
-    low, high = min(losses), max(losses)
-    if high - low > ROUNDING * max(abs(low), abs(high)):
-        yield Passed(f"losses from {low:.4g} to {high:.4g}")
+    loss, weights = steps[-1].loss, run.latest(WeightsFacts)
+    same = list(takewhile(lambda each: abs(each.loss - loss) <= ROUNDING * abs(loss), reversed(steps)))
+    is_coarse = loss != 0.0 and math.frexp(loss)[0] * 2**11 % 1 == 0.0
+    is_late = len(same) < len(steps)
+    stands = is_late and weights is not None and not weights.moved
+    if stands or len(same) < (3 if is_coarse and is_late else 1) * MIN_STEPS:
+        yield Passed(f"{len(steps)} steps")
         return
-    norms = [each.grad_norm for each in run.steps if math.isfinite(each.grad_norm)]
-    if not high and any(norms):
-        yield NotApplicable("the loss is 0 and its gradient is not")
+    has_gradient = any(math.isfinite(each.grad_norm) and each.grad_norm > 0 for each in same)
+    if loss == 0.0 and (is_late or has_gradient):
+        yield NotApplicable("the loss is 0, and was not before or has a gradient")
         return
-    evidence: list[Measured] = [("least and largest loss", [low, high], "different"), ("steps", len(losses))]
-    is_preference = abs(high - LN_2) < 1e-5
+    is_preference = abs(loss - LN_2) < 1e-5
     yield run.finding(
         run.last_step,
-        symptom=f"the loss is {high:.6g} in all of {len(losses)} recorded steps",
+        symptom=f"the loss is {loss:.6g} in {len(same)} recorded steps in a row",
         cause="the loss stays at ln 2 = 0.6931: the margin is always 0, as where the reference model of DPO is the "
         "policy itself, or both scores of a pair are the same"
         if is_preference
         else "",
-        since_step=1,
-        evidence=evidence,
+        severity="info" if is_late and has_gradient else "warning",
+        since_step=same[-1].step,
+        evidence=[("recorded steps in a row with the same loss", len(same), 1)],
     )

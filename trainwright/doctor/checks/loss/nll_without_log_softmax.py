@@ -20,13 +20,13 @@ MAX_OFF_SUM = 0.05
     stage="loss", severity="critical", confidence=0.95, needs=LossFacts, explains=("gradient.*", *NOTHING_IS_LEARNED)
 )
 def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
-    """`nll_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
+    """`nll_loss`, `ctc_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
 
     Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly a gradient
-    where the model is wrong; with logits it falls without bound.
+    where the model is wrong; with logits it falls below 0, without bound.
 
-    How it is detected: more than 10 % of the input of `nll_loss` is above 0, all rows are probabilities, or exp(input)
-    of a row does not sum to 1 (median over the rows, within 0.05).
+    How it is detected: more than 10 % of the input of `nll_loss` or `ctc_loss` is above 0, all rows are probabilities,
+    or exp(input) of a row does not sum to 1 (median over the rows, within 0.05).
 
     Exceptions: log-probabilities that are weighted, as in a focal loss: they are below 0, and a warning is not given
     where a softmax of the input would not be the usual fix.
@@ -37,7 +37,7 @@ def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
 
     Fix: `cross_entropy(logits, target)`, or `log_softmax(logits, dim=1)` directly before `nll_loss`.
 
-    Sources: pytorch/pytorch#41108; discuss.pytorch.org/t/9302.
+    Sources: pytorch/pytorch#41108; SeanNaren/deepspeech.pytorch#488.
     """
     for step, _, call in calls(run):
         found = _mistake(call)
@@ -48,7 +48,7 @@ def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
             step,
             symptom=f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and exp(input) of a row "
             f"sums to 1 within {call.off_sum:.2g}"
-            if call.op == "nll_loss"
+            if call.op != "kl_div"
             else f"the input of {call.op} is {what}, not log-probabilities",
             severity="critical" if severity == "critical" else "warning",
             where=where_of(call, call.made_in),
@@ -63,7 +63,7 @@ def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
 
 def _mistake(call: MeasuredLoss) -> tuple[str, str] | None:
     """What the input is instead of log-probabilities, and how severe that is."""
-    if call.op not in ("nll_loss", "kl_div"):
+    if call.op not in ("nll_loss", "ctc_loss", "kl_div"):
         return None
     if call.simplex:
         return "probabilities", "critical"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.doctor.shared_loss import calls, where_of
 
 
@@ -36,6 +36,5 @@ def softmax_applied_twice(run: RunContext) -> Iterator[Result]:
             cause=f"a softmax{first} has already been applied to the logits: the second one flattens them",
             where=where_of(call, call.made_in),
             evidence=[("sum of each row of its input", 1.0, "scores"), ("shape", list(call.shape))],
-            trial=RemedyTrial("second_softmax"),
         )
         return

@@ -64,6 +64,6 @@ def term_dominates(run: RunContext) -> Iterator[Result]:
 def _unbalanced(terms: tuple[TermFacts, ...]) -> tuple[TermFacts, TermFacts] | None:
     """The largest term and the smallest of those that no weight makes small; None where they are balanced."""
     large = max(terms, key=lambda term: term.shared)
-    others = [t for t in terms if t is not large and 0.5 <= abs(t.own) <= abs(large.own) and t.shared > 0]
+    others = [t for t in terms if t is not large and abs(t.own) >= 0.5 and t.shared > 0]
     small = min((t for t in others if t.name.endswith(AGAINST_TARGETS)), key=lambda term: term.shared, default=None)
     return (large, small) if small and large.shared > MAX_RATIO * small.shared else None

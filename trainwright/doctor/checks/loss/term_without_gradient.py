@@ -10,37 +10,42 @@ from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runlog.records import Where
 
 MIN_STEPS = 3
-"""Examined steps in which the term had no graph."""
+"""Examined steps that show it."""
+WORDS = {
+    "no_gradient": "has no gradient",
+    "not_updated": "is detached from the weights that this update changes: its gradient reaches only others",
+}
 
 
 @check(stage="loss", confidence=0.85, needs=LossFacts)
 def term_without_gradient(run: RunContext) -> Iterator[Result]:
-    """A term of the loss has no gradient: it is in the number that is printed, and nothing is learned from it.
+    """A term of the loss trains nothing: it is in the number that is printed, and no update follows from it.
 
-    How it is detected: the loop adds a scalar without a graph, computed from outputs of the model, to one that has a
-    graph, in at least 3 examined steps.
+    How it is detected: in at least 3 of the first steps the loop adds a scalar without a graph, computed from outputs
+    of the model, to one that has a graph; or the graph of a term reaches only weights that no update changes before the
+    next backward pass, while that of another term reaches weights that are updated.
 
     Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do; a term made of
     detached values that also weigh what has a gradient.
 
-    Usual cause: what the term is made of was detached or computed under `no_grad`; a gradient penalty calls
-    `torch.autograd.grad` without `create_graph=True`.
+    Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss judges
+    `fake.detach()`; a gradient penalty calls `torch.autograd.grad` without `create_graph=True`.
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.
 
-    Fix: keep the graph of what the term is made of (`create_graph=True` for a gradient penalty), or leave it out of the
-    loss.
+    Fix: keep the graph of what the term is made of, or leave it out of the loss. Detach a generated sample only in the
+    step of the discriminator.
 
-    Sources: ooples/AiDotNet#1844, LixiangHan/GANs-for-1D-Signal#7, junyanz/pytorch-CycleGAN-and-pix2pix#1201.
+    Sources: LixiangHan/GANs-for-1D-Signal#7, junyanz/pytorch-CycleGAN-and-pix2pix#1201, nikhilsinghmus/image2reverb#37.
     """
     facts = run.latest(LossFacts)
     for sign in facts.signs if facts is not None else ():
-        if sign.kind == "no_gradient" and sign.steps >= MIN_STEPS:
+        if sign.kind in WORDS and sign.steps >= MIN_STEPS:
             yield run.finding(
                 run.last_step,
-                symptom=f"a term of the loss, made by {sign.op}, has no gradient",
+                symptom=f"a term of the loss, made by {sign.op}, {WORDS[sign.kind]}",
                 since_step=1,
                 where=Where(op=sign.op, source=sign.line),
-                evidence=[("examined steps in which it has no graph", sign.steps, 0)],
+                evidence=[("examined steps in which it trains nothing", sign.steps, 0)],
             )
             return

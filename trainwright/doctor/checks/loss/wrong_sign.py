@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_loss import where_of
 
@@ -24,7 +23,7 @@ BY_HAND = ("log_softmax", "squared error", "absolute error")
     severity="critical",
     confidence=0.95,
     needs=LossFacts,
-    explains=("data.*", "gradient.exploding", "model.init_too_large", "optim.update_goes_uphill",
+    explains=("data.*", "gradient.exploding", "model.init_too_large",
               "loss.falls_without_bound", "loss.no_better_than_constant", "optim.lr_too_high", "optim.lr_too_low"),
 )  # fmt: skip
 def wrong_sign(run: RunContext) -> Iterator[Result]:
@@ -35,7 +34,7 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
     values of that loss are all above the first ones.
 
     Exceptions: several models or optimizers, of which one may work against the other; samples drawn by the model, as in
-    policy gradients; gradients that the loop itself negates, as the loss falls then.
+    policy gradients.
 
     Usual cause: a minus before the loss, or `maximize=True` with a loss that should fall.
 
@@ -52,7 +51,7 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("several models, or samples that the model draws")
         return
     uphill = 1 if facts.maximizes else -1
-    if any(each.wants != uphill for each in known if each.op != "entropy") or _negates_gradients(run):
+    if any(each.wants != uphill for each in known if each.op != "entropy"):
         yield Passed(f"{len(known)} calls of loss functions")
         return
     call = next((each for each in reversed(known) if _is_negated(run, each, uphill) or _rises(run, each, uphill)), None)
@@ -91,8 +90,3 @@ def _course(run: RunContext, call: MeasuredLoss, uphill: int) -> tuple[tuple[flo
         return call.values
     losses = tuple(uphill * each.loss for each in run.steps)
     return losses[:8], losses[-8:]
-
-
-def _negates_gradients(run: RunContext) -> bool:
-    """Whether the loop itself negates all gradients before the update."""
-    return any(facts.is_turned for _, facts in run.every(UpdateFacts))

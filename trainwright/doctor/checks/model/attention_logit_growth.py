@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.runlog.records import Where
 
 
@@ -41,7 +41,6 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
             symptom=f"the largest attention score in {in_words(path)} has grown from {high[0]:.3g} to {high[-1]:.3g}",
             where=Where(module=path, op="softmax"),
             evidence=[("largest score", high[-1], high[0]), ("evenness of the weights, 0 to 1", now.evenness)],
-            trial=RemedyTrial("scaled_scores"),
             explains=("optim.lr_too_high",) if unscaled else (),
         )
         return

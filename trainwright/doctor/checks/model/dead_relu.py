@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.doctor.trend import FALLS, slope_in_errors
 from trainwright.runlog.records import Where
 
@@ -20,7 +20,12 @@ NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
     stage="forward",
     confidence=0.9,
     needs=LayersFacts,
-    explains=("gradient.vanishing", "gradient.graph_cut", "model.output_same_for_all_samples"),
+    explains=(
+        "gradient.vanishing",
+        "gradient.graph_cut",
+        "model.output_same_for_all_samples",
+        "optim.weights_never_move",
+    ),
 )
 def dead_relu(run: RunContext) -> Iterator[Result]:
     """Many units of a ReLU are 0 for every sample.
@@ -56,5 +61,4 @@ def dead_relu(run: RunContext) -> Iterator[Result]:
         sure=0.9 if from_start else 0.6,
         where=Where(module=path, op="relu"),
         evidence=[("fraction of dead units", seen.dead, 0.0), ("lowest mean input", seen.furthest, 0.0)],
-        trial=RemedyTrial("revived"),
     )

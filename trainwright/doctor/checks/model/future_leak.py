@@ -20,7 +20,7 @@ TRIES = 2
     severity="critical",
     confidence=0.95,
     needs=BatchFacts,
-    explains=("data.target_leak", "model.past_sees_future"),
+    explains=("data.target_leak",),
 )
 def future_leak(run: RunContext) -> Iterator[Result]:
     """A causal model sees the tokens that it has to predict.

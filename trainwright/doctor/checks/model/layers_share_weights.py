@@ -24,8 +24,6 @@ def layers_share_weights(run: RunContext) -> Iterator[Result]:
 
     Usual cause: `[block] * n` repeats one object: the same module is registered n times.
 
-    Looks like: model.layers_start_equal, where they are copies.
-
     Fix: `nn.ModuleList([Block() for _ in range(n)])`.
 
     Sources: zalandoresearch/pytorch-vq-vae#2, linkedin/Liger-Kernel PR #269.

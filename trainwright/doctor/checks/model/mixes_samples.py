@@ -8,8 +8,7 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.facts.wiring import WiringFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.runlog.records import Where
 
 FELT = 0.02
@@ -31,11 +30,11 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
     Usual cause: a `view` or `reshape` where a transpose was meant; a softmax, mean, norm or attention over the
     dimension of the batch; `batch_first` left out.
 
-    Looks like: model.bn_tiny_batch.
+    Looks like: model.view_reorders_axes, model.bn_tiny_batch.
 
     Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample.
     """
-    facts, modules, wiring = run.latest(FunctionFacts), run.latest(ModulesFacts), run.latest(WiringFacts)
+    facts, modules = run.latest(FunctionFacts), run.latest(ModulesFacts)
     if facts is None or facts.neighbours is None or not facts.neighbours.is_real or facts.written:
         yield (
             NotApplicable(facts.related) if facts is not None and facts.related else Passed("the outputs of a batch")
@@ -45,17 +44,11 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")
         return
     found = facts.neighbours
-    shuffles = wiring.shuffles if wiring is not None else ()
-    views = [each for each in shuffles if facts.size in (each.before[0], each.after[0])]
-    how = f"a view of {list(views[0].before)} as {list(views[0].after)} in {in_words(views[0].module)}" if views else ""
     yield run.finding(
         run.last_step,
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
-        cause=f"{how} puts values of one sample into others" if how else "",
-        severity="critical" if views else "info" if found.amount < FELT else "warning",
-        sure=0.95 if views else 0.8,
-        where=Where(module=views[0].module if views else found.module, op="view" if views else None),
+        severity="info" if found.amount < FELT else "warning",
+        where=Where(module=found.module),
         since_step=1,
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
-        trial=RemedyTrial("transpose_for_view") if views else None,
     )

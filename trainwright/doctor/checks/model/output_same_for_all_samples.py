@@ -17,7 +17,7 @@ from trainwright.runlog.records import Where
     severity="critical",
     confidence=0.95,
     needs=ModulesFacts,
-    explains=("optim.weights_never_move", "loss.stands_still", "model.input_unused", "optim.lr_far_too_low"),
+    explains=("loss.never_changes", "loss.no_better_than_constant", "model.input_unused", "optim.weights_never_move"),
 )
 def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
     """The output of the model is the same for every sample, though the inputs differ.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
+from trainwright.doctor.finding import in_words
 from trainwright.runlog.records import Where
 
 
@@ -39,6 +39,5 @@ def router_collapse(run: RunContext) -> Iterator[Result]:
                 symptom=f"{in_words(path)} sends {now.most:.0%} of its load to one of {now.experts} experts",
                 where=Where(module=path),
                 evidence=[("experts that share the load", lately, max(history[:3]))],
-                trial=RemedyTrial("balanced_router", {"experts": now.experts}),
             )
             return

@@ -16,7 +16,7 @@ RISES = 0.5
 
 @check(
     stage="update", confidence=0.85, needs=UpdateFacts,
-    explains=("optim.weight_decay_too_high", "gradient.exploding", "optim.weights_drift"),
+    explains=("optim.weight_decay_too_high", "gradient.exploding"),
 )  # fmt: skip
 def lr_too_high(run: RunContext) -> Iterator[Result]:
     """The learning rate is too high: an update raises the loss of its own batch.

@@ -17,7 +17,9 @@ MIN_STEPS, MOVED, PULL = 8, 0.02, 1e-3
 normal gradient."""
 
 
-@check(stage="update", severity="critical", confidence=0.9, needs=UpdateFacts, explains=("optim.lr_far_too_low",))
+@check(
+    stage="update", severity="critical", confidence=0.9, needs=UpdateFacts, explains=("loss.no_better_than_constant",)
+)
 def lr_too_low(run: RunContext) -> Iterator[Result]:
     """The learning rate is so low that updates change nothing.
 

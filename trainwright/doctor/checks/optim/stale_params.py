@@ -12,7 +12,10 @@ from trainwright.doctor.finding import RemedyTrial
 
 @check(
     stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
-    explains=("optim.lr_too_low", "optim.zero_grad_before_step", "optim.weights_never_move"),
+    explains=(
+        "loss.no_better_than_constant", "model.frozen_in_train_mode", "optim.lr_too_low", "optim.weights_never_move",
+        "optim.zero_grad_before_step",
+    ),
 )  # fmt: skip
 def stale_params(run: RunContext) -> Iterator[Result]:
     """The optimizer holds tensors that are no longer in the model.

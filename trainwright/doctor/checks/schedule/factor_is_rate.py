@@ -15,7 +15,7 @@ MIN_CALLS, NEAR, LOW = 4, 2.0, 0.05
 
 @check(
     points_at="schedule", stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "optim.lr_far_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
+    explains=("optim.lr_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
 )  # fmt: skip
 def factor_is_rate(run: RunContext) -> Iterator[Result]:
     """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.

@@ -102,7 +102,7 @@ def orthogonal() -> nn.Module:
 
 def alarms(model: nn.Module, parameters: Callable[[nn.Module], object] = nn.Module.parameters) -> dict[str, Found]:
     optimizer = torch.optim.Adam(parameters(model), 1e-2)  # type: ignore[arg-type]
-    with tw.watch(model, optimizer, out=None, quiet=True, laws=["vitals", "gradient", "update", "precision"]) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=["gradient", "model", "optim", "precision"]) as watch:
         for _ in range(18):
             optimizer.zero_grad()
             model(torch.randn(32, 8)).backward()
@@ -146,7 +146,7 @@ def test_an_average_within_the_model_is_moved_by_the_loop() -> None:
     model = Distilled(net())
     model.teacher = copy.deepcopy(model.student).requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    with tw.watch(model, optimizer, out=None, quiet=True, laws=["vitals"]) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=["gradient", "model", "optim"]) as watch:
         for _ in range(8):
             x = torch.randn(32, 8)
             optimizer.zero_grad()

@@ -1,0 +1,47 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.95,
+    needs=LayersFacts,
+    explains=("loss.no_better_than_constant", "model.padding_changes_output", "model.input_unused"),
+)
+def attention_mask_inverted(run: RunContext) -> Iterator[Result]:
+    """The attention mask is inverted: attention hides the tokens and sees only the padding.
+
+    Why it matters: the layer sees nothing of the sequence. The loss falls all the same, by what other layers see.
+
+    How it is detected: token ids of several lengths are padded at one end, and the keys that attention hides from all
+    queries of a row are exactly those that are no padding, in two or more training passes.
+
+    Usual cause: `key_padding_mask` of `nn.MultiheadAttention` is True where a key is left out; the `attn_mask` of
+    `F.scaled_dot_product_attention` and the `attention_mask` of transformers are 1 where it takes part.
+
+    Looks like: model.padding_changes_output, where padding is seen besides tokens.
+
+    Fix: invert the mask: `key_padding_mask=ids == padding`, `scores.masked_fill(~mask, -inf)`.
+
+    Sources: lucidrains/halonet-pytorch#6, InseeFrLab/torchTextClassifiers#92.
+    """
+    facts = run.latest(LayersFacts)
+    for each in facts.axes.inverted if facts is not None else ():
+        yield run.finding(
+            run.last_step,
+            symptom=f"attention in {in_words(each.module)} hides all tokens and attends only to padding",
+            since_step=1,
+            where=Where(module=each.module, op="softmax", source=each.line),
+            evidence=[("shape of the mask", list(each.shapes[0]))],
+        )
+        return

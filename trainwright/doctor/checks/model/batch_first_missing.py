@@ -1,0 +1,48 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.93,
+    needs=LayersFacts,
+    explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
+)
+def batch_first_missing(run: RunContext) -> Iterator[Result]:
+    """A recurrent or attention layer without `batch_first` takes the samples of the batch for the steps of a sequence.
+
+    Why it matters: it relates samples to each other, and not the steps of a sample. Nothing fails, and the loss falls.
+
+    How it is detected: `nn.LSTM`, `nn.GRU`, `nn.RNN` or `nn.MultiheadAttention` with `batch_first=False` gets an input
+    of three axes, of which the first has the number of samples of the loader's batch, as has the input of the model.
+
+    Usual cause: `batch_first=True` was left out: the default takes (length, batch, feature).
+
+    Looks like: model.mixes_samples.
+
+    Fix: `nn.LSTM(..., batch_first=True)`, or `x.transpose(0, 1)` before and after the layer.
+
+    Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, pytorch/pytorch#1538.
+    """
+    facts = run.latest(LayersFacts)
+    for each in facts.axes.batch_as_steps if facts is not None else ():
+        shape = list(each.shapes[0])
+        yield run.finding(
+            run.last_step,
+            symptom=f"{in_words(each.module)} has no batch_first and gets {shape}: it takes {shape[0]} samples for "
+            "steps of a sequence",
+            since_step=1,
+            where=Where(module=each.module, source=each.line),
+            evidence=[("shape of its input", shape, [shape[1], shape[0], shape[2]])],
+        )
+        return

@@ -1,0 +1,43 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.finding import listed
+from trainwright.runlog.records import Where
+
+
+@check(stage="forward", confidence=0.85, needs=ModulesFacts)
+def frozen_in_train_mode(run: RunContext) -> Iterator[Result]:
+    """A frozen module, such as a teacher or a backbone, runs in train mode.
+
+    Why it matters: its dropout is on, so a teacher's targets are noisy; its BatchNorm updates running statistics.
+
+    How it is detected: in two or more steps, inside of a module whose weights no optimizer holds and nothing changes:
+    dropout that is on and is called only without gradients, or a BatchNorm in train mode.
+
+    Exceptions: a module that follows the weights (mean teacher, MoCo), where noise is meant.
+
+    Usual cause: `model.train()` puts frozen parts into train mode, too; `requires_grad_(False)` freezes weights only.
+
+    Fix: `model.teacher.eval()` after each `model.train()`, or override `train()` of the model.
+
+    Sources: yxuansu/TaCL#11, huggingface/trl PR 5990.
+    """
+    facts = run.latest(ModulesFacts)
+    if facts is None or not (facts.noisy or facts.drifting):
+        return
+    names = facts.noisy or facts.drifting
+    how = "with dropout on" if facts.noisy else "and its BatchNorm layers update their running statistics"
+    yield run.finding(
+        run.last_step,
+        symptom=f"{listed(names)} is frozen and runs in train mode, {how}",
+        sure=0.85 if facts.noisy else 0.7,
+        where=Where(module=names[0]),
+        since_step=1,
+        evidence=[("frozen modules in train mode", list(names[:8]), [])],
+    )

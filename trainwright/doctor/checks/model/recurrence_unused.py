@@ -1,0 +1,50 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+MIN_UPDATES = 8
+
+
+@check(stage="forward", confidence=0.9, needs=WeightsFacts, explains=("optim.weights_never_move",))
+def recurrence_unused(run: RunContext) -> Iterator[Result]:
+    """The recurrent weights of an RNN get no gradient: the loss depends on a state after one step only.
+
+    Why it matters: the layer, or its reverse direction, remembers nothing of the sequence.
+
+    How it is detected: `weight_hh` of a recurrent layer has a gradient of exactly 0 at every examination of at least 8
+    updates. It is multiplied by the state of the step before, which is 0 before the first step.
+
+    Usual cause: of a bidirectional layer, `output[:, -1]` is read: there the reverse direction has seen one element. Or
+    each sequence has length 1, since `batch_first` or an `unsqueeze` is in the wrong place.
+
+    Looks like: model.padding_changes_output, where the state is read behind the padding.
+
+    Fix: read the last state of both directions: `torch.cat([h_n[-2], h_n[-1]], dim=1)` of `output, h_n = rnn(x)`.
+
+    Sources: keras-team/keras#4791, graykode/nlp-tutorial#47, aymericdamien/TensorFlow-Examples#201.
+    """
+    facts = run.latest(WeightsFacts)
+    stuck = [name for name in facts.zero_gradients if ".weight_hh" in f".{name}"] if facts is not None else []
+    if facts is None or facts.updates < MIN_UPDATES or not stuck:
+        return
+    path = stuck[0].rpartition(".")[0]
+    is_reverse = stuck[0].endswith("_reverse")
+    which = "the reverse direction of " if is_reverse else ""
+    yield run.finding(
+        facts.steps,
+        symptom=f"{which}{in_words(path)} learns no recurrence: {stuck[0]} always has a gradient of 0",
+        cause="the last output of a bidirectional layer is used, where the reverse direction has read one element"
+        if is_reverse
+        else "each sequence has length 1, or only the first step is used",
+        since_step=1,
+        where=Where(module=path),
+        evidence=[("recurrent weights with a gradient of 0", len(stuck), 0)],
+    )

@@ -1,0 +1,52 @@
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.finding import in_words
+from trainwright.runlog.records import Where
+
+
+@check(
+    stage="forward",
+    severity="critical",
+    confidence=0.93,
+    needs=LayersFacts,
+    explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
+)
+def view_reorders_axes(run: RunContext) -> Iterator[Result]:
+    """A `view` or `reshape` is used where axes should be permuted, so values land in the wrong places.
+
+    Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
+
+    How it is detected: the last two or three axes, those of size 1 left out, have the same sizes in another order after
+    a view, in two or more training passes; or the first axis becomes that of the samples, which was another one.
+
+    Exceptions: sizes that differ by 1, as the shift of relative attention is such a view on purpose.
+
+    Usual cause: pictures with channels last, (batch, height, width, channel), or sequences, (batch, length, feature),
+    are brought to channels first by `reshape`; the states of a recurrent layer, (directions, batch, feature), to
+    (batch, directions * feature) by `view`.
+
+    Looks like: model.mixes_samples.
+
+    Fix: `x.permute(0, 3, 1, 2)` or `x.transpose(1, 2)`: these move the axes with their values.
+
+    Sources: Selen-Suyue/DensePolicy2D#3, zamanzadeh/CARLA#16.
+    """
+    facts = run.latest(LayersFacts)
+    for each in facts.axes.reordered if facts is not None else ():
+        old, new = each.shapes
+        yield run.finding(
+            run.last_step,
+            symptom=f"in {in_words(each.module)} a reshape of {list(old)} to {list(new)} permutes no axes: values get "
+            "mixed up",
+            since_step=1,
+            where=Where(module=each.module, op="view", source=each.line),
+            evidence=[("shape before and after", [list(old), list(new)], "a permute or a transpose")],
+        )
+        return

@@ -1,0 +1,1 @@
+"""Checks of reinforcement learning."""
