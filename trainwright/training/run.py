@@ -15,7 +15,6 @@ import torch
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
-from trainwright.engine.clip import AdaptiveClip, ClipFn
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
 from trainwright.engine.precision import MatmulMode
@@ -70,7 +69,7 @@ from trainwright.training.run_metadata import keep_there, lay_down, lay_down_aga
 from trainwright.training.time_left import left_over
 from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
-from trainwright.watching.engine_observer import EngineObserver
+from trainwright.watching.engine import EngineObserver
 from trainwright.world import SOLO, Launch, World, joined
 from trainwright.world.memory import mind_limits
 
@@ -278,6 +277,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         layers = tuple(layer_observers(job, logbook))
         probes, collector = [each.probe for each in layers], [OlderObjectsRest()] if doctor else []
         advance = make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes)
+        advance = doctor.around(advance) if isinstance(doctor, EngineObserver) else advance
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
         until = until_of_job(job)  # its clock begins now
@@ -315,24 +315,18 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
 
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
-    """The doctor beside a run: its ``witness`` goes into the step that trains."""
+    """The doctor beside a run. Its ``witness`` goes into the step function, which it wraps with ``around``."""
     return EngineObserver(
         job.state,
-        lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes),
         folder=folder,
         say=say,
         examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
         keeps_last_steps=job.is_only_in_python,  # of a recipe any step can be trained again
-        warns_of_spikes=job.recipe.spikes.policy == "warn",
+        finds_spikes=job.recipe.spikes.policy == "warn",
         datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
         quarantine=frozenset(job.recipe.data.quarantine),
-        functions=[each for each in (job.parts.loss, job.parts.advance, *_held_by(job.built.clip)) if each is not None],
     )
-
-
-def _held_by(clip: ClipFn) -> tuple[object, ...]:
-    return (clip.held,) if isinstance(clip, AdaptiveClip) else ()
 
 
 def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:

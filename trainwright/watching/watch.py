@@ -300,7 +300,7 @@ def watch(
             them) and functions of your own: ``["default", "rl", my_check]``. Such a function is called at every
             checkup with a ``ReplaySession`` of the step, and returns what is wrong with it, or None.
         examine: How much of the loop is examined. ``"budget"``: examinations take at most 3 % of the training time so
-            far, and at most 4 % and 3 s more at the end; what found no time is said. ``"all"``: everything is examined
+            far, at most 5 % of the run or 3 s at the end; what found no time is said. ``"all"``: everything is examined
             at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
             ``"listen"``: no step is replayed.
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after

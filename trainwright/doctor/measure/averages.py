@@ -125,7 +125,6 @@ class Averages(Probe):
     """Searches for copies of the weights once, and follows them for some steps."""
 
     name = AveragesFacts.experiment
-    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._subject = watched.subject

@@ -27,7 +27,6 @@ class BatchDigits(Probe):
     """Keeps the batches of the first steps until these are over."""
 
     name = BatchDigitsFacts.experiment
-    rests = frozenset({"on_closed"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._embeds = any(isinstance(m, nn.Embedding) for root in watched.subject.roots for m in root.modules())

@@ -22,7 +22,6 @@ class LoadedWeights(Probe):
     """Compares weights right after ``load_state_dict`` with those of the first forward call; then it is done."""
 
     name = LoadedFacts.experiment
-    rests = frozenset({"on_forward", "on_closed"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

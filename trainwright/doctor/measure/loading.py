@@ -33,7 +33,6 @@ class ResumeProbe(Probe):
     """Costs a look-up an update, but for the first update after a state was loaded."""
 
     name = ResumeFacts.experiment
-    rests = frozenset({"on_step"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._names = {id(p): name for name, p in named_parameters(watched.subject.roots)}
@@ -70,7 +69,6 @@ class ResumeProbe(Probe):
 
     def _on_moments_loaded(self, optimizer: Optimizer) -> None:
         self._unseen.add(id(optimizer))
-        self.is_resting = False  # the next update shows what was loaded
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if id(optimizer) in self._unseen:

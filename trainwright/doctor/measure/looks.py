@@ -27,8 +27,6 @@ class LookingProbe(Probe):
     A compiled model is not hooked: it would be compiled again; and of a sharded one a rank has only a part.
     """
 
-    rests = frozenset({"on_forward", "on_output", "on_backward", "on_step", "on_stepped"})
-
     def __init__(self, watched: WatchedObjects) -> None:
         self.watched, roots = watched, watched.subject.roots
         self.modules = dict(named_modules(roots))

@@ -25,7 +25,6 @@ class Targets(Probe):
     """Keeps 0-d tensors, which are read when a step is examined."""
 
     name = TargetsFacts.experiment
-    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._embedding = _with_padding(watched.subject.roots)

@@ -1,0 +1,96 @@
+"""The steps of the engine as a source of the events that hooks report of any other loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
+from trainwright.engine.step import StepResult
+from trainwright.recorder.listener import tell
+from trainwright.recorder.program import Backward, Call
+from trainwright.recorder.recording import LoopRecorder
+from trainwright.state.chained import parts_of
+from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
+from trainwright.state.train_state import TrainState
+
+
+def called_roots(state: TrainState) -> list[nn.Module]:
+    """The modules that a step calls, and the loss where it has state."""
+    loss = state.loss
+    return [*called_parts(state.model), *([loss] if loss is not None and has_state(loss) else [])]
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether it has parameters or buffers; a loss without any is a function as any other."""
+    return any(True for _ in chain(module.parameters(), module.buffers()))
+
+
+def called_parts(module: nn.Module) -> list[nn.Module]:
+    """The modules that a step calls: of one without a ``forward``, such as the players of a GAN, those inside."""
+    has_own = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+    if type(module).forward is not nn.Module.forward or has_own:
+        return [module]
+    return [part for child in module.children() for part in called_parts(child)]
+
+
+class EngineSource:
+    """A StepWitness that reports what hooks do not see in a step of the engine, and where the step ends.
+
+    ``recorder`` records with ``closes_itself=False``. ``let_go`` frees what is held where memory runs out in a step,
+    and returns whether that was anything.
+    """
+
+    def __init__(self, recorder: LoopRecorder) -> None:
+        self._recorder = recorder
+        self._scaler: object = None
+        self._tries = 0
+
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
+        self._scaler, self._tries = state.scaler, 0
+
+    def memory_ran_out(self) -> bool:
+        return False
+
+    def gradients_are_cleared(self, optimizer: Optimizer) -> None:
+        self._tries += 1
+        if self._tries > 1:  # memory ran out in the first try
+            self._recorder.begin_again()
+        for part in parts_of(optimizer):
+            tell("on_zero_grad", part)
+
+    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        tell("on_scaled", self._scaler, loss, scaled)
+
+    def gradients_are_multiplied(self, factor: Tensor | float) -> None:
+        tell("on_multiplied", factor)
+
+    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        if isinstance(clip, AdaptiveClip):
+            clip = clip.frozen(parameters, total_norm)
+        by, at = (clip.by, float(clip.at)) if isinstance(clip, GradientClip) else ("custom", float("nan"))
+        tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
+
+    def end_step(self, result: StepResult) -> None:
+        """Close the recorded step with the numbers of the engine."""
+        recorder, step = self._recorder, self._recorder.current
+        step.loss, step.lr = result.loss, result.lr
+        step.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
+        if step.grad_norm is None:  # the update was left out
+            step.grad_norm = result.grad_norm
+        micro = 0
+        for each in step.program:
+            if isinstance(each, Call):
+                each.batch = micro
+            elif isinstance(each, Backward):
+                micro += 1
+        if result.spike is not None:
+            spike = result.spike.spike
+            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, result.spike.action]
+            if result.spike.action == "rollback":
+                step.values["edited"] = True  # the state after it is another
+        recorder.close()
