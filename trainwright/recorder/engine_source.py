@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor, nn
@@ -10,11 +11,12 @@ from torch.optim import Optimizer
 
 from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.engine.step import StepResult
+from trainwright.recorder.datasets import length_of
 from trainwright.recorder.listener import tell
 from trainwright.recorder.program import Backward, Call
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.state.chained import parts_of
-from trainwright.state.cursor import StepBatch
+from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import TorchGenerators
 from trainwright.state.train_state import TrainState
 
@@ -38,20 +40,62 @@ def called_parts(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in called_parts(child)]
 
 
+@dataclass(eq=False)
+class EngineLoader:
+    """Stands for the loader of a data set in the events of the engine."""
+
+    dataset: object
+    batch_size: int | None = None
+    num_workers = 0
+    persistent_workers = drop_last = False
+
+    def __len__(self) -> int:
+        if self.batch_size is None or (size := length_of(self.dataset)) is None:
+            raise TypeError("the number of batches is not known")
+        return -(-size // self.batch_size)
+
+
+class _Pass:
+    """The iterator of one pass over a data set."""
+
+
+@dataclass(eq=False)
+class ReportedBatches:
+    """The batches of a validation set, reported like those of a DataLoader."""
+
+    loader: EngineLoader
+    batches: Iterable[MicroBatch]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        one_pass = _Pass()
+        tell("on_epoch", self.loader, one_pass)
+        for micro in self.batches:
+            tell("on_batch", one_pass, micro.ids.tolist(), micro.data, 0.0)
+            yield micro
+
+
 class EngineSource:
     """A StepWitness that reports what hooks do not see in a step of the engine, and where the step ends.
 
-    ``recorder`` records with ``closes_itself=False``. ``let_go`` frees what is held where memory runs out in a step,
-    and returns whether that was anything.
+    ``recorder`` records with ``closes_itself=False``. ``dataset`` is what the engine trains on.
     """
 
-    def __init__(self, recorder: LoopRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: LoopRecorder, dataset: object = None) -> None:
+        self._recorder, self._loader = recorder, EngineLoader(dataset)
+        self._pass: _Pass | None = None
+        self._epoch = -1
         self._scaler: object = None
         self._tries = 0
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._scaler, self._tries = state.scaler, 0
+        epoch = batch.cursor.epoch - (batch.cursor.position == 0)
+        if self._pass is None or epoch != self._epoch:
+            self._pass, self._epoch = _Pass(), epoch
+            self._loader.batch_size = self._loader.batch_size or max(1, batch.size)
+            tell("on_epoch", self._loader, self._pass)
+        for micro in batch.micro:
+            tell("on_batch", self._pass, micro.ids.tolist(), micro.data, 0.0)
 
     def memory_ran_out(self) -> bool:
         return False

@@ -234,7 +234,6 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted, plan.header.in_words())
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
-        evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
         alone = stage.world.size == 1
         doctor = (
             make_engine_observer(job, folder, progress.say)
@@ -243,6 +242,8 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         )
         if doctor:
             progress.findings = doctor.findings
+        is_reported = isinstance(doctor, EngineObserver)
+        evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving), is_reported=is_reported)
         spent = TimeSpent(lambda: doctor.seconds if doctor else 0.0)
 
         def left_s(state: TrainState) -> float | None:
@@ -324,7 +325,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         accumulation=job.plan.batch.accumulation,
         keeps_last_steps=job.is_only_in_python,  # of a recipe any step can be trained again
         finds_spikes=job.recipe.spikes.policy == "warn",
-        datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
+        datasets=tuple([each.origin for each in (job.parts.train, job.parts.val) if each is not None]),
         quarantine=frozenset(job.recipe.data.quarantine),
     )
 

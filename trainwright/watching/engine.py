@@ -62,7 +62,7 @@ class EngineSession(WatchSession):
     """Watches the engine. Pass ``witness`` to the step function, and train with ``around(step_function)``.
 
     ``accumulation`` is the declared number of micro-batches; ``finds_spikes`` is true where the step function has no
-    SpikeGuard. ``datasets`` are those of training and validation, if there is one, ``quarantine`` the training samples
+    SpikeGuard. ``datasets`` are those of training and validation, where known, ``quarantine`` the training samples
     that must not be read.
     """
 
@@ -77,11 +77,11 @@ class EngineSession(WatchSession):
         folder: RunFolder | None = None,
         keeps_last_steps: bool = True,
         finds_spikes: bool = True,
-        datasets: tuple[object, object] | None = None,
+        datasets: tuple[object, ...] = (),
         quarantine: frozenset[int] = frozenset(),
     ) -> None:
         roots = called_roots(state)
-        probes = () if datasets is None else (SharedSamples(*datasets, quarantine, state),)
+        probes = (SharedSamples(*datasets, quarantine, state),) if len(datasets) == 2 else ()
         super().__init__(
             roots,
             parts_of(state.optimizer),
@@ -99,7 +99,7 @@ class EngineSession(WatchSession):
             say=say,
             first_step=state.step,
         )
-        self.witness = _Witness(self)
+        self.witness = _Witness(self, *datasets[:1])
         self._has_begun = False
         self._failed: Exception | None = None
 
@@ -152,8 +152,8 @@ class EngineSession(WatchSession):
 class _Witness(EngineSource):
     """Also frees what the session holds, where memory runs out in a step."""
 
-    def __init__(self, session: WatchSession) -> None:
-        super().__init__(session.recording)
+    def __init__(self, session: WatchSession, dataset: object = None) -> None:
+        super().__init__(session.recording, dataset)
         self._session = session
 
     def memory_ran_out(self) -> bool:
@@ -173,7 +173,7 @@ class EngineObserver:
         accumulation: int | None = None,
         keeps_last_steps: bool = True,
         finds_spikes: bool = True,
-        datasets: tuple[object, object] | None = None,
+        datasets: tuple[object, ...] = (),
         quarantine: frozenset[int] = frozenset(),
     ) -> None:
         self._folder, self._say = folder.path, say
