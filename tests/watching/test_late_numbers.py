@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from trainwright.doctor.resources.measure.held import Memory
 
 import trainwright as tw
-from trainwright.doctor.resources.measure.held import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runlog.records import Watched
 from trainwright.watching import session

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from trainwright.recorder.resting import EVERY
 
 import trainwright as tw
 from tests.watching.loops import X, Y, net
-from trainwright.recorder.resting import EVERY
 from trainwright.runlog.records import Watched
 
 pytestmark = pytest.mark.slow  # watched loops of a hundred steps

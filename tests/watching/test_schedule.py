@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-
 from trainwright.recorder.engine_changes import EngineChanges
+
 from trainwright.recorder.program_changes import KnownPrograms
 from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.schedule import AT_ONCE, CANDIDATES, ExaminationSchedule, SnapshotSchedule

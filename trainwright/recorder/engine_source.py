@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.engine.step import StepResult
 from trainwright.recorder.datasets import length_of
+from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.listener import tell
-from trainwright.recorder.program import Backward, Call
+from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.veto import Veto
 from trainwright.state.chained import parts_of
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import TorchGenerators
@@ -38,6 +40,21 @@ def called_parts(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Module.forward or has_own:
         return [module]
     return [part for child in module.children() for part in called_parts(child)]
+
+
+def engine_recorder(state: TrainState, closed: Callable[[RecordedStep], None], first_step: int) -> LoopRecorder:
+    """Returns a recorder of the engine's steps that leaves every update as it is."""
+    roots, optimizers = called_roots(state), parts_of(state.optimizer)
+    veto = Veto(roots, parameters_of(roots, optimizers), "observe")
+    return LoopRecorder(
+        roots,
+        optimizers,
+        closed,
+        before_update=veto.before_update,
+        after_update=veto.after_update,
+        first_step=first_step,
+        closes_itself=False,
+    )
 
 
 @dataclass(eq=False)

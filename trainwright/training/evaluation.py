@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trainwright.build.assemble import build_loading, validation_sets
 from trainwright.build.data import EvaluationBatches
 from trainwright.build.stepped_schedule import SteppedSchedule
+from trainwright.build.unwrap import Unwrapped
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
@@ -32,7 +33,8 @@ def periodic_evaluation(
     if not sets:
         return None
     if is_reported:
-        sets = {name: _reported(each, job) for name, each in sets.items()}
+        sources = {job.parts.val_name: job.parts.val, **job.parts.more_val}
+        sets = {name: _reported(each, sources[name]) for name, each in sets.items()}
     return PeriodicEvaluation(
         sets,
         evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
@@ -50,9 +52,9 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
     return ValidationSet(part, whole if job.plan.evaluates_whole else part, count)
 
 
-def _reported(each: ValidationSet, job: Job) -> ValidationSet:
+def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
     """The loader is one object in the course of the run and at its end."""
-    loader = EngineLoader(job.parts.val.origin if job.parts.val is not None else None)
+    loader = EngineLoader(None if source is None else source.origin)
     return ValidationSet(ReportedBatches(loader, each.in_course), ReportedBatches(loader, each.at_end), each.count)
 
 

@@ -17,14 +17,11 @@ from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError, text_of
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
-from trainwright.recorder.engine_source import EngineSource, called_roots
-from trainwright.recorder.gradients import parameters_of
+from trainwright.recorder.engine_source import EngineSource, engine_recorder
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.numbers import as_record
 from trainwright.recorder.program import others_of
-from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import Ring
-from trainwright.recorder.veto import Veto
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import BundleError
 from trainwright.replay.replayer import NotReplayable, Replayer
@@ -36,7 +33,6 @@ from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Examined, Record, Started, Step, Watched
 from trainwright.runlog.shapes import CrashLoopFile, PlanFile, read_as, read_object
-from trainwright.state.chained import parts_of
 from trainwright.state.checkpoint import read_run_metadata
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.manifest import read_manifest, step_of, verify
@@ -210,20 +206,9 @@ class _Live:
         state = job.state
         self.job, self.step, self._seconds, self._fractions = job, step, seconds, fractions
         self.first = max(state.step + 1, step - HISTORY)
-        roots, optimizers = called_roots(state), parts_of(state.optimizer)
-        parameters = parameters_of(roots, optimizers)
-        self.objects = LiveObjects(roots, optimizers, parameters)
         self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
-        veto = Veto(roots, parameters, "observe")
-        self._recorder = LoopRecorder(
-            roots,
-            optimizers,
-            self.ring.add,
-            before_update=veto.before_update,
-            after_update=veto.after_update,
-            first_step=self.first,
-            closes_itself=False,
-        )
+        self._recorder = recorder = engine_recorder(state, self.ring.add, self.first)
+        self.objects = LiveObjects(recorder.roots, recorder.optimizers, recorder.parameters)
         self._source = EngineSource(self._recorder)
         self.runner = ExperimentRunner(self.objects, self.ring, ExaminationBudget(job.device, "all"))
         self.results: dict[int, StepResult] = {}
