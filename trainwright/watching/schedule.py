@@ -91,8 +91,9 @@ class ExaminationSchedule:
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each time the step is replayed
         is_odd = (self._jumped(step, loss) or spiked) and step > self._examined_at + MIN_STEPS_BETWEEN_JUMPS
-        has_time = self._budget.left_s >= self._overhead_s
-        wanted = is_news or urgent or step in self._due or (has_time and (is_odd or self._has_changed))
+        wanted = is_news or urgent or step in self._due
+        if not wanted and (is_odd or self._has_changed):
+            wanted = self._budget.left_s >= self._overhead_s  # it reads the clock, which takes long in a container
         if wanted:
             self._has_changed = False
             self._due.discard(step)
