@@ -26,7 +26,6 @@ from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.log_window import LogWindow, NotLogging
 from trainwright.observe.logbook import Logbook
-from trainwright.observe.older_objects import OlderObjectsRest
 from trainwright.observe.progress import Progress
 from trainwright.observe.remaining import TimeSpent
 from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
@@ -276,7 +275,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
         logbook.recorder.window = window.values
         layers = tuple(layer_observers(job, logbook))
-        probes, collector = [each.probe for each in layers], [OlderObjectsRest()] if doctor else []
+        probes = [each.probe for each in layers]
         advance = make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes)
         advance = doctor.around(advance) if isinstance(doctor, EngineObserver) else advance
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
@@ -290,7 +289,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until,
-                observers=(window, *watching, *extra, *alerts, *layers, *collector, signals, heartbeat),
+                observers=(window, *watching, *extra, *alerts, *layers, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,

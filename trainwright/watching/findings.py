@@ -13,7 +13,6 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.check import Check, CheckState
 from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.errors import text_of
-from trainwright.observe.older_objects import only_newest_collected
 from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
@@ -94,7 +93,7 @@ class FindingsLog:
         and again. What the probes have measured is evaluated whatever that takes. Returns the seconds of that.
         """
         begin_s = self._runner.now_s()
-        with muted(), only_newest_collected():
+        with muted():
             self._runner.allow(allowed_s)
             self.record_all()
             self.examined(step, self._probed())

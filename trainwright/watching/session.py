@@ -50,9 +50,8 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner, OwnCheck
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
-from trainwright.watching.incidents import Incidents
+from trainwright.watching.incidents import Incidents, keep_rest
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
-from trainwright.watching.unexamined import keep_rest
 
 STEPS_BETWEEN_LIGHT_SNAPSHOTS = 32
 """Where most steps are not recorded in full: the step after each snapshot is."""
