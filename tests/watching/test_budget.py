@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.replay.experiments import EXPERIMENTS
+from trainwright.doctor.measure import REPLAYS
 from trainwright.runlog.records import Examined, Unexamined
 from trainwright.watching import budget as budgets
 from trainwright.watching.budget import END_S, EVIDENCE_S, FREE_S, ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner
+
+EXPERIMENTS = {each.name: each for each in REPLAYS}
 
 CPU = torch.device("cpu")
 

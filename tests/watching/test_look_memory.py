@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import forked
-from trainwright.replay.experiments import EXPERIMENTS
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, _size_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.runlog.records import Examined
@@ -130,6 +129,8 @@ import trainwright as tw
 from trainwright.watching import experiments
 from trainwright.world.memory import held_bytes, keep_no_blocks, peak_bytes, start_peak
 
+EXPERIMENTS = {each.name: each for each in REPLAYS}
+
 keep_no_blocks()
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
@@ -151,7 +152,7 @@ class Runner(experiments.ExperimentRunner):
             if found and "blind" not in found[name]:
                 weights = 3 * sum(p.nbytes for p in model.parameters())
                 step_bytes = weights + self._memory._of_batch(self._session_of(step))
-                foretold = step_bytes * experiments.EXPERIMENTS[name].memory
+                foretold = step_bytes * EXPERIMENTS[name].memory
                 peaks.append([name, peak_bytes(cpu) - before, held_bytes(cpu) - before, foretold])
             facts |= found
         return facts

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -277,11 +277,13 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         layers = tuple(layer_observers(job, logbook))
         probes = [each.probe for each in layers]
         advance = make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes)
-        advance = doctor.around(advance) if isinstance(doctor, EngineObserver) else advance
+        listening: AbstractContextManager[None] = nullcontext()
+        if isinstance(doctor, EngineObserver):
+            advance, listening = doctor.around(advance), doctor.listening()
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
-        until = until_of_job(job)  # its clock begins now
-        with _noting_the_checkpoint(job, folder, saving), window.collecting():
+        with listening, _noting_the_checkpoint(job, folder, saving), window.collecting():
+            until = until_of_job(job)  # its clock begins now
             if job.accepted:  # a kill before the next save would ask for it again
                 saver(state)
             outcome = run(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from trainwright.doctor.facts.data import SharedSamplesFacts
 from trainwright.doctor.measure.shared_samples import shared_samples
@@ -112,15 +113,19 @@ class EngineSession(WatchSession):
         """Returns the step function that trains while its steps are recorded."""
 
         def recorded(state: TrainState, batch: StepBatch) -> StepResult:
-            if not self._has_begun:
-                self._has_begun = True
-                self._guarded(self.begin)
+            self.begin()
             result = advance(state, batch)
             if self._failed is None and self.recording.failed is None:
                 self._guarded(lambda: self.witness.end_step(result))
             return result
 
         return recorded
+
+    def begin(self) -> None:
+        """Start to listen; the second time it does nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._guarded(super().begin)
 
     def note(self, result: StepResult) -> None:
         """Examine what is due after a step, when the engine has evaluated."""
@@ -201,6 +206,15 @@ class EngineObserver:
     def around(self, advance: StepFn) -> StepFn:
         """Returns the step function that trains while its steps are recorded."""
         return self.session.around(advance)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context around the run, in which the session listens. Without it, it begins with the first step."""
+        self.session.begin()
+        try:
+            yield
+        finally:
+            self.session.leave()
 
     def observe(self, result: StepResult, state: TrainState) -> None:
         """Examine what is due after a step. Where that raises, the run goes on and is not watched any more."""
