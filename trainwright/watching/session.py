@@ -53,8 +53,8 @@ from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents, keep_rest
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
-STEPS_BETWEEN_LIGHT_SNAPSHOTS = 32
-"""Where most steps are not recorded in full: the step after each snapshot is."""
+LIGHT_SNAPSHOTS = 32
+"""Steps between two snapshots where most steps are not recorded in full: the step after each of them is."""
 _URGENT = operator.attrgetter("urgent")
 
 
@@ -254,7 +254,7 @@ class WatchSession:
         self._veto.begin()
         self.recording.careful = is_examined = self._schedule.is_next_due(step)
         if self._light.may_be_light(step):
-            is_due = step % STEPS_BETWEEN_LIGHT_SNAPSHOTS == 0
+            is_due = step % LIGHT_SNAPSHOTS == 0
         else:
             is_due = self._snapshots.is_due(step)
         is_due = is_due or is_examined or self._went_back == step
