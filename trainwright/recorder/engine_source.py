@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.engine.step import StepResult
+from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.listener import tell
@@ -37,7 +38,7 @@ def has_state(module: nn.Module) -> bool:
 def called_parts(module: nn.Module) -> list[nn.Module]:
     """The modules that a step calls: of one without a ``forward``, such as the players of a GAN, those inside."""
     has_own = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
-    if type(module).forward is not nn.Module.forward or has_own:
+    if type(module).forward is not nn.Module.forward or has_own or is_compiled(module):
         return [module]
     return [part for child in module.children() for part in called_parts(child)]
 
