@@ -203,7 +203,9 @@ def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
         model, weights = nn.Linear(4, 3), []
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         loader = DataLoader(TensorDataset(x, y), batch_size=8)
-        with tw.watch(model, optimizer, loader=loader, out=tmp_path / out, quiet=True, examine="listen", **how) as watch:
+        with tw.watch(
+            model, optimizer, loader=loader, out=tmp_path / out, quiet=True, examine="listen", **how
+        ) as watch:
             for inputs, labels in loader:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
