@@ -42,7 +42,7 @@ def train(kind: str, folder: Path, wanted: Iterator[int] | list[int]) -> dict[in
     data, labels = torch.randn(97, 12), torch.randint(0, 3, (97,))
     x_all = data if not kind.startswith("sliced") else torch.randn(97, 14)[:, 1:13]
     kept: dict[int, tuple[Path, dict[str, Any]]] = {}
-    with tw.watch(model, optimizer, scaler=scaler, out=None, quiet=True, accumulation=2, laws="cheap") as watching:
+    with tw.watch(model, optimizer, scaler=scaler, out=None, quiet=True, accumulation=2, examine="listen") as watching:
         session = watching.session
         for step in range(1, STEPS + 1):
             for micro in range(2):

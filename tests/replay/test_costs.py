@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import trainwright as tw
-from trainwright.replay.experiments import EXPERIMENTS
+from trainwright.doctor.measure import REPLAYS
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, RecordedStep, Replayer, ReplayResult, Upto
 from trainwright.watching.experiments import ExperimentRunner
+
+EXPERIMENTS = {each.name: each for each in REPLAYS}
 
 STEPS = {"forward": 0.35, "backward": 1.1, "step": 1.35}
 """Training steps that a replay takes as long as, by how far it goes."""

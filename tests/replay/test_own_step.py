@@ -1,4 +1,4 @@
-"""A step of the user's own on the bench: turns of several optimizers replay to the bit, other steps say why not."""
+"""A custom step: turns of several optimizers replay to the bit, other steps say why not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch.optim import SGD, Adam
 
 import trainwright as tw
 from trainwright.engine.own_step import OwnStep
-from trainwright.recorder.inputs import InputRecorder, InputRing
-from trainwright.recorder.program import OptimizerStep, RecordedStep
-from trainwright.replay.engine_bench import EngineBench, called_parts
+from trainwright.recorder.engine_source import EngineSource, called_parts, engine_recorder
+from trainwright.recorder.hooks import listening
+from trainwright.recorder.program import OptimizerStep
+from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.stage import NotReplayable
 from trainwright.state.chained import ChainedOptimizer
+from trainwright.state.snapshot import LiveObjects
 from trainwright.watching.experiments import names_of
 
 STEPS = 4
@@ -57,21 +59,21 @@ def several(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
 
 
 def ran(step: OwnStep, optimizer: Callable[[Players], torch.optim.Optimizer]) -> tuple[tw.TrainState, ReplaySession]:
-    """Four steps that are recorded by their inputs, and a session on the last."""
+    """Four recorded steps, and a session on the last."""
     torch.manual_seed(0)
     players = Players()
     state = tw.TrainState(players, optimizer(players))
-    bench = EngineBench(state, lambda witness, spikes: tw.make_own_step(step, witness=witness))
-    ring = InputRing(keep=8, budget_bytes=math.inf, record=bench.record)
-    recorder = InputRecorder()
-    advance = tw.make_own_step(step, witness=recorder)
-    ring.add_snapshot(bench.objects.snapshot(1))
-    for number in range(1, STEPS + 1):
-        result = advance(state, tw.StepBatch((tw.MicroBatch(torch.randn(8, 4), np.arange(8) + 8 * number),)))
-        assert recorder.newest is not None
-        recorded = RecordedStep(number, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
-        ring.add_with_inputs(recorded, recorder.newest)
-    return state, ReplaySession(Replayer(bench.objects, names_of(bench.objects)), ring, STEPS)
+    ring = Ring(keep=8, budget_bytes=math.inf)
+    recorder = engine_recorder(state, ring.add, 1)
+    source = EngineSource(recorder)
+    objects = LiveObjects(recorder.roots, recorder.optimizers, recorder.parameters)
+    advance = tw.make_own_step(step, witness=source)
+    ring.add_snapshot(objects.snapshot(1))
+    with listening([recorder], recorder.roots):
+        for number in range(1, STEPS + 1):
+            batch = tw.StepBatch((tw.MicroBatch(torch.randn(8, 4), np.arange(8) + 8 * number),))
+            source.end_step(advance(state, batch))
+    return state, ReplaySession(Replayer(objects, names_of(objects)), ring, STEPS)
 
 
 def both(players: Players) -> torch.optim.Optimizer:
@@ -91,7 +93,7 @@ def test_turns_are_taken_again_to_the_bit() -> None:
 
 
 def test_of_several_updates_of_one_optimizer_it_is_said_that_none_is_taken_again() -> None:
-    with pytest.raises(NotReplayable, match="it makes 2 updates of one optimizer"):
+    with pytest.raises(NotReplayable, match="it makes several updates of one optimizer"):
         ran(several, lambda players: SGD(players.critic.parameters(), 0.1))
 
 

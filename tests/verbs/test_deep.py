@@ -140,7 +140,7 @@ def test_a_model_that_only_the_user_can_build_must_be_named(tmp_path: Path) -> N
 
 
 def test_a_run_that_did_not_keep_its_last_steps_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.watching.unexamined.MAX_BUNDLE_BYTES", 10)
+    monkeypatch.setattr("trainwright.watching.incidents.MAX_BUNDLE_BYTES", 10)
     run = watched(tmp_path)
     assert left(run).bundle is None and left(run).experiments
     with pytest.raises(UsageError, match="does not hold its last steps"):

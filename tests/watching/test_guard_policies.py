@@ -27,7 +27,7 @@ def train(steps: int, out: Path, *, bad: dict[int, float], **how: object) -> tup
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     weights = []
-    with tw.watch(model, optimizer, out=out, quiet=True, laws="cheap", **how) as watch:
+    with tw.watch(model, optimizer, out=out, quiet=True, examine="listen", **how) as watch:
         for step in range(1, steps + 1):
             x, y = torch.randn(8, 4), torch.randint(3, (8,))
             optimizer.zero_grad()
@@ -49,7 +49,7 @@ def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str)
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = model.weight.detach().clone()
-    with tw.watch(model, optimizer, out=tmp_path / "run", quiet=True, laws="cheap"):
+    with tw.watch(model, optimizer, out=tmp_path / "run", quiet=True, examine="listen"):
         other(torch.randn(8, 4)).sum().backward()
         model(torch.randn(8, 4)).sum().backward()
         if how == "clipping of others":
@@ -77,7 +77,7 @@ def test_gradients_are_finite_though_their_squares_overflow(
     model = nn.Linear(4, 3).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 1e-32 if dtype == torch.float32 else 1e-5)
     before = model.weight.detach().clone()
-    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
         model(torch.randn(8, 4, dtype=dtype)).square().mean().backward()
         for p in model.parameters():
             p.grad = torch.full_like(p, gradient)
@@ -95,7 +95,7 @@ def test_what_a_clip_has_left_is_taken_for_the_norm_only_where_it_was_found_so(h
     model, norms = nn.Linear(4, 3), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     clipped = [model.bias] if how == "clipping of a part" else list(model.parameters())
-    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
         for step in range(1, ALWAYS + 10):
             before = model.weight.detach().clone()
             optimizer.zero_grad()
@@ -172,7 +172,7 @@ def test_a_stage_of_larger_gradients_is_no_spike(how: OnSpike, by: str) -> None:
     second = first if by == "more is trained" else torch.optim.SGD(body.parameters(), 0.01)
     body.requires_grad_(by == "another optimizer")
     with tw.watch(
-        model, [first] if second is first else [first, second], out=None, quiet=True, laws="cheap", on_spike=how
+        model, [first] if second is first else [first, second], out=None, quiet=True, examine="listen", on_spike=how
     ) as watch:
         for step in range(1, 41):
             if step == 20:
@@ -203,7 +203,9 @@ def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
         model, weights = nn.Linear(4, 3), []
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         loader = DataLoader(TensorDataset(x, y), batch_size=8)
-        with tw.watch(model, optimizer, loader=loader, out=tmp_path / out, quiet=True, laws="cheap", **how) as watch:
+        with tw.watch(
+            model, optimizer, loader=loader, out=tmp_path / out, quiet=True, examine="listen", **how
+        ) as watch:
             for inputs, labels in loader:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import forked
-from trainwright.replay.experiments import EXPERIMENTS
+from trainwright.doctor.measure import REPLAYS
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, _size_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.runlog.records import Examined
@@ -130,6 +130,9 @@ import trainwright as tw
 from trainwright.watching import experiments
 from trainwright.world.memory import held_bytes, keep_no_blocks, peak_bytes, start_peak
 
+from trainwright.doctor.measure import REPLAYS
+EXPERIMENTS = {each.name: each for each in REPLAYS}
+
 keep_no_blocks()
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
@@ -151,7 +154,7 @@ class Runner(experiments.ExperimentRunner):
             if found and "blind" not in found[name]:
                 weights = 3 * sum(p.nbytes for p in model.parameters())
                 step_bytes = weights + self._memory._of_batch(self._session_of(step))
-                foretold = step_bytes * experiments.EXPERIMENTS[name].memory
+                foretold = step_bytes * EXPERIMENTS[name].memory
                 peaks.append([name, peak_bytes(cpu) - before, held_bytes(cpu) - before, foretold])
             facts |= found
         return facts
@@ -198,7 +201,7 @@ def test_the_laws_of_derivatives_hold_on_the_samples_that_fit() -> None:
     wide = memory._of_batch(session) * 1000  # as if the batch were most of what the step takes
     memory._of_size = dict.fromkeys(memory._of_size, wide)
     for name in ("derivative", "in_float64"):
-        experiment = EXPERIMENTS[name]
+        experiment = next(each for each in REPLAYS if each.name == name)
         memory._asked_at, memory._free = 4, int(experiment.memory * wide / 2)
         rows = memory.rows_for(session, experiment.memory, can_be_fewer=True)
         assert rows is not None and 6 <= len(rows) <= 8

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.watching.loops import X, Y, net
-from trainwright.recorder.resting import EVERY
+from trainwright.recorder.program_changes import EVERY
 from trainwright.runlog.records import Watched
 
 pytestmark = pytest.mark.slow  # watched loops of a hundred steps
@@ -54,7 +54,7 @@ class Net(nn.Module):
 def run(change: Callable[[Loop], object], onset: int = ONSET, steps: int = STEPS) -> Any:
     loop = Loop()
     model = Net(loop)
-    with tw.watch(model, loop.optimizer, out=None, quiet=True, laws="cheap") as watch:
+    with tw.watch(model, loop.optimizer, out=None, quiet=True, examine="listen") as watch:
         for step in range(1, steps + 1):
             if step == onset:
                 change(loop)

@@ -36,7 +36,7 @@ def loop(
     torch.manual_seed(3)
     model = net()
     optimizer, norms = sgd(model), list[float]()
-    with tw.watch(model, optimizer, out=out, laws="cheap", quiet=True, **options) as watch:
+    with tw.watch(model, optimizer, out=out, examine="listen", quiet=True, **options) as watch:
         for number in range(steps):
             rows = torch.randperm(32)[:8]
             loss = F.cross_entropy(model(X[rows]), Y[rows])
@@ -91,7 +91,7 @@ def test_layers_of_optimizers_that_take_turns(tmp_path: Path) -> None:
     """Each is measured before its own update: when the second takes its turn, the first has no gradients any more."""
     models, norms = (net()[0], net()[3]), list[list[float]]()
     optimizers = [sgd(each) for each in models]
-    with tw.watch(models, optimizers, out=tmp_path / "gan", laws="cheap", quiet=True) as watch:
+    with tw.watch(models, optimizers, out=tmp_path / "gan", examine="listen", quiet=True) as watch:
         for _ in range(4):
             norms.append([])
             for model, optimizer, width in zip(models, optimizers, (X.shape[1], models[1].in_features), strict=True):

@@ -134,7 +134,7 @@ class Both:
 def test_two_optimizers_in_one_object_are_both_watched() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     both = Both(torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01))
-    with tw.watch(model, both, out=None, quiet=True, laws="cheap") as watch:  # type: ignore[arg-type]
+    with tw.watch(model, both, out=None, quiet=True, examine="listen") as watch:  # type: ignore[arg-type]
         for _ in range(4):
             both.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
@@ -150,7 +150,7 @@ def test_a_scheduler_of_an_optimizer_that_never_steps_is_found() -> None:
     model = nn.Linear(8, 4)
     optimizer, earlier = (torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(2))
     schedule = lr_scheduler.StepLR(earlier, 10)
-    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
         for _ in range(6):
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.engine.bare_step import take_step
 from trainwright.state.chained import parts_of
 from trainwright.state.shards import is_divided
 
@@ -37,7 +36,7 @@ def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
     """
     for part in parts_of(optimizer):
         if skipped is APPLIED:  # nearly every step of a CPU
-            take_step(part)
+            part.step()
             continue
         takes_flag = getattr(part, "_step_supports_amp_scaling", False)
         if skipped.device.type != "cpu" and takes_flag and not _is_divided(part):

@@ -9,34 +9,23 @@ from torch import Tensor, nn
 
 
 class CallState:
-    """Reads that state before each call. Equal values of the calls of a step are one object, which saves memory.
-
-    While ``is_resting``, modes and ``requires_grad`` are those that were read last, unless the loop has since called
-    ``train`` or ``eval``.
-    """
+    """Reads that state before each call. Equal values of the calls of a step are one object, which saves memory."""
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device) -> None:
         self.modules, self._parameters, self._device = modules, parameters, device
         self._last_modes: tuple[bool, ...] = ()
         self._last_wanted: tuple[bool, ...] = ()
-        self.is_resting, self._are_known = False, False
         self._last_rng, self._step = torch.empty(0, device="cpu"), -1
 
     def modes_and_wanted(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """``training`` of every module, ``requires_grad`` of every parameter."""
-        if not (self.is_resting and self._are_known):
-            modes = tuple([module.training for module in self.modules])
-            wanted = tuple([p.requires_grad for p in self._parameters])
-            if modes != self._last_modes:
-                self._last_modes = modes
-            if wanted != self._last_wanted:
-                self._last_wanted = wanted
-            self._are_known = True
+        modes = tuple([module.training for module in self.modules])
+        wanted = tuple([p.requires_grad for p in self._parameters])
+        if modes != self._last_modes:
+            self._last_modes = modes
+        if wanted != self._last_wanted:
+            self._last_wanted = wanted
         return self._last_modes, self._last_wanted
-
-    def modes_have_changed(self) -> None:
-        """Must be called after each call of ``train`` or ``eval``."""
-        self._are_known = False
 
     def rng(self, step: int) -> tuple[Tensor, Tensor | None]:
         """The states of the CPU's default generator and of the GPU's, None without a GPU.

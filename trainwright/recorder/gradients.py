@@ -44,7 +44,7 @@ class GradientRecorder(Listener):
     """Writes all that makes or changes gradients into ``current``, the RecordedStep that is being made.
 
     ``parameters`` are those of the roots first, then those that only an optimizer has. ``careful`` turns on what costs
-    time: which line of the user's source makes each call.
+    time: which line of the user's source makes each call. While ``is_light``, only losses and updates are recorded.
     """
 
     def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], first_step: int) -> None:
@@ -55,6 +55,7 @@ class GradientRecorder(Listener):
         self.tape = Tape(self.device.type)
         self.current = RecordedStep(first_step)
         self._is_careful = False
+        self.is_light = False
         self.misses_calls = False  # a loss depends on our parameters, and no call of a root was recorded
         self._scaled_losses = ScaledLosses()
         self._versions: Versions | None = None
@@ -102,6 +103,9 @@ class GradientRecorder(Listener):
             self.tape.stop()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        if self.is_light:
+            self.current.losses += [self._scaled_losses.unscaled(each)[0] for each in losses if each.numel() == 1]
+            return
         if self.tape.pushed:
             self.tape.stop()
         if self._unused.reads.pushed:
@@ -160,6 +164,8 @@ class GradientRecorder(Listener):
         return Backward in map(type, self.current.program)
 
     def on_gradients(self) -> None:
+        if self.is_light:
+            return
         if self._is_foreign or self._retains:
             self.tape.start()  # there is more to come
         if self._is_foreign:
@@ -180,6 +186,8 @@ class GradientRecorder(Listener):
 
     def on_gradients_changed(self) -> None:
         """Remembers the versions of the gradients: other ones at the update mean that the loop has changed them."""
+        if self.is_light:
+            return
         self._versions = versions_of_gradients(self.parameters)
 
     def _are_edited(self) -> bool:
@@ -187,6 +195,8 @@ class GradientRecorder(Listener):
         return self._versions is not None and self._versions != versions_of_gradients(self.parameters)
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        if self.is_light:
+            return
         self._versions = None
         if self._unused.are_there and self._unused.on_zero_grad():
             self.current.values["used_by_hand"] = True
@@ -216,6 +226,8 @@ class GradientRecorder(Listener):
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
+        if self.is_light:
+            return
         self._versions, self._is_clipped = None, True
         self.current.program.append(ClipGradients(by, at, self._clipped_by(parameters), function))
         found = None if norm is None else float(norm.detach()) if norm.is_cpu else norm.detach()

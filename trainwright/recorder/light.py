@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from trainwright.recorder.hooks import CallHooks
-from trainwright.recorder.noting import NotingRecorder
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.recording import LoopRecorder
 
 MIN_CALLS = 8
 """Forward calls in a step, with and without gradients, from which on it is recorded in full only now and then ..."""
@@ -26,8 +24,9 @@ class LightSteps:
     ``is_off``: never.
     """
 
-    def __init__(self, recording: NotingRecorder, hooks: Sequence[CallHooks], *, is_off: bool) -> None:
-        self._recording, self._hooks = recording, list(hooks)
+    def __init__(self, recording: LoopRecorder, *, is_off: bool) -> None:
+        self._recording = recording
+        self._hooks: list[CallHooks] = []
         self._is_off, self.is_wanted, self._full_until = is_off, False, FIRST
         self.is_light = False
 

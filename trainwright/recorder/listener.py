@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -16,7 +16,6 @@ from trainwright.errors import TrainwrightError
 from trainwright.recorder.pausable import has_users_modes, without_users_modes
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 from trainwright.recorder.user_warnings import without_warnings
-from trainwright.runlog.json_values import Event
 
 
 class Listener:
@@ -27,20 +26,12 @@ class Listener:
     """
 
     failed: Exception | None = None
-    rests: frozenset[str] = frozenset()
-    """Names of methods that are not called while ``is_resting``."""
-    is_resting = False
-    is_suspicious = False
-    """Wants to hear the next steps whole, each when it is over."""
     depth = 0
     """Of the first listener of a group: forward calls that the thread is in."""
 
     def fail(self, error: Exception) -> None:
         """Called with what a method has raised; after it no method is called."""
         self.failed = error
-
-    def on_woken(self, events: Sequence[Event]) -> None:
-        """From here on all is heard; ``events`` are those of this step, in which it rested."""
 
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
@@ -116,8 +107,8 @@ class Listener:
         """In a process that was forked: there nothing is heard any more."""
 
 
-Methods: TypeAlias = list[tuple[Listener, Callable[..., None], bool]]
-"""Methods to call, each with the listener that it belongs to, and whether it rests with it."""
+Methods: TypeAlias = list[tuple[Listener, Callable[..., None]]]
+"""Methods to call, each with the listener that it belongs to."""
 listeners: list[tuple[Listener, int]] = []
 """Each with the thread whose events it receives."""
 _methods: dict[tuple[int, str], Methods] = {}
@@ -134,8 +125,8 @@ def tell(event: str, *arguments: object) -> None:
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         call_each(methods, *arguments)
         return
-    for listener, call, rests in methods:  # as ``call_each``, without the call: an event is told many times a step
-        if listener.failed is None and not (rests and listener.is_resting):
+    for listener, call in methods:  # as ``call_each``, without the call: an event is told many times a step
+        if listener.failed is None:
             try:
                 call(*arguments)
             except TrainwrightError:
@@ -153,8 +144,8 @@ def call_each(methods: Methods, *arguments: object) -> None:
         with without_users_modes():
             call_each(methods, *arguments)
         return
-    for listener, call, rests in methods:
-        if listener.failed is None and not (rests and listener.is_resting):
+    for listener, call in methods:
+        if listener.failed is None:
             try:
                 call(*arguments)
             except TrainwrightError:
@@ -183,7 +174,7 @@ def sort_listeners() -> None:
 def methods_of(group: Iterable[Listener], name: str, base: type[Listener] = Listener) -> Methods:
     """Returns the method ``name`` of each listener that does not leave it as ``base`` has it."""
     heard = [each for each in group if getattr(type(each), name) is not getattr(base, name)]
-    return [(each, getattr(each, name), name in each.rests) for each in heard]
+    return [(each, getattr(each, name)) for each in heard]
 
 
 @contextmanager

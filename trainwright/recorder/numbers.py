@@ -76,7 +76,8 @@ def _read_at_once(step: RecordedStep) -> Numbers | None:
         if type(each) is not Tensor or not each.is_cpu:
             return None
         losses.append(each.item())
-    if step.loss is not None or not losses or not isinstance(norm, float):
+    own = step.loss.item() if type(step.loss) is Tensor and step.loss.is_cpu else step.loss
+    if not losses or not isinstance(norm, float) or isinstance(own, Tensor):
         return None
     clips: list[float] = []
     for kind, value in step.events:
@@ -84,7 +85,7 @@ def _read_at_once(step: RecordedStep) -> Numbers | None:
             if not isinstance(found, float):
                 return None
             clips.append(found)
-    return Numbers.of(tuple(losses), sum(losses) / len(losses), norm, tuple(clips))
+    return Numbers.of(tuple(losses), sum(losses) / len(losses) if own is None else own, norm, tuple(clips))
 
 
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.utils.data import DataLoader
 
 T = TypeVar("T")
 DEPTH = 3
@@ -98,3 +99,20 @@ def held_in(given: object, kind: type[T], depth: int = DEPTH) -> list[T]:
         deeper = [inner for each in values for inner in held_in(each, kind, depth - 1)]
         found = {id(each): each for each in deeper}
     return list(found.values())
+
+
+_SCHEDULERS = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
+
+
+def unwrapped(given: object) -> object:
+    """The DataLoader or scheduler that a wrapper was made from; anything else as it is.
+
+    A loader that wraps another over the same data set reads its batches from it.
+    """
+    if isinstance(given, _SCHEDULERS):
+        return given
+    inner: list[object] = [*held_in(given, DataLoader, depth=1)]
+    if isinstance(given, DataLoader):
+        inner = [each for each in inner if getattr(each, "dataset", None) is given.dataset]
+    found = inner or [each for kind in _SCHEDULERS for each in held_in(given, kind, depth=1)]
+    return unwrapped(found[0]) if found else given

@@ -66,10 +66,6 @@ class Probe(Listener):
     name = ""
     urgent = False
     """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
-    closes_late = False
-    """``on_closed`` may come some calm steps later, for several of them: it reads nothing that changes meanwhile."""
-    hears_last = False
-    """Of several that are told together the last one is enough."""
 
     def begin(self, site: WatchSite) -> None:
         """The watch begins."""
@@ -88,26 +84,11 @@ class Probe(Listener):
         return None
 
 
-PROBES: list[Callable[[WatchedObjects], Probe]] = []
-
-
-def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects], Probe]:
-    """Registers a class or function that makes a Probe for the watched objects."""
-    PROBES.append(make)
-    return make
-
-
-def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
-    """Returns a new probe of each kind, and the further ones."""
-    watched = WatchedObjects(subject=subject, **vars(loop))
-    return [*(make(watched) for make in PROBES), *loop.probes]
-
-
 def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
     """Tells the probes that the watch begins; one that raises is stopped."""
-    call_each([(each, each.begin, False) for each in probes], site)
+    call_each([(each, each.begin) for each in probes], site)
 
 
 def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
     """Tells the probes that the loop is over."""
-    call_each([(each, each.end, False) for each in probes], error)
+    call_each([(each, each.end) for each in probes], error)

@@ -155,8 +155,7 @@ class RecordedStep:
 
     ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is the memory that its tensors keep.
     ``trained`` is of what ``grad_norm`` is: a key of the optimizer, and the number of its gradients.
-    ``is_told_late``: probes hear of it when weights and rates are those of a later step. ``is_light``: of it only its
-    losses and its update were recorded.
+    ``is_light``: only its losses and its update were recorded.
     """
 
     step: int
@@ -171,7 +170,6 @@ class RecordedStep:
     num_bytes: int = 0
     ended_s: float = 0.0
     blind: str | None = None
-    is_told_late: bool = False
     is_light: bool = False
     values: Facts = field(default_factory=dict)
 

@@ -19,7 +19,6 @@ from trainwright.recorder.program import (
     RecordedStep,
     Slot,
 )
-from trainwright.recorder.resting import CALM, EVERY
 from trainwright.recorder.user_types import Kwargs
 
 MOST = 16
@@ -27,24 +26,8 @@ MOST = 16
 _LARGEST_DIMENSION = 8
 """Integers up to here may be dimensions, and belong to the program; larger ones are sizes, and differ by batch."""
 _MOST_NODES = 20_000
-
-
-class KnownPrograms:
-    """The programs of a run's steps so far, by their hash: of every step at first, then of each sixteenth."""
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-
-    def is_next_due(self, step: int) -> bool:
-        """Whether the step after ``step`` is compared."""
-        return len(self._known) <= MOST and (step < CALM or step % EVERY == 0)
-
-    def is_new(self, step: int, *program: Hashable) -> bool:
-        """Whether ``step`` had another program than all before."""
-        known, key = self._known, hash(program)
-        is_new = key not in known and len(known) > 0
-        known.add(key)
-        return is_new and step > 2  # the state of an optimizer is made in its first step
+EARLY, EVERY = 64, 16
+"""Every step is compared until the first number, then every so many-th."""
 
 
 class ProgramChanges(Probe):
@@ -56,13 +39,13 @@ class ProgramChanges(Probe):
     """
 
     name = "program_changes"
-    rests = frozenset({"on_backward", "on_closed"})
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = [p for p in parameters if not p.is_inference()]
         self._nodes: list[Hashable] = []
         self._versions: list[int] = []
-        self._known = KnownPrograms()
+        self._closed = 0
+        self._known: set[int] = set()
         self._is_due = True
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
@@ -71,7 +54,7 @@ class ProgramChanges(Probe):
 
     def prepare_next(self, step: int) -> None:
         """Must be called when all that a watch does after ``step`` is done: replays write to the parameters, too."""
-        self._is_due = self._known.is_next_due(step)
+        self._is_due = len(self._known) <= MOST and (step < EARLY or step % EVERY == 0)
         self._nodes = []
         self._versions = [p._version for p in self._parameters] if self._is_due else []
 
@@ -79,9 +62,12 @@ class ProgramChanges(Probe):
         if not self._is_due or step.is_light:
             return
         writes = tuple(p._version - before for p, before in zip(self._parameters, self._versions))
-        called = map(_key_of, step.program)
-        if self._known.is_new(step.step, tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, *called):
+        called = tuple(map(_key_of, step.program))
+        key = hash((tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, called))
+        self._closed += 1
+        if key not in self._known and self._known and self._closed > 2:  # the state of an optimizer is made in step 1
             step.values["changed"] = True
+        self._known.add(key)
 
 
 def names_of_nodes(first: Node | None) -> list[str]:

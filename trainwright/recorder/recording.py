@@ -31,8 +31,8 @@ class LoopRecorder(GradientRecorder):
 
     ``before_update`` also gets the norm of the gradients, where a clip has just measured it.
 
-    A step of several optimizers that take turns (a GAN) is over when each of them has stepped. A step whose update is
-    skipped ends without an optimizer: there the caller must call ``close``.
+    A step of several optimizers that take turns (a GAN) is over when each of them has stepped. With
+    ``closes_itself=False`` a step is over when the caller calls ``close``: the engine says where its steps end.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class LoopRecorder(GradientRecorder):
         before_update: Callable[[RecordedStep, Optimizer, float | None], None],
         after_update: Callable[[RecordedStep, Optimizer], None],
         first_step: int = 1,
+        closes_itself: bool = True,
     ) -> None:
         super().__init__(roots, optimizers, first_step)
+        self._closes_itself = closes_itself
         self._closed, self._before_update, self._after_update = closed, before_update, after_update
         self.budget_bytes = math.inf  # of what one step may hold
         self._root_of = {id(m): number for number, root in enumerate(roots) for m in root.modules()}
@@ -66,11 +68,7 @@ class LoopRecorder(GradientRecorder):
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched.add(ids, batch, wait_s)
 
-    def on_mode(self, module: nn.Module, training: bool) -> None:
-        self._state.modes_have_changed()
-
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self.tape.is_resting = self._state.is_resting = self.is_resting
         grad = torch.is_grad_enabled()
         index = self._root_of[id(root)]
         self._happened("forward", (index, root.training, grad))
@@ -127,7 +125,16 @@ class LoopRecorder(GradientRecorder):
 
     # the update
 
+    def set_light(self, is_light: bool) -> None:
+        """Set whether the step that begins now, and those after it, are light."""
+        self.is_light = is_light
+        self.tape.stop()
+        self._begin_step(self.current.step)
+
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if self.is_light:
+            self._record_light(optimizer)
+            return
         if optimizer not in self.optimizers:
             self._happened("other_step", len(self._numbers_of(owned_by(optimizer))))
             return
@@ -149,6 +156,14 @@ class LoopRecorder(GradientRecorder):
         self._before_update(self.current, optimizer, norm)
         self.current.program.append(step)
 
+    def _record_light(self, optimizer: Optimizer) -> None:
+        if optimizer in self.optimizers:
+            index = self.optimizers.index(optimizer)
+            update = OptimizerStep(index, [hyperparameters(group) for group in optimizer.param_groups])
+            self.current.lr = float(update.groups[0].get("lr", 0.0)) if index == 0 else self.current.lr
+            self._before_update(self.current, optimizer, None)
+            self.current.program.append(update)
+
     def on_closure_again(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers:
             self.current.blind = "the optimizer calls its closure several times in a step"
@@ -156,7 +171,7 @@ class LoopRecorder(GradientRecorder):
     def on_stepped(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers:
             self._after_update(self.current, optimizer)
-            if self._is_careful and self.current.program:
+            if self._is_careful and self.current.program and not self.is_light:
                 last = self.current.program[-1]
                 if isinstance(last, OptimizerStep):
                     last.left = sums_of(self.parameters)
@@ -176,16 +191,20 @@ class LoopRecorder(GradientRecorder):
         self._unused.forget()
         again = index in self._stepped
         self._stepped.add(index)
-        if again or len(self._stepped) == len(self.optimizers):
+        if not self._closes_itself:
+            self.current.blind = "it makes several updates of one optimizer" if again else self.current.blind
+        elif again or len(self._stepped) == len(self.optimizers):
             self.close()
 
     def on_schedule(self, scheduler: object) -> None:
+        if self.is_light:
+            return
         self._happened("schedule", type(scheduler).__name__)
 
     # the end of a step
 
     def _begin_step(self, number: int) -> None:
-        self.current = RecordedStep(number)
+        self.current = RecordedStep(number, is_light=self.is_light)
 
     def close(self) -> None:
         """The step is over; what comes now belongs to the next."""

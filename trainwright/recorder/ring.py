@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -33,15 +32,6 @@ SPARE = 16
 """Steps that may be held beyond those that are kept: to look for what can go costs more than to hold it."""
 
 
-class HeldStep(Protocol):
-    """What a ring holds of a step: the number of it, and how many bytes."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-
 class Ring:
     """The last ``keep`` steps, and those between them and the snapshot that they are run again from.
 
@@ -51,31 +41,21 @@ class Ring:
     def __init__(self, *, keep: int, budget_bytes: float) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
         self.refused_bytes = 0  # of a snapshot that was too large
-        self._held: deque[HeldStep] = deque()
+        self._held: deque[RecordedStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._step_bytes = self._snapshot_bytes = 0
         self._most = keep + SPARE  # steps, before it is looked for what can go
-        self._later: list[RecordedStep] = []
 
     @property
     def steps(self) -> Sequence[RecordedStep]:
         """The steps that are held, oldest first."""
-        return self._held  # type: ignore[return-value]  # here they are such
+        return self._held
 
-    def add(self, *steps: HeldStep) -> None:
-        self._held += steps
-        self._step_bytes += sum([step.num_bytes for step in steps])
+    def add(self, step: RecordedStep) -> None:
+        self._held.append(step)
+        self._step_bytes += step.num_bytes
         if len(self._held) >= self._most or self.num_bytes > self.budget_bytes:
             self._shrink()
-
-    def add_later(self, step: RecordedStep) -> None:
-        """Adds ``step`` at the next call of ``add_those``."""
-        self._later.append(step)
-
-    def add_those(self) -> None:
-        """Adds the steps that were to be added later."""
-        later, self._later = self._later, []
-        self.add(*later)
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         num_bytes = snapshot.num_bytes
@@ -94,10 +74,14 @@ class Ring:
         else:
             self.add_snapshot(objects.snapshot(step))
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
+        """Drop all steps and states, and keep half as much from now on; return whether there were any."""
+        was_full = bool(self._held or self.snapshots)
         self._held.clear()
         self.snapshots.clear()
         self._step_bytes = self._snapshot_bytes = 0
+        self.budget_bytes /= 2
+        return was_full
 
     @property
     def num_bytes(self) -> int:

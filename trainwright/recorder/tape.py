@@ -62,9 +62,9 @@ class Tape(PausableMode):
         self.grafted = False  # a tensor with a graph that the program does not know was used
         self.operations: list[Instruction] = []
         self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
-        self.is_careful = self.is_resting = False
+        self.is_careful = False
         self.listener: FunctionListener | None = None
-        self._has_workers = False  # once seen, each batch is asked whether a worker made it, in calm steps too
+        self._has_workers = False  # a batch of a worker was seen
         self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
         self._off: list[Operation] = []  # the last operations, where autograd was off
         self._made_off: dict[int, list[Operation]] = {}  # by the number of the slot: what was made beside it
@@ -112,8 +112,7 @@ class Tape(PausableMode):
         name = getattr(function, "__name__", "?")
         in_place = bool(args) and id(args[0]) in map(id, made)
         before = self._reads
-        plainly = self.plainly(args, kwargs) if self.is_resting else None
-        positional, by_name = plainly or (self.write(args), self.write(kwargs))
+        positional, by_name = self.write(args), self.write(kwargs)
         is_free = self._reads == before or name in _LIKE
         if is_free and not any(map(_WANTS_GRADIENT, made)):
             return  # what the loop makes of its data, or draws, is a constant where it is used
@@ -151,32 +150,6 @@ class Tape(PausableMode):
         del self.operations[number:]
         self._note(apply, args, kwargs, made)
 
-    def plainly(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """As ``write``, in one call, of what arguments mostly are: plain values and tensors. None for anything else."""
-        if self._made_off or self._has_workers or not _SIMPLE.issuperset(map(type, kwargs.values())):
-            return None
-        written: list[object] = []
-        num_bytes = reads = 0
-        try:
-            for each in args:
-                if type(each) is not Tensor:
-                    if type(each) not in _SIMPLE:
-                        return None
-                    written.append(each)
-                elif (known := self._slots.get(id(each))) is not None and known[0]() is each:
-                    written.append(Slot(known[1]))
-                    reads += 1
-                elif each.grad_fn is None and not each.requires_grad and each.numel() > SMALL:
-                    written.append(Constant(each, each._version))
-                    num_bytes += each.nbytes
-                else:
-                    return None
-        except RuntimeError:  # a sparse tensor has no nbytes, and one of inference mode no version
-            return None
-        self.num_bytes += num_bytes
-        self._reads += reads
-        return tuple(written), kwargs
-
     def write(self, value: object) -> Any:
         """``value`` with its tensors as Slots or Constants."""
         if type(value) is tuple:  # by far the most frequent: cheaper without the walk
@@ -209,7 +182,7 @@ class Tape(PausableMode):
             self.leaves = True
         else:
             self.num_bytes += bytes_of(leaf)
-            if (self._has_workers or not self.is_resting) and type(leaf) is Tensor:
+            if type(leaf) is Tensor:
                 leaf = self._private(leaf)
         return Constant(leaf, version_of(leaf))
 

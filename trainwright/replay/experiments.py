@@ -49,32 +49,6 @@ USUAL_MEMORY = 1.25
 """Of an experiment that runs the step as it was: what it keeps beside it is a fraction of it."""
 USUAL_STEPS = 2.0
 """Training steps that an experiment takes as long as which runs a step as it was and once with a change."""
-EXPERIMENTS: dict[str, Experiment] = {}  # those that register themselves, and those of doctor.measure.REPLAYS
-"""All experiments by name."""
-
-
-def experiment(
-    name: str,
-    *,
-    when: When,
-    steps: float = USUAL_STEPS,
-    value: float = 1.0,
-    latest: float = math.inf,
-    memory: float = USUAL_MEMORY,
-    by_samples: bool = False,
-) -> Callable[[Run], Run]:
-    """Register a function of a ReplaySession that returns JSON values. ``name`` is written into the log.
-
-    ``steps`` counts replays: about 0.4 for a forward pass, 1.2 with the backward pass, 1.4 with the update, three times
-    as many in float64. ``tests/replay/test_costs.py`` compares it with the replays of a small model.
-    """
-
-    def register(run: Run) -> Run:  # until every family is converted
-        assert name not in EXPERIMENTS, name
-        EXPERIMENTS[name] = Experiment(name, when, run, memory, by_samples, steps, value, latest)
-        return run
-
-    return register
 
 
 def replay(

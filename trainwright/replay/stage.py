@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from trainwright.recorder.hooks import muted
-from trainwright.recorder.ranks import COMMUNICATES, has_others
+from trainwright.recorder.ranks import COMMUNICATES, has_others, own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.state.isolation import NotIsolated, isolated
 from trainwright.state.reach import ReachableState
@@ -34,11 +36,14 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]
     """Inside, the live objects are in the state of ``snapshot``; afterwards they are as before.
 
     Parameters refer to copies of their data meanwhile, so no live tensor of these is written to. Yields what the step
-    can reach, as it was before. Where something cannot be put back, nothing is staged from then on.
+    can reach, as it was before. Where something cannot be put back, nothing is staged from then on. The state before
+    and after the first replay is compared: where anything has moved, nothing is staged from then on either.
     """
     _require_same(subject, snapshot)
     if subject.is_closed is not None:
         raise NotReplayable(subject.is_closed)
+    is_first, subject.is_replay_compared = not subject.is_replay_compared, True
+    before = _visible_state(subject) if is_first else {}
     with muted(), preserved_rng(), not_compiled(), with_autograd():
         now = subject.reach()
         if snapshot.reach is not None:
@@ -53,6 +58,46 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]
         except NotIsolated as error:
             subject.close(str(error))
             raise NotReplayable(str(error)) from error
+    if is_first:
+        now_visible = _visible_state(subject)
+        moved = [what for what, value in before.items() if not _is_same(value, now_visible[what])]
+        if moved:
+            subject.close(f"a replay has changed {moved[0]}")
+            raise NotReplayable(f"a replay has changed {moved[0]}")
+
+
+def _visible_state(subject: LiveObjects) -> dict[str, object]:
+    """Copies of all that training continues with, by what it is."""
+    now = subject.snapshot(0, with_reach=False)
+    return {
+        "weights": now.parameters,
+        "gradients": [copied(parameter.grad) for parameter in subject.parameters],
+        "buffers": now.buffers,
+        "the state of an optimizer": [now.states, now.groups],
+        "random generators": now.rng,
+        "modes of modules": [module.training for module in subject.modules],
+        "hooks": subject.hooks(),
+    }
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two copies of a state hold the same bits; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        one, other = own_part(one), own_part(other)
+        if one.layout != torch.strided or one.is_quantized or one.is_nested:
+            return True  # torch cannot compare them
+        return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if dataclasses.is_dataclass(one):
+        return _is_same(vars(one), vars(other))
+    return True if one is other else bool(one == other)
 
 
 @contextmanager

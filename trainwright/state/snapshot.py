@@ -58,6 +58,7 @@ class LiveObjects:
         self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
         self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self.further: dict[int, object] = {}
+        self.is_replay_compared = False
         self._own = [not type(m).__module__.startswith("torch.nn.") for m in self.modules]
         scripted = [type(m).__name__ for m in self.modules if isinstance(m, torch.jit.ScriptModule)]
         self._closed = f"a part of the model was made by torch.jit ({scripted[0]})" if scripted else None

@@ -8,23 +8,33 @@ from typing import NamedTuple
 from trainwright.build.assemble import build_loading, validation_sets
 from trainwright.build.data import EvaluationBatches
 from trainwright.build.stepped_schedule import SteppedSchedule
+from trainwright.build.unwrap import Unwrapped
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
 from trainwright.plan.duration import Interval
+from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
 from trainwright.training.layout import evaluation_loss
 
 
-def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) -> PeriodicEvaluation | None:
-    """Returns the evaluation that a plan asks for; None without a validation set."""
+def periodic_evaluation(
+    job: Job, listeners: Sequence[EvaluationListener] = (), *, is_reported: bool = False
+) -> PeriodicEvaluation | None:
+    """Returns the evaluation that a plan asks for; None without a validation set.
+
+    ``is_reported``: listeners of this thread receive its batches as those of a DataLoader.
+    """
     world = job.mesh.data
     loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
     rows = job.recipe.evaluation.batch or loading.micro_size
     sets = {name: _in_course(job, whole) for name, whole in validation_sets(job.parts, job.recipe, loading).items()}
     if not sets:
         return None
+    if is_reported:
+        sources = {job.parts.val_name: job.parts.val, **job.parts.more_val}
+        sets = {name: _reported(each, sources[name]) for name, each in sets.items()}
     return PeriodicEvaluation(
         sets,
         evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
@@ -40,6 +50,12 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
     count = job.plan.evaluate_batches
     part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
     return ValidationSet(part, whole if job.plan.evaluates_whole else part, count)
+
+
+def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
+    """The loader is one object in the course of the run and at its end."""
+    loader = EngineLoader(None if source is None else source.origin)
+    return ValidationSet(ReportedBatches(loader, each.in_course), ReportedBatches(loader, each.at_end), each.count)
 
 
 def _schedules(job: Job) -> Iterator[EvaluationListener]:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import torch
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
-from trainwright.engine.clip import AdaptiveClip, ClipFn
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
 from trainwright.engine.precision import MatmulMode
@@ -27,7 +26,6 @@ from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.log_window import LogWindow, NotLogging
 from trainwright.observe.logbook import Logbook
-from trainwright.observe.older_objects import OlderObjectsRest
 from trainwright.observe.progress import Progress
 from trainwright.observe.remaining import TimeSpent
 from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
@@ -70,7 +68,7 @@ from trainwright.training.run_metadata import keep_there, lay_down, lay_down_aga
 from trainwright.training.time_left import left_over
 from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
-from trainwright.watching.engine_observer import EngineObserver
+from trainwright.watching.engine import EngineObserver
 from trainwright.world import SOLO, Launch, World, joined
 from trainwright.world.memory import mind_limits
 
@@ -235,7 +233,6 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted, plan.header.in_words())
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
-        evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
         alone = stage.world.size == 1
         doctor = (
             make_engine_observer(job, folder, progress.say)
@@ -244,6 +241,8 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         )
         if doctor:
             progress.findings = doctor.findings
+        is_reported = isinstance(doctor, EngineObserver)
+        evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving), is_reported=is_reported)
         spent = TimeSpent(lambda: doctor.seconds if doctor else 0.0)
 
         def left_s(state: TrainState) -> float | None:
@@ -276,12 +275,15 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
         logbook.recorder.window = window.values
         layers = tuple(layer_observers(job, logbook))
-        probes, collector = [each.probe for each in layers], [OlderObjectsRest()] if doctor else []
+        probes = [each.probe for each in layers]
         advance = make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes)
+        listening: AbstractContextManager[None] = nullcontext()
+        if isinstance(doctor, EngineObserver):
+            advance, listening = doctor.around(advance), doctor.listening()
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
-        until = until_of_job(job)  # its clock begins now
-        with _noting_the_checkpoint(job, folder, saving), window.collecting():
+        with listening, _noting_the_checkpoint(job, folder, saving), window.collecting():
+            until = until_of_job(job)  # its clock begins now
             if job.accepted:  # a kill before the next save would ask for it again
                 saver(state)
             outcome = run(
@@ -289,7 +291,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until,
-                observers=(window, *watching, *extra, *alerts, *layers, *collector, signals, heartbeat),
+                observers=(window, *watching, *extra, *alerts, *layers, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,
@@ -315,24 +317,17 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
 
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
-    """The doctor beside a run: its ``witness`` goes into the step that trains."""
+    """The doctor beside a run. Its ``witness`` goes into the step function, which it wraps with ``around``."""
     return EngineObserver(
         job.state,
-        lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes),
         folder=folder,
         say=say,
         examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
         keeps_last_steps=job.is_only_in_python,  # of a recipe any step can be trained again
-        warns_of_spikes=job.recipe.spikes.policy == "warn",
-        datasets=None if job.parts.val is None else (job.parts.train.origin, job.parts.val.origin),
-        quarantine=frozenset(job.recipe.data.quarantine),
-        functions=[each for each in (job.parts.loss, job.parts.advance, *_held_by(job.built.clip)) if each is not None],
+        finds_spikes=job.recipe.spikes.policy == "warn",
+        dataset=job.parts.train.origin,
     )
-
-
-def _held_by(clip: ClipFn) -> tuple[object, ...]:
-    return (clip.held,) if isinstance(clip, AdaptiveClip) else ()
 
 
 def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:

@@ -18,7 +18,7 @@ LIFTED_BY = "TRAINWRIGHT_EXAMINE"
 """The environment variable that lifts the budget of every run: ``TRAINWRIGHT_EXAMINE=all``."""
 FRACTION = 0.03
 """Of the training time so far: the most that examinations and snapshots may take while a run goes on."""
-END_FRACTION, END_S = 0.04, 3.0
+END_FRACTION, END_S = 0.05, 3.0
 """The same for all of a run, its end included; and the most seconds that the examination at the end may take."""
 REPEATED_FRACTION = 0.005
 """Of the training time: experiments that are repeated, where none is left that has not run yet."""

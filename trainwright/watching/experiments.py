@@ -14,24 +14,25 @@ from typing import TypeAlias
 from torch import Tensor
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.doctor.measure import REPLAYS
 from trainwright.doctor.own_checks import OWN, OwnCheckFacts
+from trainwright.doctor.remedies import TRIALS
 from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
-from trainwright.replay import bundle, trials
+from trainwright.replay import bundle
 from trainwright.replay.deadline import Deadline, TimeIsUp
-from trainwright.replay.experiments import EXPERIMENTS, USUAL_STEPS, Experiment
+from trainwright.replay.experiments import USUAL_STEPS, Experiment
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.trials import NotTried
+from trainwright.replay.trials import NotTried, RegisteredTrial
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
 from trainwright.state.names import named_parameters
 from trainwright.state.snapshot import LiveObjects
-from trainwright.watching import families as _families  # noqa: F401  registers experiments and trials
 from trainwright.watching.budget import ExaminationBudget
 
 OwnCheck: TypeAlias = Callable[[ReplaySession], str | None]
@@ -69,7 +70,10 @@ class ExperimentRunner:
         *,
         replays: bool = True,
         say: Callable[[str], None] = lambda line: None,
+        experiments: Sequence[Experiment] = REPLAYS,
+        trials: Mapping[str, RegisteredTrial] = TRIALS,
     ) -> None:
+        self._experiments, self._remedies = {each.name: each for each in experiments}, trials
         self._ring, self._budget, self._own, self._replays, self._say = ring, budget, own, replays, say
         self.now_s = budget.clock
         self.replayer = Replayer(subject, names_of(subject))
@@ -125,7 +129,7 @@ class ExperimentRunner:
         if not self._replays:
             return {}
         if why == "incident":
-            facts = self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
+            facts = self._run([e.name for e in self._experiments.values() if e.when == "incident"], step)
             self._budget.has_replayed_incident |= any("blind" not in each for each in facts.values())
             return facts
         until_s, self._step = self._until_s, step
@@ -138,40 +142,42 @@ class ExperimentRunner:
 
     def is_measured(self, name: str, step: int) -> None:
         """A probe has measured at ``step`` what the experiment ``name`` measures."""
-        if name in EXPERIMENTS:
+        if name in self._experiments:
             self._done.add((name, step))
             self._runs[name] += 1
 
     def begin_again(self) -> None:
         """The loop does something else now: what was run once is due again, also what a check had requested."""
-        first = [e.name for e in EXPERIMENTS.values() if e.when == "first" and self._runs[e.name]]
+        first = [e.name for e in self._experiments.values() if e.when == "first" and self._runs[e.name]]
         self._left_out |= dict.fromkeys(first)
         self._left_out |= dict.fromkeys(self._standing)
 
     def _due(self, repeats: bool) -> list[str]:
         """What has not run yet and what was left out, the cheapest first; then what was run least often."""
         waiting = self._waiting()
-        checkups = [e.name for e in EXPERIMENTS.values() if e.when == "checkup" and e.name not in waiting]
+        checkups = [e.name for e in self._experiments.values() if e.when == "checkup" and e.name not in waiting]
         again = sorted(checkups, key=self._runs.__getitem__) if repeats else []
-        return [*sorted(waiting, key=lambda name: EXPERIMENTS[name].rank), *again]
+        return [*sorted(waiting, key=lambda name: self._experiments[name].rank), *again]
 
     def _waiting(self) -> list[str]:
         """What has not run, of itself or as a check requested it, and may still."""
-        return [name for name in self._left() if EXPERIMENTS[name].latest >= self._step]
+        return [name for name in self._left() if self._experiments[name].latest >= self._step]
 
     def _left(self) -> list[str]:
-        of_itself = [e.name for e in EXPERIMENTS.values() if e.when in ("first", "checkup") and not self._runs[e.name]]
+        of_itself = [
+            e.name for e in self._experiments.values() if e.when in ("first", "checkup") and not self._runs[e.name]
+        ]
         return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
 
     def wanted_s(self) -> float:
         """What the next experiment takes that waits for its time; infinite where none does."""
-        following = min(self._waiting(), key=lambda name: EXPERIMENTS[name].rank, default=None)
+        following = min(self._waiting(), key=lambda name: self._experiments[name].rank, default=None)
         return math.inf if following is None else self._predicted_s(following)
 
     def repeated_s(self) -> float:
         """What the experiments take that are repeated."""
         return sum(
-            self._predicted_s(e.name) for e in EXPERIMENTS.values() if e.when == "checkup" and self._runs[e.name]
+            self._predicted_s(e.name) for e in self._experiments.values() if e.when == "checkup" and self._runs[e.name]
         )
 
     def not_run(self, *, is_later: bool = False) -> list[str]:
@@ -198,8 +204,8 @@ class ExperimentRunner:
         time with all others.
         """
         facts: Facts = {}
-        known = [each for each in requests if each.experiment in EXPERIMENTS] if self._replays else []
-        for request in sorted(known, key=lambda each: EXPERIMENTS[each.experiment].rank):
+        known = [each for each in requests if each.experiment in self._experiments] if self._replays else []
+        for request in sorted(known, key=lambda each: self._experiments[each.experiment].rank):
             name = request.experiment
             if request.step is not None:
                 with self._spending_on_evidence(True):
@@ -214,13 +220,13 @@ class ExperimentRunner:
         """The facts of experiments, up to the first that finds no time."""
         facts: Facts = {}
         for name in names:
-            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS:
+            if step == 0 or (name, step) in self._done or name not in self._experiments:
                 continue
             if not self._is_time_for(name):
                 break
             self._done.add((name, step))
             self._left_out.pop(name, None)
-            facts |= self._measured(name, step, partial(self._run_within_memory, EXPERIMENTS[name]))
+            facts |= self._measured(name, step, partial(self._run_within_memory, self._experiments[name]))
         return facts
 
     def _measured(self, name: str, step: int, run: Callable[[ReplaySession], Facts]) -> Facts:
@@ -242,7 +248,7 @@ class ExperimentRunner:
             self._runs[name] += 1
         else:
             self._done.discard((name, step))
-            if name in EXPERIMENTS:
+            if name in self._experiments:
                 self._left_out[name] = None
         return facts
 
@@ -250,7 +256,7 @@ class ExperimentRunner:
         """By what it took the last time; before that, by the training steps that it takes as long as."""
         if name in self._cost_s:
             return self._cost_s[name]
-        steps = EXPERIMENTS[name].steps if name in EXPERIMENTS else USUAL_STEPS
+        steps = self._experiments[name].steps if name in self._experiments else USUAL_STEPS
         if steps and not self._memory.is_measured:
             steps += MEASURING_STEPS
         return LEAST_S + steps * self._budget.step_s
@@ -285,7 +291,7 @@ class ExperimentRunner:
 
         None, where there is no time for it now.
         """
-        if trial is None or step == 0 or trial.name not in trials.TRIALS:
+        if trial is None or step == 0 or trial.name not in self._remedies:
             return ()
         with self._spending_on_evidence(True):
             result = self._tried(step, trial)
@@ -296,13 +302,13 @@ class ExperimentRunner:
 
     def _tried(self, step: int, trial: RemedyTrial) -> str | None:
         """The outcome in words, "" where the remedy cannot be tried; None where there is no time for it."""
-        predicted_s, begin_s = LEAST_S + trials.TRIALS[trial.name].steps * self._budget.step_s, self.now_s()
+        predicted_s, begin_s = LEAST_S + self._remedies[trial.name].steps * self._budget.step_s, self.now_s()
         if predicted_s > self._left_s:
             return None
         self._announce(begin_s - self._begin_s + predicted_s)
         try:
             with self.replayer.deadline.within(self._left_s):
-                return trials.attempt(trial.name, self._session_of(step), trial.args)
+                return self._remedies[trial.name].run(self._session_of(step), **trial.args)
         except TimeIsUp:
             return None
         except (NotReplayable, NotTried):

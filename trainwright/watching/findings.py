@@ -7,13 +7,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 from trainwright.doctor.check import Check, CheckState
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.errors import text_of
-from trainwright.observe.older_objects import only_newest_collected
 from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
@@ -26,7 +24,6 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.reader import without_half_of_the_steps
 from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
-from trainwright.watching.unjudged import PlainNumbers
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024
 """Until this step of a calm run every step becomes a record, until that one every eighth, then every 64th."""
@@ -37,15 +34,13 @@ ROUNDS = 4
 """How often the doctor may ask for further experiments in one examination."""
 TRIED = ("critical", "warning")
 """Severities of findings whose remedy is tried."""
-Noted: TypeAlias = tuple[RecordedStep, Numbers] | PlainNumbers
-"""A step that is over; of one that has nothing to tell, its numbers: few of these are made into records."""
 
 
 class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
-    ``write`` takes every record that is to be kept. ``known`` are the records of an earlier process. ``complete`` is
-    called before a step becomes a record. ``checks`` are those that are made; None: all but the packs.
+    ``write`` is called with every record that is kept. ``known`` are the records of an earlier process. ``checks`` are
+    those that run; None: all but the packs.
     """
 
     def __init__(
@@ -55,13 +50,12 @@ class FindingsLog:
         write: Callable[[Record], None],
         *,
         known: Iterable[Record] = (),
-        complete: Callable[[RecordedStep], None] = lambda step: None,
         checks: Sequence[Check] | None = None,
     ) -> None:
         self._checks = checks
         self._runner, self._probes, self._write = runner, probes, write
-        self._records, self._complete = list(known), complete
-        self._unrecorded: deque[Noted] = deque()
+        self._records = list(known)
+        self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._findings = FindingsWriter(write)
         self._states: tuple[CheckState, ...] = ()
         self._untried: set[str] = set()  # codes of findings whose remedy found no time to be tried
@@ -76,10 +70,10 @@ class FindingsLog:
         """The findings so far, the first cause first."""
         return self._findings.findings
 
-    def note(self, *steps: Noted) -> None:
-        """Takes steps that are over. Each becomes a record at the next look, or some steps later."""
-        self._unrecorded += steps
-        while len(self._unrecorded) > UNRECORDED:
+    def note(self, step: RecordedStep, numbers: Numbers) -> None:
+        """Takes a step that is over. It becomes a record at the next examination, or some steps later."""
+        self._unrecorded.append((step, numbers))
+        if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
     def look(
@@ -98,7 +92,7 @@ class FindingsLog:
         and again. What the probes have measured is evaluated whatever that takes. Returns the seconds of that.
         """
         begin_s = self._runner.now_s()
-        with muted(), only_newest_collected():
+        with muted():
             self._runner.allow(allowed_s)
             self.record_all()
             self.examined(step, self._probed())
@@ -163,28 +157,17 @@ class FindingsLog:
         return Examination.of(self.records, self._states, self._runner.not_run())
 
     def _record_oldest(self) -> None:
-        """Some steps of a calm run become records, and each that has something to tell."""
-        oldest = self._unrecorded.popleft()
-        if isinstance(oldest, PlainNumbers):
-            number, tells = oldest.number, False
-        else:
-            step = oldest[0]
-            number, tells = step.step, step.blind is not None or not step.values.keys() <= ORDINARY
-        every = 1 if number <= EVERY_STEP else 8 if number <= EVERY_EIGHTH else 64
-        if tells or number % every == 0:
-            self._record(oldest)
+        """In the steady state few steps become records; those with unusual values always do."""
+        step, numbers = self._unrecorded.popleft()
+        is_unusual = step.blind is not None or not step.values.keys() <= ORDINARY
+        every = 1 if step.step <= EVERY_STEP else 8 if step.step <= EVERY_EIGHTH else 64
+        if is_unusual or step.step % every == 0:
+            self.remember(as_record(step, numbers))
 
     def record_all(self) -> None:
         """Makes all steps into records that still wait for it."""
         while self._unrecorded:
-            self._record(self._unrecorded.popleft())
-
-    def _record(self, noted: Noted) -> None:
-        if isinstance(noted, PlainNumbers):
-            self.remember(noted.as_record())
-        else:
-            self._complete(noted[0])
-            self.remember(as_record(*noted))
+            self.remember(as_record(*self._unrecorded.popleft()))
 
     def remember(self, record: Record) -> None:
         """Writes and keeps a record."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 from trainwright.watching.budget import REPEATED_FRACTION, ExaminationBudget
 
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """Steps since the watch began, or since the program changed, that may be examined. Later every 16th step may be."""
-AT_ONCE = 16
-"""Steady steps that are evaluated together: one alone costs several times as much, since its code is cold then."""
+EVERY = 16
 SHORT_S = 0.1
-"""Longer steps are evaluated one by one: the cost of that is nothing to them, and 16 of them are a long time."""
+"""Any step that takes longer may be examined."""
 NOT_COMPARED = 4
 """First losses that are not compared with those before them."""
 MIN_STEPS_BETWEEN_JUMPS = 16
@@ -67,7 +65,7 @@ class ExaminationSchedule:
         taken = step - self._first_step
         if taken < CANDIDATES[-1]:
             return taken + 1 in CANDIDATES
-        return step % AT_ONCE == 0 or self._budget.step_s > SHORT_S
+        return step % EVERY == 0 or self._budget.step_s > SHORT_S
 
     def _is_worth(self, step: int) -> bool:
         budget, taken = self._budget, step - self._first_step
@@ -79,14 +77,6 @@ class ExaminationSchedule:
         if budget.trained_s >= self._repeat_at_s:
             return budget.left_s >= self._overhead_s
         return budget.left_s >= self._overhead_s + self._wanted_s
-
-    def next_at(self, step: int) -> int:
-        """The next step after ``step`` for which ``is_next_due`` must be called, where ``step + 1`` is not due."""
-        return step + 1 if step - self._first_step <= CANDIDATES[-1] else (step // AT_ONCE + 1) * AT_ONCE
-
-    def may_wait(self, step: int, step_s: float) -> bool:
-        """Return whether a step without reason to be examined may be evaluated together with the next ones."""
-        return step_s <= SHORT_S and step - self._first_step > CANDIDATES[-1] and step not in self._due
 
     def wants(
         self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False, changed: bool = False
@@ -101,29 +91,14 @@ class ExaminationSchedule:
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each time the step is replayed
         is_odd = (self._jumped(step, loss) or spiked) and step > self._examined_at + MIN_STEPS_BETWEEN_JUMPS
-        has_time = self._budget.left_s >= self._overhead_s
-        wanted = is_news or urgent or step in self._due or (has_time and (is_odd or self._has_changed))
+        wanted = is_news or urgent or step in self._due
+        if not wanted and (is_odd or self._has_changed):
+            wanted = self._budget.left_s >= self._overhead_s  # it reads the clock, which takes long in a container
         if wanted:
             self._has_changed = False
             self._due.discard(step)
             self._examined_at = step
         return wanted
-
-    def pass_over(self, first: int, losses: Sequence[float]) -> bool:
-        """Take steps from ``first`` on at once that are neither bad nor spiked nor changed, nor wanted.
-
-        False, where one of them may be wanted: then nothing is taken.
-        """
-        is_due = self._has_changed or not self._due.isdisjoint(range(first, first + len(losses)))
-        if is_due or first - self._first_step < NOT_COMPARED:
-            return False
-        mean, deviation = self._mean, self._deviation
-        for loss in losses:
-            if _is_far_above(mean, deviation, loss):
-                return False
-            mean, deviation = _moved(mean, deviation, loss)
-        self._mean, self._deviation, self._bad_in_a_row = mean, deviation, 0
-        return True
 
     @property
     def is_repeat_due(self) -> bool:
@@ -170,8 +145,7 @@ SNAPSHOT_FRACTION = 0.004
 class SnapshotSchedule:
     """Every so many steps, by what a snapshot costs: at least every ``keep`` steps, or every 0.1 s where that is more.
 
-    At least every ``4 * keep`` steps, for the inputs of all of them are held. After 64 steps, only with the last of 16
-    that are closed together.
+    At least every ``4 * keep`` steps, for the inputs of all of them are held.
     """
 
     def __init__(self, keep: int) -> None:
@@ -181,15 +155,8 @@ class SnapshotSchedule:
         """Return whether the state after ``step`` is kept."""
         return step % self._every == 0
 
-    def next_at(self, step: int) -> int:
-        """The next step after ``step`` whose state is kept."""
-        return (step // self._every + 1) * self._every
-
-    def paid(self, step: int, cost_s: float, step_s: float) -> None:
+    def paid(self, cost_s: float, step_s: float) -> None:
         """A snapshot took ``cost_s``, where a step takes ``step_s``."""
         step_s = max(step_s, 1e-6)
         most = max(self._keep, min(4 * self._keep, int(MAX_REPLAYED_S / step_s)))
-        every = max(4, min(most, math.ceil(cost_s / (SNAPSHOT_FRACTION * step_s))))
-        if step + every > 64:  # from then on it is asked once in 16 steps
-            every = AT_ONCE * math.ceil(max(every, 2 * AT_ONCE) / AT_ONCE)
-        self._every = every
+        self._every = max(4, min(most, math.ceil(cost_s / (SNAPSHOT_FRACTION * step_s))))

@@ -1,14 +1,19 @@
-"""Watches a loop that somebody else owns: records its last steps, and looks closely at some of them."""
+"""One session for every loop: records its steps, examines those that are due, and runs the checks.
+
+The events of a step come from hooks. In a loop of the user's a step ends with its update; the engine says where its
+steps end (``EngineSource``).
+"""
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -16,66 +21,52 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.doctor.check import Check
+from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS
 from trainwright.doctor.measure.loss_calls import LossListener
+from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import OnSpike
-from trainwright.errors import TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.recorder.calls import parts_of
-from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.light import LightSteps
-from trainwright.recorder.noting import NotingRecorder
-from trainwright.recorder.numbers import Numbers, lateness
+from trainwright.recorder.listener import call_each, methods_of
+from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.optimizers import watching
 from trainwright.recorder.pausable import without_users_modes
-from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
+from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects, WatchSite, begin_all, end_all
 from trainwright.recorder.program import RecordedStep, others_of
 from trainwright.recorder.program_changes import ProgramChanges
 from trainwright.recorder.ranks import what_is_shared
-from trainwright.recorder.resting import Resting
+from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects
+from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner, OwnCheck
-from trainwright.watching.families import probes_of_families
-from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
-from trainwright.watching.incidents import Incidents
-from trainwright.watching.schedule import AT_ONCE, ExaminationSchedule, SnapshotSchedule
-from trainwright.watching.unexamined import keep_rest
-from trainwright.watching.unread import ReadStep, UnreadSteps, is_bad
+from trainwright.watching.findings import FindingsLog, failures_of, limits_of
+from trainwright.watching.incidents import Incidents, keep_rest
+from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
-MANY = 64
-"""So many of the steps that wait before the recorder counts them would fill its budget: 16 are little beyond it."""
 LIGHT_SNAPSHOTS = 32
-"""Steps between two snapshots where most steps are not recorded: the step after each of them is."""
+"""Steps between two snapshots where most steps are not recorded in full: the step after each of them is."""
 _URGENT = operator.attrgetter("urgent")
-
-
-def _are_urgent(probes: Sequence[Probe]) -> bool:
-    return any(map(_URGENT, probes))
-
-
-def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
-    """Keeps the state before ``step``; says why it cannot: then the loop is watched without replays."""
-    try:
-        ring.keep_state(objects, step)
-    except Exception as error:  # a kind of tensor that torch cannot copy so
-        return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
-    return objects.is_closed
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
+    """What a session may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
 
-    ``skip`` are the samples of steps whose update is left out. ``checks`` and ``own_checks`` are those that are
-    made (None: all but the packs); ``replays``: whether any step is replayed for them. ``examine``: what the budget
-    allows, or everything.
+    ``skip`` are the samples of steps whose update is left out. ``checks`` and ``own_checks`` are those that run
+    (None: all but the packs). ``replays``: whether any step is replayed for them. ``examine``: what the budget
+    allows, or everything. ``keeps_last_steps``: they are written to ``bundles`` where something found no time.
+    ``is_engine``: the session watches the engine, which leaves updates out itself and says where a step ends.
+    ``finds_spikes``: spikes of the gradient norm are reported.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -88,12 +79,16 @@ class WatchOptions:
     own_checks: tuple[OwnCheck, ...] = ()
     replays: bool = True
     examine: Examine = "budget"
+    keeps_last_steps: bool = True
+    is_engine: bool = False
+    finds_spikes: bool = True
 
 
 class WatchSession:
-    """Records the last steps of a loop, looks closely at those that are due, and asks the doctor.
+    """Records the last steps of a loop, examines those that are due, and runs the checks.
 
-    ``write`` takes every record that is to be kept, ``say`` a line to print.
+    ``write`` is called with every record, ``say`` with a line to print. ``first_step`` is the number of steps that were
+    made before the session.
     """
 
     def __init__(
@@ -105,89 +100,234 @@ class WatchSession:
         *,
         write: Callable[[Record], None],
         say: Callable[[str], None] = lambda line: None,
+        first_step: int = 0,
     ) -> None:
-        self._options, self._roots, self._begin_s, self.step = options, list(roots), 0.0, 0
-        folder = options.bundles.parent if options.bundles else None
+        self._options, self._roots, self._say = options, list(roots), say
+        self.step = self._first_step = first_step
+        self._begin_s, self._pid = 0.0, os.getpid()
         self._open = ExitStack()
         parameters = parameters_of(roots, optimizers)
-        self.budget = ExaminationBudget(parameters[0].device if parameters else torch.device("cpu"), options.examine)
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.budget = ExaminationBudget(self.device, options.examine)
         self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
-        self._site = WatchSite(folder, write, say, self.budget.is_lifted)
-        self.recording = NotingRecorder(
-            roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
+        self.recording = LoopRecorder(
+            roots,
+            optimizers,
+            self._closed,
+            before_update=veto.before_update,
+            after_update=veto.after_update,
+            first_step=first_step + 1,
+            closes_itself=not options.is_engine,
         )
         self.recording.budget_bytes = options.budget_bytes
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
-        self.runner = runner = ExperimentRunner(
+        self.runner = ExperimentRunner(
             self._objects, self.ring, self.budget, options.own_checks, replays=options.replays, say=say
         )
         self._changes = ProgramChanges(parameters)
-        of_families = probes_of_families(self._objects, objects, live=True)
-        self._probes = [*make_probes(self._objects, objects), *of_families, self._changes]
-        self._probes.append(LossListener(self.recording.tape, self._objects))
+        watched = WatchedObjects(subject=self._objects, **vars(objects))
+        made = [probe for make in (*LISTENERS, *OF_LIVE_LOOPS) if (probe := make(watched)) is not None]
+        loss_calls = LossListener(self.recording.tape, self._objects)
+        self._probes: list[Probe] = [*objects.probes, *made, self._changes, loss_calls]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
-        self.findings_log = FindingsLog(runner, self._probes, write, checks=options.checks)
-        self._incidents = Incidents(options.bundles, runner, write)
-        self._schedule, self._snapshots = ExaminationSchedule(0, self.budget), SnapshotSchedule(options.keep)
-        self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
-        self._unread = UnreadSteps(self._probes, veto, self._note_veto, finds_spikes=options.on_spike == "warn")
-        self._late = lateness(self.recording.device)
-        resting = [self.recording, *(each for each in self._probes if each.rests or each.closes_late)]
-        self._resting = Resting(resting, lambda: self.recording.current.events)
-        self._closing = StepClosing(self._probes, self._resting.wake)
-        self._group = [self.recording, self._closing, objects.sites, *self._probes]
+        self._group = [self.recording, objects.sites, *self._probes]
+        self._on_closed = methods_of(self._probes, "on_closed", Probe)
+        self._on_read = methods_of(self._probes, "on_read", Probe)
+        self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
+        self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks)
+        self._incidents = Incidents(options.bundles, self.runner, write)
+        self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say, self.budget.is_lifted)
+        self._schedule = ExaminationSchedule(first_step, self.budget)
+        self._snapshots = SnapshotSchedule(options.keep)
+        self._late = lateness(self.device)
+        self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are not read yet
+        self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
+        self._went_back, self._listens_to_children = -1, False
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
-        self._say, self._blind = say, next((each for each in reasons if each), None)  # why no step can be replayed
+        self._blind = next((each for each in reasons if each), None)  # why no step can be replayed
 
     def begin(self) -> None:
-        """Starts to listen to the loop."""
+        """Start to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self.budget.begin()
         with without_users_modes():
             begin_all(self._probes, self._site)
             self._open.enter_context(watching(self._objects.optimizers))
-            hooks = self._open.enter_context(listening(self._group, self._roots))
-            self._light = LightSteps(self.recording, [hooks], is_off=self.budget.is_lifted)
+            self._light.add(self._open.enter_context(listening(self._group, self._roots)))
             for each in self._foreign:
                 self._open.enter_context(each.listening())
-            self._prepare_next(self.step)
+            self._prepare_next()
 
     def listen_to_children(self) -> None:
-        """Listens to the direct children of the roots too: a loop may call these and never the root."""
+        """Listen to the direct children of the roots too: a loop may call these and never the root."""
         if not self._listens_to_children:
             self._listens_to_children = True
             parts = [part for root in self._roots for part in parts_of(root)]
             self._light.add(self._open.enter_context(listening_to_calls(self._group, parts)))
 
+    def _closed(self, step: RecordedStep) -> None:
+        """A step is over."""
+        self.step = step.step
+        self.budget.train()
+        self._light.closed(step, self.budget.step_s)
+        step.blind = self._blind or step.blind
+        call_each(self._on_closed, step)
+        self.ring.add(step)
+        self._pending.append((step, begin_reading(step)))
+        if not self._options.is_engine:
+            self.settle()
+
+    def settle(self) -> None:
+        """Examine what is due after the newest step, and prepare for the next one."""
+        if not self._pending:
+            return
+        newest = self._pending[-1][0]
+        is_vetoed = "vetoed" in newest.values  # the host knows it, so it has waited already
+        is_bad = self._judge_all_but(0 if is_vetoed else self._late)
+        if self.recording.misses_calls:
+            self.listen_to_children()
+        if is_vetoed:
+            self._note_veto(newest)
+        if newest.values.get("edited") and "spike" in newest.values:
+            self._went_back = newest.step
+        self._prepare_next()
+        if is_bad and self._options.on_nonfinite == "stop":
+            raise NonFiniteStep(f"step {newest.step} is not finite", remedy="\n".join(lines_of(self.findings())))
+
+    def _judge_all_but(self, newest: int) -> bool:
+        """Read and judge all steps but the newest ones. Returns whether one is bad."""
+        is_bad = False
+        while len(self._pending) > newest:
+            step, read = self._pending.popleft()
+            is_bad |= self._judge(step, read())
+        return is_bad
+
+    def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
+        """Returns whether the step is bad. Examines it where that is due or there is a reason to."""
+        if self._veto.was_vetoed_on_device(step, numbers.norm):
+            self._note_veto(step)
+        call_each(self._on_read, step, numbers)
+        values, is_bad = step.values, _is_bad(step, numbers)
+        if not is_bad and self._options.finds_spikes and self._options.on_spike == "warn":
+            self._find_spike(step, numbers)
+        self.findings_log.note(step, numbers)
+        is_urgent = self.step - step.step <= self._late and any(map(_URGENT, self._probes))
+        has_spiked, has_changed = "spike" in values, "changed" in values
+        if is_bad and self._light.is_wanted:
+            self._light.had_incident(step.step)
+            self._went_back = step.step  # the next steps can only be replayed from the state after this one
+        if has_changed:
+            self.runner.begin_again()
+        if self._schedule.wants(
+            step.step, numbers.loss, bad=is_bad, urgent=is_urgent, spiked=has_spiked, changed=has_changed
+        ):
+            self._examine(step.step, "incident" if is_bad else "checkup")
+        if is_bad:
+            with self.budget.spending():
+                self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
+        return is_bad
+
+    def _find_spike(self, step: RecordedStep, numbers: Numbers) -> None:
+        """By the norm before clipping. The players of a GAN have norms of their own."""
+        norm = numbers.clips[-1] if numbers.clips else numbers.norm
+        if isfinite(norm) and (spike := self._detectors[step.trained].detect(step.step, norm)) is not None:
+            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
+
+    def _examine(self, step: int, why: str) -> None:
+        allowed_s = self.budget.left_for_incident_s if why == "incident" else self.budget.left_s
+        with self.budget.spending():
+            overhead_s = self.findings_log.look(
+                step, why, limits=self._limits(), allowed_s=allowed_s, repeats=self._schedule.is_repeat_due
+            )
+        self._schedule.plan_next(overhead_s, self.runner)
+        self._end_replays(self._objects.is_closed)
+
+    def _note_veto(self, step: RecordedStep) -> None:
+        if self._incidents.note_veto(step, self.ring, self._objects):
+            self._went_back = step.step
+
+    def _prepare_next(self) -> None:
+        """Take a snapshot before a step that will be examined, after a rollback, and every few steps."""
+        step = self.step
+        self._veto.begin()
+        self.recording.careful = is_examined = self._schedule.is_next_due(step)
+        if self._light.may_be_light(step):
+            is_due = step % LIGHT_SNAPSHOTS == 0
+        else:
+            is_due = self._snapshots.is_due(step)
+        is_due = is_due or is_examined or self._went_back == step
+        self._light.prepare_next(step, is_needed=is_due)
+        if is_due and not self.ring.refused_bytes and self._blind is None:
+            begin_s = time.perf_counter()
+            newest = self.ring.steps[-1].program if self.ring.steps else []
+            self._objects.further = {id(each): each for _, each in others_of(newest)}
+            with self.budget.spending():
+                self._end_replays(self._why_not_kept(step + 1))
+            step_s = self.budget.trained_s / max(1, step - self._first_step)
+            self._snapshots.paid(time.perf_counter() - begin_s, step_s)
+        self._changes.prepare_next(step - self._first_step)
+
+    def _why_not_kept(self, step: int) -> str | None:
+        """Keep the state before ``step``. Returns why that is impossible: then no step is replayed."""
+        try:
+            self.ring.keep_state(self._objects, step)
+        except Exception as error:  # a kind of tensor that torch cannot copy so
+            if self._options.is_engine and is_out_of_memory(error):
+                self.let_go()
+                return None
+            return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
+        return self._objects.is_closed
+
+    def _end_replays(self, why: str | None) -> None:
+        """From here on no step is replayed. ``why`` is None where nothing speaks against it."""
+        if why is not None and self._blind is None:
+            self._blind = why
+            self._say(f"watch: no step of this run is replayed: {why}")
+
+    def let_go(self) -> bool:
+        """Free what is held for replays; returns whether there was anything. Later half as much is held."""
+        self.findings_log.record_all()
+        has_session, has_steps = self.runner.forget(), self.ring.clear()
+        return has_session or has_steps
+
     def end(self, error: BaseException | None) -> None:
-        """Looks at the last step, and at one that was not finished; then stops listening."""
+        """Examine the last step, and one that was not finished; then stop to listen."""
         with without_users_modes():
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         self.recording.stop_modes()
         self._light.end()
-        self._closing.tell()
-        self.ring.add_those()
         end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):
-                unfinished = self.recording.current
-                if error is not None or unfinished.program or self.step == 0:
-                    facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self.recording.tape, error)}
-                    facts |= self.runner.abandoned(unfinished, self.recording.tape)
-                    self.findings_log.examined(unfinished.step, facts)
-                self._judge_oldest(len(self._unread))
-                with self.budget.spending():
-                    left_s = self.budget.left_at_end_s
-                    self.findings_log.look(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
-                    keep_rest(self.runner, self.budget, self.step, self._options.bundles, self.findings_log.remember)
+                self._examine_end(error)
         except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
             self.recording.fail(failure)
         finally:
             self._open.close()
+
+    def _examine_end(self, error: Exception | None) -> None:
+        unfinished = self.recording.current
+        is_unfinished = bool(unfinished.program) and not isinstance(error, OutOfMemoryError)
+        if self._options.is_engine:
+            is_unfinished = is_unfinished and error is not None
+            if self.step == self._first_step and not is_unfinished:
+                return  # there was no step
+        else:
+            is_unfinished = is_unfinished or error is not None or self.step == 0
+        if is_unfinished:
+            facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self.recording.tape, error)}
+            facts |= self.runner.abandoned(unfinished, self.recording.tape)
+            self.findings_log.examined(unfinished.step, facts)
+        self._judge_all_but(0)
+        folder = self._options.bundles if self._options.keeps_last_steps else None
+        with self.budget.spending():
+            left_s = self.budget.left_at_end_s
+            self.findings_log.look(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
+            keep_rest(self.runner, self.budget, self.step, folder, self.findings_log.remember)
 
     @property
     def limits(self) -> list[str]:
@@ -200,7 +340,7 @@ class WatchSession:
         return os.getpid() != self._pid
 
     def leave(self) -> None:
-        """Stops listening, and looks at nothing."""
+        """Stop to listen, and examine nothing."""
         self._open.close()
 
     @property
@@ -213,114 +353,6 @@ class WatchSession:
         """Updates that were left out."""
         return self._veto.vetoed
 
-    def _closed(self, step: RecordedStep) -> None:
-        self.step = step.step
-        self.budget.train()
-        self._light.closed(step, self.budget.step_s)
-        step.blind = self._blind or step.blind
-        self._closing.close(step)
-        self.ring.add_later(step)
-        self._unread.add(step)
-        if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step, self._closing.at_once):
-            self._veto.begin()  # all else that is due between two steps is due after the last of so many
-            if step.step % AT_ONCE == 1:  # it was heard whole
-                self._resting.prepare_next(step.step)
-                self._changes.prepare_next(step.step)
-                self._light.prepare_next(step.step, is_needed=False)
-            return
-        self._closing.tell()
-        self.ring.add_those()
-        at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
-        if len(self._unread) >= AT_ONCE or not self._may_wait(step, self._probes):
-            bad = self._judge_oldest(len(self._unread) - (0 if at_once else self._late))
-        if self.recording.misses_calls:
-            self.listen_to_children()
-        if at_once:
-            self._note_veto(step)
-        self._prepare_next(step.step)
-        if bad and self._options.on_nonfinite == "stop":
-            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines_of(self.findings())))
-
-    def _may_wait(self, step: RecordedStep, hearing: Sequence[Probe]) -> bool:
-        in_time = not self._late and self._schedule.may_wait(step.step, step.values["step_s"])
-        is_small = step.num_bytes * MANY <= self._options.budget_bytes
-        is_plain = in_time and is_small and not _are_urgent(hearing) and step.values.keys() <= ORDINARY
-        return is_plain and self._unread.is_newest_finite()
-
-    def _judge_oldest(self, count: int) -> bool:
-        """Judges so many of the steps that wait for it. Returns whether one is bad."""
-        read = self._unread.read(count)
-        if len(read) > 1 and self._are_passed_over(read):
-            self.findings_log.note(*read)
-            return False
-        return max([self._judge(*each) for each in read], default=False)
-
-    def _are_passed_over(self, read: Sequence[ReadStep]) -> bool:
-        """Whether none of them has something to tell or is looked at, as it is nearly always: then they are judged."""
-        if _are_urgent(self._probes) or not all(step.values.keys() <= ORDINARY for step, _ in read):
-            return False
-        losses = [numbers.loss for _, numbers in read]
-        return math.isfinite(sum(losses)) and self._schedule.pass_over(read[0][0].step, losses)
-
-    def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
-        """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
-        values, bad = step.values, is_bad(step, numbers)
-        self.findings_log.note((step, numbers))
-        urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
-        odd, changed = "spike" in values, "changed" in values
-        if bad or urgent or odd or changed:
-            self._resting.disturb(step.step)
-        if bad and self._light.is_wanted:
-            self._light.had_incident(step.step)
-            self._went_back = step.step  # the next steps can only be replayed from the state after this one
-        if changed:
-            self.runner.begin_again()
-        if self._schedule.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
-            self._examine(step.step, "incident" if bad else "checkup")
-            self._end_replays(self._objects.is_closed)
-        if bad:
-            with self.budget.spending():
-                self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
-        return bad
-
-    def _examine(self, step: int, why: str) -> None:
-        allowed_s = self.budget.left_for_incident_s if why == "incident" else self.budget.left_s
-        with self.budget.spending():
-            overhead_s = self.findings_log.look(
-                step, why, limits=self._limits(), allowed_s=allowed_s, repeats=self._schedule.is_repeat_due
-            )
-        self._schedule.plan_next(overhead_s, self.runner)
-
-    def _note_veto(self, step: RecordedStep) -> None:
-        if self._incidents.note_veto(step, self.ring, self._objects):
-            self._went_back = step.step
-
-    def _prepare_next(self, step: int) -> None:
-        """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
-        self._veto.begin()
-        self.recording.careful = is_examined = self._schedule.is_next_due(step)
-        self._resting.prepare_next(step)
-        is_rare = self._light.may_be_light(step)
-        is_snapshot_due = step % LIGHT_SNAPSHOTS == 0 if is_rare else self._snapshots.is_due(step)
-        is_due = is_examined or is_snapshot_due or self._went_back == step
-        self._light.prepare_next(step, is_needed=is_due)
-        if self._light.is_light:
-            self._resting.rest()
-        if is_due and not self.ring.refused_bytes and self._blind is None:
-            begin_s = time.perf_counter()
-            newest = self.ring.steps[-1].program if self.ring.steps else []
-            self._objects.further = {id(each): each for _, each in others_of(newest)}
-            with self.budget.spending():
-                self._end_replays(_why_not_kept(self.ring, self._objects, step + 1))
-            self._snapshots.paid(step, time.perf_counter() - begin_s, self.budget.trained_s / max(1, step))
-        self._changes.prepare_next(step)
-
-    def _end_replays(self, why: str | None) -> None:
-        """From here on no step is replayed. ``why`` is None where nothing speaks against it."""
-        if why is not None and self._blind is None:
-            self._blind = why
-            self._say(f"watch: no step of this run is replayed: {why}")
-
     @property
     def failures(self) -> list[str]:
         """Which listeners raised and were stopped, and what they raised."""
@@ -332,7 +364,6 @@ class WatchSession:
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
-        self.ring.add_those()
         return self.ring.num_bytes
 
     def findings(self) -> list[Found]:
@@ -340,5 +371,11 @@ class WatchSession:
         return self.findings_log.findings()
 
 
+def _is_bad(step: RecordedStep, numbers: Numbers) -> bool:
+    """Whether a step is not finite, or its update was left out for another reason than a list of samples to skip."""
+    values = step.values
+    return not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
+
+
 class NonFiniteStep(TrainwrightError):
-    """A step was not finite and ``on_nonfinite="stop"`` was asked for."""
+    """A step was not finite and ``on_nonfinite="stop"`` was configured."""

@@ -28,7 +28,7 @@ from trainwright.pages.report import NAME as REPORT_NAME
 from trainwright.pages.report import leave_report
 from trainwright.recorder.comparisons import EvaluationSites
 from trainwright.recorder.foreign import ForeignOptimizer
-from trainwright.recorder.optimizers import optimizers_in
+from trainwright.recorder.optimizers import optimizers_in, unwrapped
 from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
@@ -47,12 +47,11 @@ from trainwright.version import __version__
 from trainwright.watching.budget import Examine
 from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnCheck
+from trainwright.watching.forwarding import ForwardingProbe
 from trainwright.watching.layers import layer_probes
-from trainwright.watching.prepared import unwrapped
 from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
 from trainwright.watching.reference import ReferenceProbe
 from trainwright.watching.session import WatchOptions, WatchSession
-from trainwright.watching.told import TellingProbe
 
 
 class Watch:
@@ -67,10 +66,10 @@ class Watch:
         *,
         folder: RunFolder | None,
         console: Console | None,
-        told: TellingProbe,
+        forwarding: ForwardingProbe,
         profile: ProfileProbe | None = None,
     ) -> None:
-        self.folder, self._console, self._profile, self._telling = folder, console, profile, told
+        self.folder, self._console, self._profile, self._forwarding = folder, console, profile, forwarding
         self._config = {"model": type(roots[0]).__name__, "optimizer": type(optimizers[0]).__name__}
         self._open = ExitStack()
         self._log: Journal | None = None
@@ -123,7 +122,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
         if self.folder is not None:
-            self._open.enter_context(self._telling.opened(self.folder, self._config, self._say))
+            self._open.enter_context(self._forwarding.opened(self.folder, self._config, self._say))
             with suppress(StorageError):  # without a lock nobody can tell a loop that runs from one that was killed
                 self._open.callback(RunLock.acquire(self.folder.path).release, True)
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
@@ -237,7 +236,7 @@ class Watch:
     def _write(self, record: Record) -> None:
         if self._log is not None:
             self._log.write(record)
-            self._telling.record(record)
+            self._forwarding.record(record)
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -300,7 +299,7 @@ def watch(
             them) and functions of your own: ``["default", "rl", my_check]``. Such a function is called at every
             checkup with a ``ReplaySession`` of the step, and returns what is wrong with it, or None.
         examine: How much of the loop is examined. ``"budget"``: examinations take at most 3 % of the training time so
-            far, and at most 4 % and 3 s more at the end; what found no time is said. ``"all"``: everything is examined
+            far, at most 5 % of the run or 3 s at the end; what found no time is said. ``"all"``: everything is examined
             at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
             ``"listen"``: no step is replayed.
         like: Folder of a healthy run of the same or a similar program. What held there and does not hold here is a
@@ -325,8 +324,8 @@ def watch(
         require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
-    chosen, after, telling = _chosen(checks), begin_at(profile), TellingProbe(sinks, alerts)
-    telling.require_out(out)
+    chosen, after, forwarding = _chosen(checks), begin_at(profile), ForwardingProbe(sinks, alerts)
+    forwarding.require_out(out)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
@@ -338,7 +337,12 @@ def watch(
 
     def objects() -> LoopObjects:
         by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
-        further: tuple[Probe | None, ...] = (profiled, reference, telling if telling.is_needed else None, *by_layer)
+        further: tuple[Probe | None, ...] = (
+            profiled,
+            reference,
+            forwarding if forwarding.is_needed else None,
+            *by_layer,
+        )
         return LoopObjects(
             loaders=_listed(loader),
             scalers=_listed(scaler),
@@ -362,7 +366,7 @@ def watch(
         options,
         folder=folder,
         console=None if quiet else Console(stderr=True),
-        told=telling,
+        forwarding=forwarding,
         profile=profiled,
     )
 

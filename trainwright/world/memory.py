@@ -9,7 +9,6 @@ import gc
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -167,40 +166,8 @@ def _of_status(name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
-class OlderObjects:
-    """What was made before some time: Python's garbage collector may leave it out, in the whole process."""
-
-    def __init__(self) -> None:
-        self._rest = False
-
-    def rest(self) -> None:
-        """From here on the collector looks for cycles only among what is made later.
-
-        Does nothing where somebody else has frozen objects: whoever did that may want them so.
-        """
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
-            self._rest = True
-
-    def wake(self) -> None:
-        """The collector looks at all again."""
-        if self._rest:
-            gc.unfreeze()
-            self._rest = False
-
-
-older_objects = OlderObjects()
-
-
-def every_object() -> list[Any]:
-    """All objects that the garbage collector knows. Older ones do not rest any more."""
-    older_objects.wake()
-    return gc.get_objects()
-
-
 def give_back(device: torch.device) -> None:
     """Frees what is no longer used: cycles of objects, cached blocks, buffers of MKL. Takes some ten milliseconds."""
-    older_objects.wake()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,6 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects, Snapshot
-from trainwright.world.memory import every_object
 
 SEARCHED_AT, SEARCHED_AT_IF_RESUMED, FOLLOWED = 24, 8, 16
 """After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
@@ -121,7 +121,6 @@ class Averages(Probe):
     """Searches for copies of the weights once, and follows them for some steps."""
 
     name = AveragesFacts.experiment
-    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._subject = watched.subject
@@ -248,7 +247,7 @@ def _holders(
 ) -> Iterator[tuple[object, str, list[Tensor]]]:
     """Modules, dicts and lists with tensors of the shapes of an original, in its order."""
     lengths = {len(shapes) for shapes in by_shapes}
-    every = every_object()
+    every = gc.get_objects()
     ours = {id(each.parameters) for each in every if type(each) is Snapshot}
     for each in every:
         kind = type(each)

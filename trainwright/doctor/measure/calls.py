@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,7 +18,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Loader, TorchFunction
-from trainwright.runlog.json_values import Event, Facts, strict
+from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_parameters
 
 ROUNDED = 1e-5
@@ -34,8 +33,6 @@ class Calls(Probe):
     """Also observes optimizers that the watch was not given. A step inside of another one is not counted."""
 
     name = CallsFacts.experiment
-    closes_late = hears_last = True
-    rests = frozenset({"on_backward", "on_zero_grad", "on_clip", "on_step", "on_stepped"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
@@ -55,11 +52,6 @@ class Calls(Probe):
         self._seen: dict[int, Tensor] = {}
         self._missing: list[str] = []
         self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
-
-    def on_woken(self, events: Sequence[Event]) -> None:
-        for kind, _ in events:
-            self._since = 0 if kind == "zero_grad" else self._since + (kind == "backward")
-            self._backwards += kind == "backward"
 
     def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
         self._backwards += 1
@@ -192,8 +184,6 @@ class Scaler(Probe):
     """Observes whether what a scaler has scaled is unscaled before it is applied."""
 
     name = ScalerFacts.experiment
-    closes_late = hears_last = True
-    rests = frozenset({"on_step"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._scaled_by: GradScaler | None = None  # of the losses whose gradients the next update uses

@@ -20,7 +20,7 @@ from trainwright.recorder.plain_tensors import plain, rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runlog.json_values import Event, Facts, strict
+from trainwright.runlog.json_values import Facts, strict
 
 EACH = 4
 """Passes of each site that are followed; then every one whose number is a power of two."""
@@ -34,8 +34,6 @@ class Evaluations(Probe):
     """Follows the outputs of passes without gradients between two steps. Costs nothing while a step runs."""
 
     name = EvaluationFacts.experiment
-    closes_late = hears_last = True
-    rests = frozenset({"on_forward", "on_output", "on_backward_called", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites
@@ -58,9 +56,6 @@ class Evaluations(Probe):
     def begin(self, site: WatchSite) -> None:
         self._sites.follow = self._observe
         self._observe(self._modules())
-
-    def on_woken(self, events: Sequence[Event]) -> None:
-        self._in_step = any(kind == "forward" and how[2] for kind, how in events)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._parts.is_inside = True

@@ -28,7 +28,6 @@ class Growth(Probe):
     """A reading costs about 50 us, and 2 us for each module."""
 
     name = GrowthFacts.experiment
-    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules = dict(named_modules(watched.subject.roots))

@@ -32,8 +32,6 @@ class Memory(Probe):
     """Keeps nothing alive: weak references show what the loop still holds."""
 
     name = MemoryFacts.experiment
-    closes_late = hears_last = True
-    rests = frozenset({"on_output", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=REMEMBERED)

@@ -41,7 +41,6 @@ class KeptStates(Probe):
     """Remembers the dictionaries that ``state_dict`` of a watched model returned, and what is done with them."""
 
     name = KeptFacts.experiment
-    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

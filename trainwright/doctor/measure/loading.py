@@ -28,7 +28,6 @@ class ResumeProbe(Probe):
     """Costs a look-up an update, but for the first update after a state was loaded."""
 
     name = ResumeFacts.experiment
-    rests = frozenset({"on_step", "on_forward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._watched = watched.subject
@@ -75,7 +74,6 @@ class ResumeProbe(Probe):
 
     def _on_moments_loaded(self, optimizer: Optimizer) -> None:
         self._unseen.add(id(optimizer))
-        self.is_resting = False  # the next update shows what was loaded
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if id(optimizer) in self._unseen:

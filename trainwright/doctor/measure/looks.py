@@ -27,8 +27,6 @@ class LookingProbe(Probe):
     A compiled model is not hooked: it would be compiled again; and of a sharded one a rank has only a part.
     """
 
-    rests = frozenset({"on_forward", "on_output", "on_backward", "on_step", "on_stepped"})
-
     def __init__(self, watched: WatchedObjects) -> None:
         self.watched, roots = watched, watched.subject.roots
         self.modules = dict(named_modules(roots))
@@ -36,7 +34,8 @@ class LookingProbe(Probe):
         self.owned = {id(p) for optimizer in watched.subject.optimizers for p in owned_by(optimizer)}
         kinds = {type(each).__name__ for each in self.modules.values()}
         is_divided = any(map(is_traceable_wrapper_subclass, watched.subject.parameters))
-        self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, self.modules.values()))
+        with_wrappers = (module for root in roots for module in root.modules())
+        self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
         self.looks, self.is_looking, self.step = 0, not self._is_off, 0
         self._closed, self._open = 0, ExitStack()
         self._stack = ModuleStack(self.modules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from trainwright.replay.functions import argument, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
-from trainwright.runlog.json_values import Event, Facts, strict
+from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_modules
 
 EARLY = 4
@@ -35,8 +34,6 @@ class Modes(Probe):
     """``urgent``: a module has left train mode, or the model was evaluated in train mode."""
 
     name = ModesFacts.experiment
-    closes_late = True
-    rests = frozenset({"on_forward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._modules, self._sites = watched.subject.roots, watched.subject.modules, watched.sites
@@ -60,10 +57,6 @@ class Modes(Probe):
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched, self._fetched_s = id(iterator), time.time()
-
-    def on_woken(self, events: Sequence[Event]) -> None:
-        if any(kind == "forward" and how[2] for kind, how in events):
-            self._feeding = self._fetched
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training:

@@ -50,7 +50,6 @@ class NonfiniteListener(Probe):
     """
 
     name = SeenNonfinite.experiment
-    closes_late = hears_last = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

@@ -14,7 +14,6 @@ from trainwright.recorder.callers import caller
 from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, RecordedStep, constants_of
-from trainwright.recorder.resting import EVERY as HEARD_AT_ONCE
 from trainwright.recorder.user_types import Loader
 from trainwright.runlog.json_values import Facts, strict
 
@@ -22,9 +21,6 @@ REPEATS = 4
 """Repeats after which the facts do not wait for the next examination."""
 EARLY, EVERY = 64, 8
 """Until this step every step is looked at, then every so many, and as many after one in which something came again."""
-MOST_DOUBTS = 4
-"""Times that steps are heard at once because two of them began in the same random state: the first may have drawn
-nothing, as most steps of a loop that draws now and then."""
 MOST = 4096
 """Random states that are remembered."""
 SAMPLES, ELEMENTS, FEW = 256, 64, 4
@@ -50,10 +46,6 @@ class _Begin:
             return True
         return self.on_device is not None and not torch.equal(self.on_device, torch.cuda.get_rng_state())
 
-    def is_like(self, other: _Begin) -> bool:
-        on_devices = [each.on_device for each in (self, other) if each.on_device is not None]
-        return torch.equal(self.state, other.state) and (len(on_devices) < 2 or torch.equal(*on_devices))
-
     def digest(self) -> int:
         state = zlib.crc32(self.state.numpy().data)
         return state if self.on_device is None else state << 32 | zlib.crc32(self.on_device.numpy().data)
@@ -63,15 +55,11 @@ class Steadiness(Probe):
     """Until EARLY about 10 us a step. ``urgent``: random states repeat, or data have changed."""
 
     name = SteadinessFacts.experiment
-    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._steps, self._close_until = 0, EARLY
         self._draws = False
         self._states: dict[int, int] = {}
-        self._before: _Begin | None = None
-        self._late: _Begin | None = None  # of a step that was told of when the next one had begun
-        self._doubts = 0
         self._repeats: list[tuple[int, int]] = []
         self._num_repeats = 0
         self._written = self._written_views = self._since_written = 0
@@ -99,21 +87,11 @@ class Steadiness(Probe):
         self._steps = step.step
         if not step.calls:
             return
-        if step.step >= self._close_until or self._num_repeats >= REPEATS:
-            self.is_suspicious = False
         now = _Begin(step.step, *step.calls[0].rng)
-        before, self._before = self._before, now
-        if self._late is not None and not self._late.is_like(now):
-            self._note_state(self._late)
-        self._late = None
         if step.step > self._close_until and step.step % EVERY:
             return
-        if step.is_told_late:  # whether it has drawn, the begin of the next one shows
-            self._late = now
-        elif now.has_drawn():  # else the next step may begin in the same state
+        if now.has_drawn():  # else the next step may begin in the same state
             self._note_state(now)
-            if step.step % HEARD_AT_ONCE == 0 and before is not None and before.is_like(now):
-                self._hear_closely(step.step)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
         self._note_writes(given)
         for tensor, whole in ((each.tensor, each.tensor._base) for each in given[:4] if each.is_unchanged):
@@ -129,16 +107,9 @@ class Steadiness(Probe):
             self._num_repeats += 1
             self._repeats = self._repeats or [(begin.step, first)]
             self.urgent = self.urgent or self._num_repeats == REPEATS
-            self._hear_closely(begin.step)
+            self._close_until = max(self._close_until, begin.step + EVERY)
         elif len(self._states) > MOST:
             del self._states[next(iter(self._states))]
-
-    def _hear_closely(self, step: int) -> None:
-        """The next steps are heard at once: whether one has drawn, its own end shows."""
-        if step > self._close_until:
-            self._doubts += 1
-            self.is_suspicious = self._doubts <= MOST_DOUBTS
-        self._close_until = max(self._close_until, step + EVERY)
 
     def _note_writes(self, given: list[Constant]) -> None:
         changed = [each for each in given if not each.is_unchanged]

@@ -22,7 +22,6 @@ class Targets(Probe):
     """Keeps 0-d tensors, which are read when a step is examined."""
 
     name = TargetsFacts.experiment
-    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._targets = 0

@@ -23,7 +23,6 @@ class MovingWeights(Probe):
     """Reads all weights at an examination: one pass over their memory. In between it counts updates."""
 
     name = WeightsFacts.experiment
-    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

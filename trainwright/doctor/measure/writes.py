@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Event, Facts, strict
+from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.names import named_parameters
 
 SAMPLED, MAX_ELEMENTS = 2, 4096
@@ -26,7 +25,6 @@ class Writes(Probe):
     """Compares a sample of the weights after an update with the same before the next one, if evaluated in between."""
 
     name = WritesFacts.experiment
-    rests = frozenset({"on_forward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         held = {id(p): p for o in watched.subject.optimizers for p in owned_by(o) if p.requires_grad}
@@ -38,10 +36,6 @@ class Writes(Probe):
         self._step = self._compared = 0
         self._is_evaluated = False
         self._steps: list[int] = []
-
-    def on_woken(self, events: Sequence[Event]) -> None:
-        if any(kind == "forward" and how[2] for kind, how in events):
-            self._after = []
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if not torch.is_grad_enabled():

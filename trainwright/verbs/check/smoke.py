@@ -109,6 +109,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | No
         run.watched = LOOKS * step_s < budget_s
         observer = make_engine_observer(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
         advance = make_advance(job, witness=observer.witness if observer else SILENT)
+        advance = observer.around(advance) if observer else advance
         try:
             for result in steps(state, _some(sandbox, budget_s), advance, until=until_of(sandbox.job.plan)):
                 run.losses.append(float(result.loss))

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError, text_of
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
-from trainwright.recorder.inputs import InputRecorder, InputRing
+from trainwright.recorder.engine_source import EngineSource, engine_recorder
+from trainwright.recorder.hooks import listening
 from trainwright.recorder.numbers import as_record
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import others_of
+from trainwright.recorder.ring import Ring
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import BundleError
-from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.folder import RunFolder
@@ -34,6 +36,7 @@ from trainwright.runlog.shapes import CrashLoopFile, PlanFile, read_as, read_obj
 from trainwright.state.checkpoint import read_run_metadata
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.manifest import read_manifest, step_of, verify
+from trainwright.state.snapshot import LiveObjects
 from trainwright.state.store import checkpoints
 from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.resume import Earlier
@@ -197,17 +200,17 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
 
 
 class _Live:
-    """Trains a run up to the step, and keeps the inputs of its last steps."""
+    """Trains a run up to the step, and records its last steps."""
 
     def __init__(self, job: Job, step: int, seconds: dict[int, float], fractions: dict[int, float]) -> None:
         state = job.state
         self.job, self.step, self._seconds, self._fractions = job, step, seconds, fractions
         self.first = max(state.step + 1, step - HISTORY)
-        self.bench = EngineBench(state, lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes))
-        self.objects = self.bench.objects
-        self.ring = InputRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
+        self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
+        self._recorder = recorder = engine_recorder(state, self.ring.add, self.first)
+        self.objects = LiveObjects(recorder.roots, recorder.optimizers, recorder.parameters)
+        self._source = EngineSource(self._recorder)
         self.runner = ExperimentRunner(self.objects, self.ring, ExaminationBudget(job.device, "all"))
-        self._inputs = InputRecorder()
         self.results: dict[int, StepResult] = {}
         self.error: str | None = None
         self.unfinished: Facts | None = None
@@ -215,48 +218,46 @@ class _Live:
     def go(self) -> None:
         """Trains up to the step with the engine. An exception in an earlier step is not caught."""
         state, until = self.job.state, until_of(self.job.plan)
-        advance = make_advance(self.job, witness=self._inputs, spikes=spike_handler(self.job.loaded))
+        advance = make_advance(self.job, witness=self._source, spikes=spike_handler(self.job.loaded))
         stream = iter(self.job.batches)
-        while state.step < self.step and self.error is None:
-            state.fraction = self._fractions.get(state.step + 1, until(state))
-            batch = next(stream, None) if state.fraction < 1.0 else None
-            if batch is None:
-                raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
-            if state.step + 1 in (self.first, self.step) and not self._has_snapshot(state.step + 1):
-                self.ring.add_snapshot(self.objects.snapshot(state.step + 1))
-            try:
-                self._note(advance(state, batch))
-            except Exception as error:
-                if state.step + 1 < self.step:
-                    raise
-                self._note_unfinished(error)
+        with ExitStack() as stack:
+            stack.callback(self._recorder.stop_modes)
+            while state.step < self.step and self.error is None:
+                state.fraction = self._fractions.get(state.step + 1, until(state))
+                batch = next(stream, None) if state.fraction < 1.0 else None
+                if batch is None:
+                    raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
+                if state.step + 1 == self.first:
+                    stack.enter_context(listening([self._recorder], self.objects.roots))
+                if state.step + 1 in (self.first, self.step) and not self._has_snapshot(state.step + 1):
+                    self._keep_state()
+                try:
+                    self._note(advance(state, batch))
+                except Exception as error:
+                    if state.step + 1 < self.step:
+                        raise
+                    self.error = text_of(error)
+                    self.unfinished = self.runner.unfinished(self._recorder.current, self._recorder.tape, error)
 
     def _has_snapshot(self, step: int) -> bool:
         return any(snapshot.step == step for snapshot in self.ring.snapshots)
+
+    def _keep_state(self) -> None:
+        newest = self.ring.steps[-1].program if self.ring.steps else []
+        self.objects.further = {id(each): each for _, each in others_of(newest)}
+        self.ring.add_snapshot(self.objects.snapshot(self.job.state.step + 1))
 
     def _note(self, result: StepResult) -> None:
         self.job.state.elapsed_s += self._seconds.get(result.step, 0.0)
         self.results[result.step] = dataclasses.replace(
             result, batch=StepBatch(tuple(MicroBatch(None, micro.ids) for micro in result.batch.micro))
         )
-        if result.step >= self.first and (inputs := self._inputs.newest) is not None:
-            step = RecordedStep(result.step, lr=result.lr, loss=result.loss, grad_norm=result.grad_norm)
-            reason = "" if result.spike is None else result.spike.reason
-            inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
-            step.losses, step.ids = [result.loss], list(inputs.ids)
-            self.ring.add_with_inputs(step, inputs)
+        if result.step >= self.first:
+            self._source.end_step(result)
+            if self._recorder.failed is not None:
+                raise self._recorder.failed
             if result.spike is not None and result.spike.action == "rollback":  # the state after it is another
-                step.values["edited"] = True
-                self.ring.add_snapshot(self.objects.snapshot(result.step + 1))
-
-    def _note_unfinished(self, error: Exception) -> None:
-        """Runs the step that raised again, with hooks and tape on."""
-        self.error = text_of(error)
-        inputs = self._inputs.newest
-        found = None if inputs is None else self.ring.steps_to_unfinished(inputs)
-        if found is not None:
-            unfinished, again = self.bench.record_unfinished(*found)
-            self.unfinished = self.runner.unfinished(unfinished, self.bench.tape, again or error)
+                self._keep_state()
 
 
 def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:

@@ -1,10 +1,9 @@
-"""A step of our own engine, taken again on the bench: the same bits, whatever the step was made of, and no trace."""
+"""A step of the engine is replayed to the same bits, whatever it is made of, and leaves no trace."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,17 +12,15 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.engine.clip import ClipFn
-from trainwright.engine.spikes import NO_SPIKES, SpikeHandler
-from trainwright.engine.step import StepFn
-from trainwright.engine.witness import StepWitness
-from trainwright.recorder.inputs import InputRecorder, InputRing
-from trainwright.recorder.program import Backward, Call, ClipGradients, Multiply, RecordedStep
-from trainwright.replay.engine_bench import EngineBench
+from trainwright.recorder.engine_source import EngineSource, engine_recorder
+from trainwright.recorder.hooks import listening
+from trainwright.recorder.program import Backward, Call, ClipGradients, Multiply
+from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
+from trainwright.replay.stage import NotReplayable
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.snapshot import entries_of
+from trainwright.state.snapshot import LiveObjects, entries_of
 from trainwright.watching.experiments import names_of
 
 STEPS = 7
@@ -63,7 +60,7 @@ def batch(seed: int, micro: int) -> StepBatch:
 
 
 class Run:
-    """Seven steps that are recorded by their inputs."""
+    """Seven recorded steps."""
 
     def __init__(
         self,
@@ -79,23 +76,19 @@ class Run:
         self.state = tw.TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         self.state.scaler = precision.scaler(torch.device("cpu"))
 
-        def make(witness: StepWitness, spikes: SpikeHandler = NO_SPIKES) -> StepFn:
-            return tw.make_step(loss, clip=clip, precision=precision, witness=witness, spikes=spikes)
-
-        self.bench = EngineBench(self.state, make)
-        self.ring = InputRing(keep=32, budget_bytes=math.inf, record=self.bench.record)
-        recorder = InputRecorder()
-        advance = make(recorder)
-        self.ring.add_snapshot(self.bench.objects.snapshot(1))
-        for step in range(1, STEPS + 1):
-            result = advance(self.state, batch(step, micro))
-            recorded = RecordedStep(step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
-            assert recorder.newest is not None
-            self.ring.add_with_inputs(recorded, recorder.newest)
-        self.results = {each.step: (float(each.loss), float(each.grad_norm)) for each in self.ring.steps}
+        self.ring = Ring(keep=32, budget_bytes=math.inf)
+        recorder = engine_recorder(self.state, self.ring.add, 1)
+        source = EngineSource(recorder)
+        self.objects = LiveObjects(recorder.roots, recorder.optimizers, recorder.parameters)
+        advance = tw.make_step(loss, clip=clip, precision=precision, witness=source)
+        self.ring.add_snapshot(self.objects.snapshot(1))
+        with listening([recorder], recorder.roots):
+            for step in range(1, STEPS + 1):
+                source.end_step(advance(self.state, batch(step, micro)))
+        assert recorder.failed is None
 
     def replay(self, step: int) -> ReplaySession:
-        return ReplaySession(Replayer(self.bench.objects, names_of(self.bench.objects)), self.ring, step)
+        return ReplaySession(Replayer(self.objects, names_of(self.objects)), self.ring, step)
 
 
 CLIPS = {
@@ -132,39 +125,12 @@ def test_a_step_taken_again_is_the_same_bits(clip: str, how: str) -> None:
     assert [call.batch for call in session.recorded_step.calls] == [0, 1]
 
 
-def test_only_the_steps_that_are_asked_for_have_a_program() -> None:
+def test_an_input_that_was_written_to_is_not_replayed() -> None:
     run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
-    assert not any(each.program for each in run.ring.steps)
-    run.ring.add_snapshot(run.bench.objects.snapshot(STEPS + 1))
-    run.replay(3)
-    assert [each.step for each in run.ring.steps if each.program] == [1, 2, 3]
-    assert [each.step for each in run.ring.recorded(3)] == [1, 2, 3]
-
-
-def test_the_state_before_the_newest_step_is_kept_where_there_is_room() -> None:
-    run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
-    kept = run.replay(STEPS).base()
-    assert [each.step for each in run.ring.snapshots] == [1, STEPS] and kept is run.ring.snapshots[-1]
-    run.ring.snapshots.pop()
-    again = run.replay(STEPS).base()  # by the programs of the steps before
-    assert kept.groups == again.groups and kept.attributes == again.attributes and kept.hooks == again.hooks
-    for ours, theirs in zip([*kept.parameters, *kept.buffers], [*again.parameters, *again.buffers]):
-        assert ours is theirs is None or torch.equal(ours, theirs)
-    for number, state in kept.states[0].items():
-        assert all(torch.equal(value, again.states[0][number][key]) for key, value in state.items())
-
-    small = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
-    small.ring.budget_bytes = small.ring.num_bytes + kept.num_bytes - 1
-    small.replay(STEPS)
-    assert [each.step for each in small.ring.snapshots] == [1]
-
-
-def test_an_input_that_was_written_to_is_not_taken_again() -> None:
-    run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
-    x, _ = run.ring.inputs_of(STEPS).batch.micro[0].data
-    x.zero_()
-    assert run.ring.steps_to(STEPS) is None
-    assert run.ring.steps_to(STEPS - 1) is not None
+    run.replay(STEPS).inputs[0].zero_()
+    with pytest.raises(NotReplayable, match="written to"):
+        run.replay(STEPS).run()
+    assert run.replay(STEPS - 1).run().error is None
 
 
 class Counting(nn.Module):
@@ -228,36 +194,3 @@ def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_
     assert all(value is live[name] for name, value in vars(model).items())
     assert all(now is then for now, then in zip(kept_in(model), kept, strict=True))
     assert [each.tolist() if isinstance(each, Tensor) else each for each in kept] == before
-
-
-def test_no_batch_is_held_that_the_budget_has_no_room_for() -> None:
-    ring = InputRing(keep=32, budget_bytes=1000, record=lambda snapshot, steps: None)
-    recorder = InputRecorder()
-    state = tw.TrainState(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), 0.1))
-    for step in range(1, 41):
-        recorder.step_begins(state, batch(step, micro=4), TorchGenerators.read(torch.device("cpu")))
-        assert recorder.newest is not None and recorder.newest.num_bytes > 1000
-        ring.add_with_inputs(RecordedStep(step), recorder.newest)
-    with pytest.raises(KeyError):
-        ring.inputs_of(1)
-
-
-def test_the_record_of_a_step_is_made_once_when_it_is_asked_for() -> None:
-    ring = InputRing(keep=32, budget_bytes=1e9, record=lambda snapshot, steps: None)
-    recorder, asked = InputRecorder(), list[int]()
-
-    def make(step: int) -> RecordedStep:
-        asked.append(step)
-        return RecordedStep(step)
-
-    state = tw.TrainState(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), 0.1))
-    for state.step in range(60):
-        recorder.step_begins(state, batch(state.step + 1, micro=4), TorchGenerators.read(torch.device("cpu")))
-        assert recorder.newest is not None
-        ring.add_inputs([recorder.newest], [partial(make, state.step + 1)])
-    assert not asked and not ring.holds(1) and ring.holds(60)
-    newest = ring.made(60)
-    assert newest.num_bytes == recorder.newest.num_bytes and ring.steps[-1] is newest
-    assert sorted(asked) == [each.step for each in ring.steps]
-    ring.clear()
-    assert not ring.steps and not ring.holds(60)

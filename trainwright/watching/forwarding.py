@@ -1,4 +1,4 @@
-"""Who else is told of a loop that is watched: sinks and alerts, as a recipe names them."""
+"""Forwards the records of a watch to sinks and alerts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"trai
 """Makes a whole recipe of two sections, so that these are checked as those of a recipe are."""
 
 
-class TellingProbe(Probe):
-    """Tells sinks what the log gets, and those who send alerts of each step. Nothing of it waits for anybody.
+class ForwardingProbe(Probe):
+    """Passes records to sinks, and the number of each step to what sends alerts. Neither is waited for.
 
     Raises what a recipe raises for names of sinks and a section ``alerts`` that cannot be used.
     """
 
-    name = "told"
+    name = "forwarding"
 
     def __init__(self, sinks: object, alerts: object) -> None:
         names = list(sinks) if isinstance(sinks, tuple | set) else [sinks] if isinstance(sinks, str) else sinks
@@ -41,11 +41,11 @@ class TellingProbe(Probe):
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anybody to tell."""
+        """Whether there are sinks or alerts."""
         return bool(self._factories) or self._alerts is not None
 
     def require_out(self, out: object) -> None:
-        """Raises UsageError where there is somebody to tell, and no run folder."""
+        """Raises UsageError where there are sinks or alerts, and no run folder."""
         if out is None and self.is_needed:
             raise UsageError(
                 "watch: sinks and alerts go by the run folder, and out is None", remedy="give out a folder"
@@ -53,7 +53,7 @@ class TellingProbe(Probe):
 
     @contextmanager
     def opened(self, folder: RunFolder, config: Mapping[str, object], say: Callable[[str], None]) -> Iterator[None]:
-        """Inside, they are told. To be left after the log has got its last record."""
+        """A context in which records are forwarded. Leave it after the last record was written."""
         process = os.getpid()
         with alerting(self._alerts, folder, say, watched=True) as watching:
             for each in watching:
@@ -69,7 +69,7 @@ class TellingProbe(Probe):
         self._note(step.step)
 
     def record(self, record: Record) -> None:
-        """Passes on what the log gets."""
+        """Forward a record of the log."""
         if self._sinks and isinstance(record, Watched | Logged | Layers):
             values = self._scalars(record)
             for sink in self._sinks:

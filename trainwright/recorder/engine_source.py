@@ -1,0 +1,158 @@
+"""The steps of the engine as a source of the events that hooks report of any other loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
+from trainwright.engine.step import StepResult
+from trainwright.recorder.calls import is_compiled
+from trainwright.recorder.datasets import length_of
+from trainwright.recorder.gradients import parameters_of
+from trainwright.recorder.listener import tell
+from trainwright.recorder.program import Backward, Call, RecordedStep
+from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.veto import Veto
+from trainwright.state.chained import parts_of
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.rng import TorchGenerators
+from trainwright.state.train_state import TrainState
+
+
+def called_roots(state: TrainState) -> list[nn.Module]:
+    """The modules that a step calls, and the loss where it has state."""
+    loss = state.loss
+    return [*called_parts(state.model), *([loss] if loss is not None and has_state(loss) else [])]
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether it has parameters or buffers; a loss without any is a function as any other."""
+    return any(True for _ in chain(module.parameters(), module.buffers()))
+
+
+def called_parts(module: nn.Module) -> list[nn.Module]:
+    """The modules that a step calls: of one without a ``forward``, such as the players of a GAN, those inside."""
+    has_own = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+    if type(module).forward is not nn.Module.forward or has_own or is_compiled(module):
+        return [module]
+    return [part for child in module.children() for part in called_parts(child)]
+
+
+def engine_recorder(state: TrainState, closed: Callable[[RecordedStep], None], first_step: int) -> LoopRecorder:
+    """Returns a recorder of the engine's steps that leaves every update as it is."""
+    roots, optimizers = called_roots(state), parts_of(state.optimizer)
+    veto = Veto(roots, parameters_of(roots, optimizers), "observe")
+    return LoopRecorder(
+        roots,
+        optimizers,
+        closed,
+        before_update=veto.before_update,
+        after_update=veto.after_update,
+        first_step=first_step,
+        closes_itself=False,
+    )
+
+
+@dataclass(eq=False)
+class EngineLoader:
+    """Stands for the loader of a data set in the events of the engine."""
+
+    dataset: object
+    batch_size: int | None = None
+    num_workers = 0
+    persistent_workers = drop_last = False
+
+    def __len__(self) -> int:
+        if self.batch_size is None or (size := length_of(self.dataset)) is None:
+            raise TypeError("the number of batches is not known")
+        return -(-size // self.batch_size)
+
+
+class _Pass:
+    """The iterator of one pass over a data set."""
+
+
+@dataclass(eq=False)
+class ReportedBatches:
+    """The batches of a validation set, reported like those of a DataLoader."""
+
+    loader: EngineLoader
+    batches: Iterable[MicroBatch]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        one_pass = _Pass()
+        tell("on_epoch", self.loader, one_pass)
+        for micro in self.batches:
+            tell("on_batch", one_pass, micro.ids.tolist(), micro.data, 0.0)
+            yield micro
+
+
+class EngineSource:
+    """A StepWitness that reports what hooks do not see in a step of the engine, and where the step ends.
+
+    ``recorder`` records with ``closes_itself=False``. ``dataset`` is what the engine trains on.
+    """
+
+    def __init__(self, recorder: LoopRecorder, dataset: object = None) -> None:
+        self._recorder, self._loader = recorder, EngineLoader(dataset)
+        self._pass: _Pass | None = None
+        self._epoch = -1
+        self._scaler: object = None
+        self._tries = 0
+
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
+        self._scaler, self._tries = state.scaler, 0
+        epoch = batch.cursor.epoch - (batch.cursor.position == 0)
+        if self._pass is None or epoch != self._epoch:
+            self._pass, self._epoch = _Pass(), epoch
+            self._loader.batch_size = self._loader.batch_size or max(1, batch.size)
+            tell("on_epoch", self._loader, self._pass)
+        for micro in batch.micro:
+            tell("on_batch", self._pass, micro.ids.tolist(), micro.data, 0.0)
+
+    def memory_ran_out(self) -> bool:
+        return False
+
+    def gradients_are_cleared(self, optimizer: Optimizer) -> None:
+        self._tries += 1
+        if self._tries > 1:  # memory ran out in the first try
+            self._recorder.begin_again()
+        for part in parts_of(optimizer):
+            tell("on_zero_grad", part)
+
+    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        tell("on_scaled", self._scaler, loss, scaled)
+
+    def gradients_are_multiplied(self, factor: Tensor | float) -> None:
+        tell("on_multiplied", factor)
+
+    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        if isinstance(clip, AdaptiveClip):
+            clip = clip.frozen(parameters, total_norm)
+        by, at = (clip.by, float(clip.at)) if isinstance(clip, GradientClip) else ("custom", float("nan"))
+        tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
+
+    def end_step(self, result: StepResult) -> None:
+        """Close the recorded step with the numbers of the engine."""
+        recorder, step = self._recorder, self._recorder.current
+        step.loss, step.lr = result.loss, result.lr
+        step.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
+        if step.grad_norm is None:  # the update was left out
+            step.grad_norm = result.grad_norm
+        micro = 0
+        for each in step.program:
+            if isinstance(each, Call):
+                each.batch = micro
+            elif isinstance(each, Backward):
+                micro += 1
+        if result.spike is not None:
+            spike = result.spike.spike
+            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, result.spike.action]
+            if result.spike.action == "rollback":
+                step.values["edited"] = True  # the state after it is another
+        recorder.close()

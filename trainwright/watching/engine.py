@@ -1,0 +1,204 @@
+"""The session beside a run of the engine: an Observer that writes into the run folder and prints the findings."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from trainwright.engine.step import StepFn, StepResult
+from trainwright.engine.witness import StepWitness
+from trainwright.errors import TrainwrightError
+from trainwright.observe.journal import Journal
+from trainwright.recorder.engine_source import EngineSource, called_roots
+from trainwright.recorder.probes import LoopObjects
+from trainwright.recorder.ring import enough_bytes
+from trainwright.replay.memory import free_what_it_holds
+from trainwright.report.findings import lines_of
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import Found, Record
+from trainwright.runlog.writer import LogWriter
+from trainwright.state.chained import parts_of
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+from trainwright.watching.budget import Examine
+from trainwright.watching.session import WatchOptions, WatchSession
+
+
+class EngineSession(WatchSession):
+    """Watches the engine. Pass ``witness`` to the step function, and train with ``around(step_function)``.
+
+    ``accumulation`` is the declared number of micro-batches; ``finds_spikes`` is true where the step function has no
+    SpikeGuard. ``dataset`` is that of training, where known.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        write: Callable[[Record], None],
+        say: Callable[[str], None] = lambda line: None,
+        examine: Examine = "budget",
+        accumulation: int | None = None,
+        folder: RunFolder | None = None,
+        keeps_last_steps: bool = True,
+        finds_spikes: bool = True,
+        dataset: object = None,
+    ) -> None:
+        roots = called_roots(state)
+        super().__init__(
+            roots,
+            parts_of(state.optimizer),
+            LoopObjects(accumulation=accumulation),
+            WatchOptions(
+                on_nonfinite="observe",
+                budget_bytes=enough_bytes(roots),
+                bundles=folder.bundles if folder else None,
+                examine=examine,
+                keeps_last_steps=keeps_last_steps,
+                is_engine=True,
+                finds_spikes=finds_spikes,
+            ),
+            write=write,
+            say=say,
+            first_step=state.step,
+        )
+        self.witness = _Witness(self, dataset)
+        self._has_begun = False
+        self._failed: Exception | None = None
+
+    @property
+    def failed(self) -> Exception | None:
+        """What ended the session before the run; None: nothing."""
+        return self._failed
+
+    def around(self, advance: StepFn) -> StepFn:
+        """Returns the step function that trains while its steps are recorded."""
+
+        def recorded(state: TrainState, batch: StepBatch) -> StepResult:
+            self.begin()
+            result = advance(state, batch)
+            if self._failed is None and self.recording.failed is None:
+                self._guarded(lambda: self.witness.end_step(result))
+            return result
+
+        return recorded
+
+    def begin(self) -> None:
+        """Start to listen; the second time it does nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._guarded(super().begin)
+
+    def note(self, result: StepResult) -> None:
+        """Examine what is due after a step, when the engine has evaluated."""
+        if self._failed is None and self._pending:
+            values = self._pending[-1][0].values
+            values["step_s"], values["wait_s"] = result.step_s or values["step_s"], result.wait_s
+            self._guarded(self.settle)
+
+    def end(self, error: BaseException | None) -> None:
+        if not self._has_begun:
+            return
+        if self._failed is None:
+            self._guarded(lambda: super(EngineSession, self).end(error))
+        self.leave()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Where the session raises, the run goes on without it; where memory runs out, it holds less from then on."""
+        try:
+            action()
+        except TrainwrightError:
+            raise
+        except Exception as error:
+            self.let_go()
+            if not free_what_it_holds(error, self.device):
+                self._failed = error
+                self.leave()
+
+
+class _Witness(EngineSource):
+    """Also frees what the session holds, where memory runs out in a step."""
+
+    def __init__(self, session: WatchSession, dataset: object = None) -> None:
+        super().__init__(session.recording, dataset)
+        self._session = session
+
+    def memory_ran_out(self) -> bool:
+        return self._session.let_go()
+
+
+class EngineObserver:
+    """An Observer that keeps an EngineSession, logs into the folder of the run, and prints the findings at the end."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        examine: Examine = "budget",
+        accumulation: int | None = None,
+        keeps_last_steps: bool = True,
+        finds_spikes: bool = True,
+        dataset: object = None,
+    ) -> None:
+        self._folder, self._say = folder.path, say
+        self._journal = Journal(LogWriter(folder.log), say)
+        self._is_closed = False
+        self.seconds = 0.0
+        """What examinations have taken so far, by the clock."""
+        self.session = EngineSession(
+            state,
+            write=self._journal.write,
+            say=say,
+            examine=examine,
+            accumulation=accumulation,
+            folder=folder,
+            keeps_last_steps=keeps_last_steps,
+            finds_spikes=finds_spikes,
+            dataset=dataset,
+        )
+
+    @property
+    def witness(self) -> StepWitness:
+        return self.session.witness
+
+    def around(self, advance: StepFn) -> StepFn:
+        """Returns the step function that trains while its steps are recorded."""
+        return self.session.around(advance)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context around the run, in which the session listens. Without it, it begins with the first step."""
+        self.session.begin()
+        try:
+            yield
+        finally:
+            self.session.leave()
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        """Examine what is due after a step. Where that raises, the run goes on and is not watched any more."""
+        begin_s = time.perf_counter()
+        self.session.note(result)
+        self.seconds += time.perf_counter() - begin_s
+
+    def findings(self) -> list[Found]:
+        """The findings so far, the first cause first."""
+        return self.session.findings()
+
+    def close(self) -> None:
+        """Examine the last step and print the findings; the second time it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.session.end(sys.exc_info()[1])
+        if (failed := self.session.failed) is not None:
+            kind = type(failed).__name__
+            self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(failed)[:200]}")
+        findings, examination = self.findings(), self.session.findings_log.examination()
+        if findings or examination.steps:
+            for line in (*lines_of(findings, self._folder), *examination.lines(self._folder)):
+                self._say(line)
+        self._journal.close()
