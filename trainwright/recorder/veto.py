@@ -32,6 +32,7 @@ class Veto:
     A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are restored. So are buffers that the
     forward pass has changed. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
     of torch's GradScaler) unless spikes are skipped too; for any other the host waits for the device at the update.
+    The optimizers ``together`` step as one: the norm is that of the gradients of all of them.
     Nothing is vetoed by what one process sees of parameters that lie in several: the others would go on.
     """
 
@@ -42,7 +43,9 @@ class Veto:
         how: OnNonfinite,
         on_spike: OnSpike = "warn",
         skip: frozenset[frozenset[int]] = frozenset(),
+        together: Sequence[Optimizer] = (),
     ) -> None:
+        self._together = [p for each in together for p in owned_by(each)]
         self.roots, self.how, self._on_spike, self._skip = list(roots), how, on_spike, skip
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self.device_type = parameters[0].device.type if parameters else "cpu"
@@ -100,7 +103,7 @@ class Veto:
         1 % of a step of a small GPT, 5 % of one of a small MLP.
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
-        owned = owned_by(optimizer)
+        owned = self._together or owned_by(optimizer)
         grads = [grad for p in owned if (grad := p.grad) is not None]
         counts = [len(grads), len(owned)]
         is_trusted = self._trusted.get(id(optimizer)) == counts

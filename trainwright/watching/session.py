@@ -109,7 +109,10 @@ class WatchSession:
         parameters = parameters_of(roots, optimizers)
         self.device = parameters[0].device if parameters else torch.device("cpu")
         self.budget = ExaminationBudget(self.device, options.examine)
-        self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
+        together = optimizers if options.is_engine else ()
+        self._veto = veto = Veto(
+            roots, parameters, options.on_nonfinite, options.on_spike, options.skip, together=together
+        )
         self.recording = LoopRecorder(
             roots,
             optimizers,
