@@ -136,7 +136,8 @@ class LayerLooks(LookingProbe):
             return
         sizes = []
         for path in self._order:
-            for p in self.modules[path].parameters(recurse=False) if not _is_table(self.modules[path]) else ():
+            module = self.modules.get(path)  # None: the root of several models
+            for p in module.parameters(recurse=False) if module is not None and not _is_table(module) else ():
                 if p.dim() >= 2 and p.grad is not None and not p.grad.is_sparse:
                     sizes.append((path, p.grad.detach().double().pow(2).mean().sqrt()))
                     break

@@ -112,7 +112,7 @@ def test_healthy_ranks() -> None:
         (on(2, 1, own_s=0.03), "ranks.straggler", 2),
         (on(2, 3, without_gradient=("a.weight",)), "ranks.unused_parameters", 2),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_faults(change: Change, code: str, rank: int | None) -> None:
     found = findings(compared(change))[0]
