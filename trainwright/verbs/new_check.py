@@ -17,70 +17,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
+
+MOST = 10.0
+"""What the limit is, and why it is this number."""
 
 
-@check(stage="loop", severity="warning", confidence=0.8)
+@check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)
 def {name}(run: RunContext) -> Iterator[Result]:
-    """One sentence that says what is wrong, in the user's words.
+    """One sentence that says what is wrong, in the user's words, of 20 to 130 characters.
 
     Why it matters: what it does to the training.
 
     How it is detected: what is compared with what, from which step on, and the tolerance with its reason.
 
-    Exceptions: correct programs that look like it, and why the check is silent on them.
+    Exceptions: correct programs that look like it, and why the check is silent on them. At most three.
 
     Usual cause: what people write by mistake.
 
-    Looks like: other codes, and how to tell them apart.
+    Looks like: codes of checks that exist, and how to tell them apart.
 
     Fix: one sentence; then code.
 
         the line that is right
 
-    Sources: two independent public reports.
+    Sources: two independent public reports. Leave the section out where there is none, but for the detection, the
+    cause and the fix, which every page has.
     """
-    for step in run.steps:
-        if step.loss != step.loss:  # replace this condition
-            yield run.finding(step.step, evidence=[("loss", step.loss)])
-            return
+    facts = run.latest(WeightsFacts)
+    if facts is None or not facts.updates:
+        yield NotApplicable("why it says nothing about this run")
+    elif facts.highest_rate > MOST:  # replace this condition
+        yield run.finding(
+            facts.steps,
+            symptom=f"the learning rate is {facts.highest_rate:.3g}",
+            evidence=[("what was measured, seen, and expected", facts.highest_rate, MOST)],
+        )
+    else:
+        yield Passed(f"what was compared, such as {facts.updates} updates")
 '''
 _TEST = '''\
 """{code} on faulty and on healthy programs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
-import trainwright as tw
+from tests.doctor.checks.loops import CLASSES, WIDTH, alarms, mlp, watched
+
+pytestmark = pytest.mark.slow  # watched loops take more than half a second; what needs none goes without the mark
+
+MODELS = [lambda: nn.Linear(WIDTH, CLASSES), mlp]
 
 
-def codes(model: nn.Module, steps: int = 8, *, faulty: bool) -> list[str]:
+def codes(make: Callable[[], nn.Module], *, faulty: bool) -> list[str]:
     """Train under the watch, with or without the fault; the codes of its warnings."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tw.watch(model, optimizer, out=None, quiet=True, examine="all") as watch:
-        for _ in range(steps):
-            x = torch.randn(16, 4)
-            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-            if faulty:
-                loss = loss * float("nan")  # plant the fault here
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return [found.code for found in watch.findings() if found.severity != "info"]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=100.0 if faulty else 0.1)  # plant the fault here
+    return alarms(watched(model, optimizer=optimizer, checks=["default", "{code}"]))
 
 
-@pytest.mark.parametrize("model", [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))])
-def test_the_fault_is_found(model: nn.Module) -> None:
-    assert "{code}" in codes(model, faulty=True)
+@pytest.mark.parametrize("make", MODELS)
+def test_the_fault_is_found(make: Callable[[], nn.Module]) -> None:
+    assert "{code}" in codes(make, faulty=True)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))])
-def test_a_healthy_program_has_no_finding(model: nn.Module) -> None:
-    assert codes(model, faulty=False) == []
+@pytest.mark.parametrize("make", MODELS)
+def test_a_healthy_program_has_no_finding(make: Callable[[], nn.Module]) -> None:
+    assert codes(make, faulty=False) == []
 '''
 
 
@@ -95,7 +106,12 @@ class NewCheck:
 
     def lines(self) -> list[str]:
         """For a person."""
-        return [f"check  {self.check}", f"test   {self.test}", f"run    python -m pytest -n 0 {self.test}"]
+        return [
+            f"check  {self.check}",
+            f"test   {self.test}",
+            f"run    .venv/bin/python -m pytest -n 0 {self.test}",
+            "next   docs/doctor.md, Adding a check",
+        ]
 
     def to_json(self) -> dict[str, JsonValue]:
         """What ``--json`` prints."""
@@ -118,7 +134,8 @@ def new_check(code: str, root: Path = Path()) -> NewCheck:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UsageError(f"{code!r} is no code", remedy=f"write {topic}.what_is_wrong, in lower case")
     kind = "contrib" if topics[topic] else "checks"
-    made = NewCheck(folder / kind / topic / f"{name}.py", root / "tests" / "doctor" / kind / topic / f"test_{name}.py")
+    tests = root / "tests" / "doctor" / (kind if kind == "contrib" else f"{kind}/{topic}")
+    made = NewCheck(folder / kind / topic / f"{name}.py", tests / f"test_{name}.py")
     for path, text in ((made.check, _CHECK), (made.test, _TEST)):
         if path.exists():
             raise UsageError(f"{path} exists", remedy="take another name")

@@ -33,6 +33,7 @@ def watched(
     before_update: Callable[[], object] = lambda: None,
     after_update: Callable[[], object] = lambda: None,
     optimizer: torch.optim.Optimizer | None = None,
+    checks: str | Sequence[str] = "default",
 ) -> tw.Watch:
     """Train the model on a linear task of four classes."""
     torch.manual_seed(0)
@@ -40,7 +41,7 @@ def watched(
     y = (x @ torch.randn(WIDTH, CLASSES)).argmax(1)
     x = inputs(x)
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=checks) as watch:
         for step in range(steps):
             rows = torch.arange(step * BATCH, (step + 1) * BATCH) % len(x)
             optimizer.zero_grad()

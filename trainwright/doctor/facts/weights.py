@@ -1,4 +1,4 @@
-"""Measurements of the weights: which tensors move and how far, learning rates, gradients of exactly 0."""
+"""Measurements of the weights: which tensors move and how far, their scale, learning rates, gradients of exactly 0."""
 
 from __future__ import annotations
 
@@ -58,3 +58,27 @@ class TiesFacts:
     tied: int
     broken: tuple[tuple[str, ...], ...] = ()
     split: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """Weight matrices of one shape, of modules of one class, whose names differ in one number, in the order of it.
+
+    ``sizes`` are root mean squares. Matrices of zeros are left out. ``is_row``: the modules themselves have the number,
+    as ``layers.3``, not what they are in, as ``blocks.3.proj``.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[float, ...]
+    fan_in: int
+    is_row: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalesFacts:
+    """The sizes of weights before step ``first``: the first groups that are ``unequal``, of ``groups``."""
+
+    experiment: ClassVar[str] = "weight_scales"
+    first: int
+    groups: int
+    unequal: tuple[Neighbours, ...] = ()

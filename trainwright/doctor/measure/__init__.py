@@ -28,6 +28,7 @@ from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
+from trainwright.doctor.measure.scales import Scales
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.targets import Targets
@@ -48,6 +49,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Modules,
     MovingWeights,
     Targets,
+    Scales,
     Schedules,
     TiesProbe,
 )

@@ -1,0 +1,89 @@
+"""Compares the sizes of weight matrices that stand side by side, before the first step."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.facts.weights import Neighbours, ScalesFacts
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.names import named_modules, named_parameters
+
+FEWEST, APART, MOST = 4, 10.0, 16
+"""Weights in a group, the largest over the smallest in one that is reported, and groups that are reported."""
+Sizes: TypeAlias = dict[str, tuple[Tensor, type[nn.Module], torch.Size]]
+"""By name, with the class of the module and the shape."""
+Place: TypeAlias = tuple[str, str, type[nn.Module], torch.Size]
+"""A name before and after a number, the class of the module, and the shape."""
+
+
+class Scales(Probe):
+    """Reads all matrices once, in the first training pass: what is loaded or initialised before it counts.
+
+    Nothing waits for a GPU before the facts are read.
+    """
+
+    name = ScalesFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._roots = watched.subject.roots
+        self._sizes: Sizes | None = None
+        self._step, self._is_told = 0, False
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self._sizes is None and torch.is_grad_enabled():
+            self._sizes = self._read()
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if self._sizes is not None and not self._step:
+            self._step = step.step
+
+    @torch.no_grad()
+    def _read(self) -> Sizes:
+        """The root mean square of each matrix. One with a single row or column is a vector, such as a scale."""
+        names = {id(p): name for name, p in named_parameters(self._roots)}
+        found: Sizes = {}
+        for _, module in named_modules(self._roots):
+            for p in module.parameters(recurse=False):
+                is_matrix = p.dim() > 1 and p.numel() > max(p.shape) and p.is_floating_point() and not p.is_meta
+                if is_matrix and p.layout is torch.strided and (own := own_part(p.detach())).numel():
+                    size = torch.linalg.vector_norm(own.float()) / math.sqrt(own.numel())
+                    found.setdefault(names[id(p)], (size, type(module), p.shape))
+        return found
+
+    def values(self) -> Facts | None:
+        if self._is_told or not self._step or self._sizes is None:
+            return None
+        self._is_told = True
+        groups = _groups(self._sizes)
+        unequal = [each for each in groups if max(each.sizes) > APART * min(each.sizes)][:MOST]
+        facts = ScalesFacts(first=self._step, groups=len(groups), unequal=tuple(unequal))
+        return dict(strict(vars(facts)))
+
+
+def _groups(sizes: Sizes) -> list[Neighbours]:
+    """Matrices whose names differ in one number."""
+    found: dict[Place, list[tuple[int, str, float]]] = {}
+    for name, (read, kind, shape) in sizes.items():
+        size = float(read)
+        for number in re.finditer(r"\d+", name) if size > 0 and math.isfinite(size) else ():
+            place = name[: number.start()], name[number.end() :], kind, shape
+            found.setdefault(place, []).append((int(number[0]), name, size))
+    return [
+        Neighbours(
+            names=tuple(name for _, name, _ in sorted(some)),
+            sizes=tuple(size for *_, size in sorted(some)),
+            fan_in=math.prod(shape[1:]),
+            is_row=rest.count(".") < 2,
+        )
+        for (_, rest, _, shape), some in found.items()
+        if len(some) >= FEWEST
+    ]
