@@ -61,6 +61,6 @@ def test_an_evaluation_that_writes_buffers(written: tuple[str, ...], severities:
 
 @pytest.mark.parametrize(("has_moved", "own", "found"), [(False, 0, 1), (True, 0, 0), (False, 3, 0)])
 def test_an_average_that_never_moves(has_moved: bool, own: int, found: int) -> None:
-    copy = CopyFacts("Net", "Net", ("a",), (), (), (), 3, 0.0, has_moved)
+    copy = CopyFacts("Net", "Net", (), (), (), 3, 0.0, has_moved)
     facts = AveragesFacts(steps=60, since=60, own_evaluations=own, is_resumed=False, copies=(copy,))
     assert len(said(of("evaluation.average_never_moves"), exam(60, facts))) == found

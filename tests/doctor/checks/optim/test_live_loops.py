@@ -192,17 +192,3 @@ def test_modes_that_do_not_come_back() -> None:
 
     assert "loop.trains_in_eval_mode" in alarms(watched(model, after_update=evaluate))
     assert alarms(watched(mlp(nn.Dropout(0.2)))) == []
-
-
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tensor(self.body(x).tolist()))
-
-
-def test_weights_that_no_gradient_reaches() -> None:
-    found = alarms(watched(Detached(), steps=40))
-    assert {"gradient.graph_cut", "optim.weights_never_move"} & {*found}

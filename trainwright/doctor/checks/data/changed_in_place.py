@@ -14,7 +14,7 @@ CONSEQUENCES = (
     "precision.overflow",
     "gradient.spike",
     "gradient.exploding",
-    "optim.weights_drift",
+    
     "optim.lr_too_high",
 )
 

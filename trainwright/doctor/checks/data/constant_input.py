@@ -13,7 +13,7 @@ SAMPLES = 4
 CONSEQUENCES = (
     "data.label_feature_misaligned",
     "gradient.vanishing",
-    "loss.predictions_identical",
+    "model.output_same_for_all_samples",
     "optim.lr_too_low",
 )
 
