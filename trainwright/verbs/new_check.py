@@ -67,7 +67,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.doctor.checks.loops import CLASSES, WIDTH, alarms, mlp, watched
 

@@ -47,6 +47,26 @@ class NormFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StandingNorm:
+    """A trained normalization by the batch whose running statistics are the same at every look since step ``since``.
+
+    Attributes:
+        op: The function that normalises.
+        others: Looks at an input with another mean than that of the first.
+        shift: How far these means are from it at most, in deviations of the input.
+        momentum: That of its last call.
+        is_given: Its own statistics are passed to the function that normalises.
+    """
+
+    op: str
+    since: int
+    others: int
+    shift: float
+    momentum: float
+    is_given: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerGradient:
     """The root mean square gradient of a weight matrix of a module."""
 
@@ -86,6 +106,7 @@ class LayersFacts:
     attention: dict[str, AttentionFacts] = field(default_factory=dict)
     routers: dict[str, RouterFacts] = field(default_factory=dict)
     norms: dict[str, NormFacts] = field(default_factory=dict)
+    standing: dict[str, StandingNorm] = field(default_factory=dict)
     depth: tuple[LayerGradient, ...] = ()
     narrow: bool = False
     dropout: dict[str, float] = field(default_factory=dict)

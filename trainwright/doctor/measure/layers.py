@@ -23,6 +23,7 @@ from trainwright.doctor.facts.layers import (
 )
 from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
+from trainwright.doctor.measure.running import RunningStatistics
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
@@ -77,6 +78,9 @@ class LayerLooks(LookingProbe):
         self._norms = {path: m for path, m in self.modules.items() if isinstance(m, _BatchNorm)}
         self._facts: LayersFacts | None = None
         self._axes = Axes()
+        self._running = RunningStatistics(self.modules, self.owned)
+        self._said: LayersFacts | None = None  # last, if running statistics stood still
+        self._recomputes = False  # a pass that may compute them anew, and no step since
         self._clear()
 
     def _clear(self) -> None:
@@ -113,6 +117,9 @@ class LayerLooks(LookingProbe):
             self._axes.begin(args, kwargs)
             self._functions.start()
 
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._recomputes |= root.training
+
     def on_output(self, root: nn.Module, output: object) -> None:
         self._functions.stop()
         self._forget()
@@ -121,6 +128,7 @@ class LayerLooks(LookingProbe):
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._order.setdefault(path)
         self._axes.entered(path, module, args, kwargs)
+        self._running.entered(path, module)
         if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
             return
         x, known = inputs[0], self._seen.get(path, NormFacts())
@@ -143,8 +151,13 @@ class LayerLooks(LookingProbe):
                     break
         self._depth = tuple(LayerGradient(module=path, size=float(size)) for path, size in sizes)
 
+    def on_closed(self, step: RecordedStep) -> None:
+        self._recomputes = False
+        super().on_closed(step)
+
     def ended(self, step: RecordedStep) -> None:
         self._functions.stop()
+        self._running.ended(step.step)
         after = _updates(self._norms)
         norms = {
             path: replace(each, updates=after.get(path, 0) - self._updates.get(path, 0))
@@ -156,6 +169,7 @@ class LayerLooks(LookingProbe):
             attention=self._attention,
             routers=self._routers,
             norms=norms,
+            standing=self._running.facts(),
             depth=self._depth,
             narrow=self._narrow or any(p.dtype in halves for p in self.watched.subject.parameters),
             dropout=self._dropout,
@@ -165,6 +179,10 @@ class LayerLooks(LookingProbe):
 
     def values(self) -> Facts | None:
         facts, self._facts = self._facts, None
+        if self._recomputes and (facts := facts or self._said) is not None:
+            facts = replace(facts, standing={})
+        if facts is not None:
+            self._said = facts if facts.standing else None
         return None if facts is None else {**strict(asdict(facts)), "step": self.step}
 
     def end(self, error: BaseException | None) -> None:
@@ -181,6 +199,7 @@ class LayerLooks(LookingProbe):
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         self._axes.note(self.stack[-1], name, args, kwargs, result)
+        self._running.note(self.stack[-1], name, args, kwargs)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             x, weight = tensors[0].detach(), tensors[1].detach()
             self._expected = id(result), weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()
