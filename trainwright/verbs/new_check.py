@@ -76,6 +76,9 @@ pytestmark = pytest.mark.slow  # watched loops take more than half a second; wha
 
 MODELS = [lambda: nn.Linear(WIDTH, CLASSES), mlp]
 
+pytestmark = pytest.mark.slow
+CODE = "{code}"
+
 
 def codes(make: Callable[[], nn.Module], *, faulty: bool) -> list[str]:
     """Train under the watch, with or without the fault; the codes of its warnings."""

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 SAME = 8
 """Steps in a row on the same batch: more than the updates that a loop makes on each batch."""
+MOST_CLASSES = 128
+"""Larger ones are not counted. Of more classes seldom all are used: vocabularies, pretrained heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,13 @@ class LoadersFacts:
 class TargetsFacts:
     """The ``targets`` of a loss over classes in sampled steps, with the ``smallest`` and the ``largest`` class.
 
-    ``lowest`` and ``highest`` are those of a binary loss.
+    Attributes:
+        lowest: The lowest target of a binary loss.
+        highest: The highest.
+        counts: How often each class was a target, up to the largest that was: of one target for each row of the input.
+        rows: Rows of the inputs that these targets belong to; those that came again are counted again.
+        most: The most targets of one class in one call.
+        ids: The largest value of each integer input.
     """
 
     experiment: ClassVar[str] = "targets"
@@ -195,6 +203,10 @@ class TargetsFacts:
     smallest: int = 0
     lowest: float = 0.0
     highest: float = 1.0
+    counts: tuple[int, ...] = ()
+    rows: int = 0
+    most: int = 0
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
