@@ -14,7 +14,6 @@ CONSEQUENCES = (
     "precision.overflow",
     "gradient.spike",
     "gradient.exploding",
-    
     "optim.lr_too_high",
 )
 
