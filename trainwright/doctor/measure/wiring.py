@@ -215,8 +215,9 @@ class _Checksums(StepInspector):
         self.modified: list[tuple[str, Tensor]] = []
         self._in_forward: dict[str, list[Tensor]] = {}
         self._in_backward: list[tuple[str, Tensor]] = []
-        norms = (m for m in session.modules.values() if isinstance(m, _NormBase))
-        self._written = {b.data_ptr() for m in norms for b in m.buffers(recurse=False)}
+        norms = {path: m for path, m in session.modules.items() if isinstance(m, _NormBase)}
+        self._norms = norms.keys()
+        self._written = {b.data_ptr() for m in norms.values() for b in m.buffers(recurse=False)}
 
     def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         sums = [checksum(t) for t in tensors_of(output) if t.is_floating_point()]
@@ -229,8 +230,10 @@ class _Checksums(StepInspector):
 
     def pack(self, tensor: Tensor) -> _Packed:
         saved = tensor.detach()
-        skip = not tensor.is_floating_point() or tensor.is_sparse or tensor.data_ptr() in self._written
-        return saved, None if skip else checksum(saved), self.stack[-1] if self.stack else ""
+        path = self.stack[-1] if self.stack else ""
+        is_statistic = path in self._norms and tensor.dim() == 1 and not tensor.requires_grad  # or a copy of one
+        skip = not tensor.is_floating_point() or tensor.is_sparse or is_statistic or tensor.data_ptr() in self._written
+        return saved, None if skip else checksum(saved), path
 
     def unpack(self, packed: _Packed) -> Tensor:
         saved, before, path = packed
