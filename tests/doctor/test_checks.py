@@ -40,6 +40,7 @@ def test_the_page_of_a_check_is_whole(check: Check) -> None:
     assert max(map(len, text.splitlines())) <= 120
     unknown = [each for each in check.explains if each not in CODES and each.removesuffix(".*") not in TOPICS]
     named = re.findall(r"\b([a-z]+\.[a-z_]{3,})\b", check.page.sections.get("Looks like", ""))
+    assert all(each in text for each in named), "a code begins with a capital letter"
     unknown += [each for each in named if each.partition(".")[0] in TOPICS and each not in CODES]
     assert unknown == []
 

@@ -19,6 +19,9 @@ SECTIONS = (
 REQUIRED = ("How it is detected", "Usual cause", "Fix")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
 
+_NAME = re.compile(r"[\w-]+[./_#]\w")
+"""A code, a repository or a function, which keeps its first letter as it is."""
+
 
 @dataclass(frozen=True)
 class Page:
@@ -41,7 +44,7 @@ class Page:
         """The page as it is printed and written into the docs."""
         parts = [f"## {code}", self.what]
         there = [(title, self.sections[title]) for title in SECTIONS if title in self.sections]
-        parts += [f"**{title}.** {text[:1].upper()}{text[1:]}" for title, text in there]
+        parts += [f"**{title}.** {text if _NAME.match(text) else text[:1].upper() + text[1:]}" for title, text in there]
         return "\n\n".join(parts)
 
 
