@@ -206,6 +206,8 @@ def padding_in_loss(session: ReplaySession) -> PaddingFacts:
     An output is deep within the padding if its own position and both neighbours are padding, so that a shift of the
     targets by one does not matter.
     """
+    if len(session.roots) > 1:
+        raise NotReplayable("the outputs of one of several models need not be what the loss is made of")
     ids = next(x for x in inputs_of(session.recorded_step) if not x.is_floating_point() and x.dim() == 2)
     pad = padding(ids)
     if pad is None:

@@ -335,7 +335,7 @@ class LayerLooks(LookingProbe):
 
     def _has_experts(self, num: int) -> bool:
         """Whether a module that runs now holds a list of ``num`` modules of one class."""
-        inside = [self.modules[path] for path in self.stack]
+        inside = [self.modules[path] for path in self.stack if path in self.modules]
         return any(
             isinstance(child, nn.ModuleList) and len(child) == num and len({type(m) for m in child}) == 1
             for module in inside

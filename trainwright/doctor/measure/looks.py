@@ -88,6 +88,10 @@ class LookingProbe(Probe):
     def end(self, error: BaseException | None) -> None:
         self._open.close()
 
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._open.close()  # it is not called again
+
 
 def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
     """The first rows, one dimension each."""
