@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -64,14 +65,16 @@ class LookingProbe(Probe):
     def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.failed is None:
             try:
-                self.entered(path, module, args, kwargs)
+                with without_modes():
+                    self.entered(path, module, args, kwargs)
             except Exception as error:
                 self.fail(error)
 
     def _leave(self, path: str, module: nn.Module, output: object) -> None:
         if self.failed is None:
             try:
-                self.left(path, module, output)
+                with without_modes():
+                    self.left(path, module, output)
             except Exception as error:
                 self.fail(error)
 

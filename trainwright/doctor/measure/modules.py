@@ -18,6 +18,7 @@ from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, Repeate
 from trainwright.doctor.measure.looks import LookingProbe, rows_of
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
+from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
@@ -111,6 +112,7 @@ class Modules(LookingProbe):
         if id(module) in self._repeats:
             self._made.setdefault(path, set()).update(t.grad_fn for t in tensors_of(output, 2) if t.grad_fn is not None)
 
+    @without_modes()
     def on_output(self, root: nn.Module, output: object) -> None:
         super().on_output(root, output)
         if not self.is_looking or not self._given or output is None:
