@@ -114,8 +114,9 @@ class LayerLooks(LookingProbe):
             self._functions.start()
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._functions.stop()
-        self._forget()
+        if self._functions.pushed:
+            self._functions.stop()
+            self._forget()
         super().on_output(root, output)
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:

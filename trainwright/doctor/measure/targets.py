@@ -28,10 +28,12 @@ class Targets(Probe):
         self._classes: Tensor | None = None  # minus the smallest class, and the largest
         self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest
 
-    @torch.no_grad()
     def on_closed(self, step: RecordedStep) -> None:
-        if step.step > ALL and step.step % PERIOD:
-            return
+        if step.step <= ALL or step.step % PERIOD == 0:
+            self._note(step)
+
+    @torch.no_grad()
+    def _note(self, step: RecordedStep) -> None:
         for loss in step.program:
             if not isinstance(loss, Operation) or loss.name not in CLASSIFYING | BINARY:
                 continue
