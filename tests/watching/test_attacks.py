@@ -21,7 +21,7 @@ from tests.watching.attacks import ATTACKS, Attack
 
 pytestmark = pytest.mark.slow
 STEPS = 6
-ABOUT_GRADIENTS = ("grad.", "law.gradient.", "law.update.", "hw.")
+ABOUT_GRADIENTS = ("gradient.", "optim.", "loss.wrong_sign", "resources.not_reproducible", "resources.silent")
 
 
 _NAMED_ONLY = (type, types.FunctionType, types.ModuleType, io.IOBase, Executor)

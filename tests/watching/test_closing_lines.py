@@ -44,7 +44,7 @@ def test_nothing_found_is_said_with_what_was_examined(tmp_path: Path, capsys: Ca
     )
     assert numbers and int(numbers[1]) > 3 and int(numbers[2]) > 10
     kinds = {kind: int(count) for kind, count in re.findall(r"(\w+) (\d+)", numbers[3])}
-    assert {"gradient", "loss", "update"} <= kinds.keys() and sum(kinds.values()) == int(numbers[2])
+    assert {"gradient", "loss", "optim"} <= kinds.keys() and sum(kinds.values()) == int(numbers[2])
     assert verdict.startswith("verdict: finished without a finding: training loss ")
     assert run.split() == ["run", str(out)]
     assert page.split() == ["page", "trainwright", "serve", str(out), "#", "or", "open", str(out / "report.html")]
@@ -60,8 +60,9 @@ def test_without_a_folder_there_is_no_page(capsys: Captured) -> None:
 def test_a_finding_is_followed_by_the_same_lines(tmp_path: Path, capsys: Captured) -> None:
     said = [line for line in lines_of(capsys, out=tmp_path / "run", planted=True) if "examining" not in line]
     assert said[0].startswith("diagnosis: ") and "1. critical: loss.softmax_before_cross_entropy" in said[1]
-    assert [line.split()[0] for line in said[-5:]] == ["examined", "verdict:", "run", "page", "more"]
-    assert said[-1] == "more     trainwright explain loss.softmax_before_cross_entropy"
+    assert [line.split()[0] for line in said[-5:]] == ["more:", "examined", "verdict:", "run", "page"]
+    explained = "more: trainwright explain loss.softmax_before_cross_entropy"
+    assert said[-5] == f"{explained}; trainwright diagnose {tmp_path / 'run'}"
 
 
 def test_checks_that_need_no_replay(capsys: Captured) -> None:

@@ -139,10 +139,10 @@ def test_checks_pass_in_a_healthy_run_of_the_engine() -> None:
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01), loss=loss)
     written: list[Record] = []
     watched = EngineSession(state, write=written.append)
-    train(watched, state, 30)
+    train(watched, state, 4)
     watched.end(None)
     states = Counter(each.state for each in diagnose(RunContext(written, finished=True)).checks)
-    assert states["passed"] > 90 and not states["failed"]
+    assert states["passed"] > 90 and not states["found"], states
 
 
 class Counting(nn.Module):

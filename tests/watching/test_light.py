@@ -17,7 +17,7 @@ from trainwright.recorder.light import FIRST, MIN_CALLS
 from trainwright.runlog.records import Examined, Watched
 from trainwright.watching.session import LIGHT_SNAPSHOTS
 
-STEPS = 100
+STEPS, FEW = 66, 20
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,14 @@ def train(
     calls: int = MIN_CALLS,
     bad: tuple[int, ...] = (),
     hooks: list[int] | None = None,
+    steps: int = STEPS,
 ) -> tuple[Any, list[Tensor]]:
     """Returns the watch and the weights; ``hooks`` gets the number of hooks of the model within each step."""
     torch.manual_seed(0)
     model = policy()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     with watching(model, optimizer) as watch:
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             if hooks is not None:
                 hooks.append(len(model._forward_hooks))
             optimizer.zero_grad()
@@ -93,20 +94,20 @@ def test_most_steps_have_no_hook_on_the_model_and_the_training_is_the_same(
 @pytest.mark.parametrize("calls", [1, MIN_CALLS - 2])
 def test_a_loop_of_few_calls_is_recorded_in_full(calls: int) -> None:
     hooks: list[int] = []
-    train(acted, watched, calls=calls, hooks=hooks)
+    train(acted, watched, calls=calls, hooks=hooks, steps=FEW)
     assert all(hooks)
 
 
 def test_where_everything_is_examined_every_step_is_recorded_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_EXAMINE", "all")
     hooks: list[int] = []
-    train(rewarded, watched, hooks=hooks)
+    train(rewarded, watched, hooks=hooks, steps=FEW)
     assert all(hooks)
 
 
 def test_after_a_step_that_is_not_finite_the_next_ones_are_recorded_in_full() -> None:
     """The first of them cannot be replayed; the second can, and its operation is found."""
-    watch, weights = train(rewarded, watched, bad=(70, 75))
+    watch, weights = train(rewarded, watched, bad=(70, 75), steps=76)
     assert all(torch.isfinite(each).all() for each in weights), "both updates were left out"
     traced = {
         each.step: each.values for each in watch.records if isinstance(each, Examined) and each.experiment == "trace"

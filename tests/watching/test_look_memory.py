@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import forked
-from trainwright.doctor.measure import REPLAYS
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, _size_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.runlog.records import Examined
@@ -27,13 +26,13 @@ class Mark:
 
 
 class Marking(nn.Module):
-    """Puts a mark into the graph of each forward pass. ``is_short`` of memory for tensors of float64."""
+    """Puts a mark into the graph of each forward pass. ``is_short`` of memory where a step is replayed."""
 
     def __init__(self, is_short: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
         self.alive: weakref.WeakSet[Mark] = weakref.WeakSet()
-        self.is_short = is_short
+        self.is_short, self.is_live = is_short, False
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -41,7 +40,7 @@ class Marking(nn.Module):
             mark = Mark()
             cast("dict[str, object]", hidden.grad_fn.metadata)["mark"] = mark
             self.alive.add(mark)
-        if self.is_short and hidden.dtype == torch.float64:
+        if self.is_short and not self.is_live:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return cast("Tensor", self.last(hidden))
 
@@ -65,7 +64,9 @@ def train(model: Marking, steps: int, *, watching: bool = True) -> tuple[tw.Watc
         watch.__enter__()
     for _ in range(steps):
         optimizer.zero_grad()
+        model.is_live = True
         F.cross_entropy(model(x.clone()), y).backward()
+        model.is_live = False
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         alive.append(len(model.alive))
@@ -87,7 +88,7 @@ def test_a_look_that_runs_out_of_memory_says_so_and_frees_all() -> None:
     model = Marking(is_short=True)
     watch, alive = train(model, 4)
     blind = {each.experiment: each.values.get("blind") for each in watch.records if isinstance(each, Examined)}
-    assert str(blind["in_float64"]).startswith(NO_ROOM) and alive == [0] * 4
+    assert str(blind["again"]).startswith(NO_ROOM) and alive == [0] * 4
     assert not [found for found in watch.findings() if found.severity == "critical"]
     assert watch.session.failures == []
 
@@ -188,24 +189,6 @@ def test_each_experiment_takes_what_was_foretold_at_most_and_gives_it_back() -> 
     done = forked.run(PEAKS)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
-    assert len({name for name, *_ in peaks}) > 20
+    assert len({name for name, *_ in peaks}) > 10
     assert [row for row in peaks if row[1] > row[3] + NOISE_BYTES] == []
     assert [row for row in peaks if row[2] > NOISE_BYTES] == []
-
-
-def test_the_laws_of_derivatives_hold_on_the_samples_that_fit() -> None:
-    """Half of the memory that all 16 would take: both laws are looked at, on fewer, and are not broken."""
-    watch, _ = train(Marking(), 4)
-    runner = watch.session.runner
-    session, memory = runner._session_of(4), runner._memory
-    wide = memory._of_batch(session) * 1000  # as if the batch were most of what the step takes
-    memory._of_size = dict.fromkeys(memory._of_size, wide)
-    for name in ("derivative", "in_float64"):
-        experiment = next(each for each in REPLAYS if each.name == name)
-        memory._asked_at, memory._free = 4, int(experiment.memory * wide / 2)
-        rows = memory.rows_for(session, experiment.memory, can_be_fewer=True)
-        assert rows is not None and 6 <= len(rows) <= 8
-        with runner.replayer.only(rows):
-            assert session.run().outputs[0].shape == (len(rows), 3)  # type: ignore[attr-defined]
-        facts = runner._run_within_memory(experiment, session)
-        assert facts.get("deviating", []) == [] and facts.get("error", 0.0) < 1e-5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch._C import (
@@ -64,8 +64,12 @@ def _is_users(mode: object) -> bool:
 
 def _pop_users_modes() -> list[TorchFunctionMode]:
     """Removes the user's modes, which are on top of the stack. Returns them, the top one first."""
+    return _pop_while(_is_users)
+
+
+def _pop_while(is_removed: Callable[[object], bool]) -> list[TorchFunctionMode]:
     modes = []
-    while (count := _len_torch_function_stack()) and _is_users(_get_function_stack_at(count - 1)):
+    while (count := _len_torch_function_stack()) and is_removed(_get_function_stack_at(count - 1)):
         modes.append(_pop_torch_function_stack())
     return modes
 
@@ -94,6 +98,17 @@ def without_users_modes() -> Iterator[None]:
     modes = _pop_users_modes()
     try:
         with _disable_current_modes():
+            yield
+    finally:
+        _push(modes)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, neither the user's modes nor the recorder's see what is computed. No PausableMode may start or stop."""
+    modes = _pop_while(lambda mode: not isinstance(mode, DeviceContext)) if _len_torch_function_stack() else []
+    try:
+        with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
             yield
     finally:
         _push(modes)

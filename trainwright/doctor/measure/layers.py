@@ -24,7 +24,7 @@ from trainwright.doctor.facts.layers import (
 from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.doctor.measure.running import RunningStatistics
-from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.pausable import PausableMode, without_modes
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -121,8 +121,9 @@ class LayerLooks(LookingProbe):
         self._recomputes |= root.training
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._functions.stop()
-        self._forget()
+        if self._functions.pushed:
+            self._functions.stop()
+            self._forget()
         super().on_output(root, output)
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -147,7 +148,7 @@ class LayerLooks(LookingProbe):
             module = self.modules.get(path)  # None: the root of several models
             for p in module.parameters(recurse=False) if module is not None and not _is_table(module) else ():
                 if p.dim() >= 2 and p.grad is not None and not p.grad.is_sparse:
-                    sizes.append((path, p.grad.detach().double().pow(2).mean().sqrt()))
+                    sizes.append((path, p.grad.detach().abs().double().pow(2).mean().sqrt()))
                     break
         self._depth = tuple(LayerGradient(module=path, size=float(size)) for path, size in sizes)
 
@@ -192,7 +193,7 @@ class LayerLooks(LookingProbe):
     def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if self.failed is None and self.stack:
             try:
-                with torch.no_grad():
+                with without_modes(), torch.no_grad():
                     self._note(name, args, kwargs, result)
             except Exception as error:
                 self.fail(error)
@@ -397,6 +398,6 @@ def depth_in_fp32(session: ReplaySession) -> DepthFacts:
         for p in module.parameters(recurse=False) if not _is_table(module) else ():
             grad = result.grads.get(inspector.names.get(id(p), ""))
             if p.dim() >= 2 and grad is not None and not grad.is_sparse:
-                sizes.append(LayerGradient(module=path, size=float(grad.double().pow(2).mean().sqrt())))
+                sizes.append(LayerGradient(module=path, size=float(grad.abs().double().pow(2).mean().sqrt())))
                 break
     return DepthFacts(depth=tuple(sizes))

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -37,7 +38,7 @@ class LookingProbe(Probe):
         with_wrappers = (module for root in roots for module in root.modules())
         self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
         self.looks, self.is_looking, self.step = 0, not self._is_off, 0
-        self._closed, self._open = 0, ExitStack()
+        self._closed, self._open, self._is_following = 0, ExitStack(), False
         self._stack = ModuleStack(self.modules)
         self.stack = self._stack.paths
 
@@ -54,31 +55,39 @@ class LookingProbe(Probe):
         """A step that was looked at is over."""
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._open.close()
+        self._stop_following()
         if self.is_looking and torch.is_grad_enabled():
+            self._is_following = True
             self._open.enter_context(self._stack.following(self._enter, self._leave))
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._open.close()
+        self._stop_following()
+
+    def _stop_following(self) -> None:
+        if self._is_following:
+            self._is_following = False
+            self._open.close()
 
     def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.failed is None:
             try:
-                self.entered(path, module, args, kwargs)
+                with without_modes():
+                    self.entered(path, module, args, kwargs)
             except Exception as error:
                 self.fail(error)
 
     def _leave(self, path: str, module: nn.Module, output: object) -> None:
         if self.failed is None:
             try:
-                self.left(path, module, output)
+                with without_modes():
+                    self.left(path, module, output)
             except Exception as error:
                 self.fail(error)
 
     def on_closed(self, step: RecordedStep) -> None:
         self._closed += 1
         if self.is_looking:
-            self._open.close()
+            self._stop_following()
             self.looks += 1
             self.step = step.step
             self.ended(step)
@@ -86,7 +95,7 @@ class LookingProbe(Probe):
         self.is_looking = not self._is_off and (following in EARLY or (following > 64 and self._closed % EVERY == 0))
 
     def end(self, error: BaseException | None) -> None:
-        self._open.close()
+        self._stop_following()
 
     def fail(self, error: Exception) -> None:
         super().fail(error)

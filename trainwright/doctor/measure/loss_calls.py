@@ -28,6 +28,7 @@ from trainwright.doctor.measure.compared import (
 )
 from trainwright.recorder.callers import caller
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.tape import Tape
@@ -373,6 +374,7 @@ class LossCalls:
         op = site.fixed["op"]
         rows = result.numel() // result.shape[-1] if result.dim() else 1
 
+        @without_modes()
         def hook(gradient: Tensor) -> None:
             site.wants.append(_extremes(gradient, rows))
 

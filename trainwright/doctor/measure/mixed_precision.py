@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import Backward, RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -78,6 +79,7 @@ class MixedPrecision(Probe):
             self._handles.pop().remove()
 
     def _adder(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        @without_modes()
         def add(grad: Tensor) -> None:
             if not grad.is_sparse:
                 before = self._sums.get(id(parameter))

@@ -18,6 +18,7 @@ from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, Repeate
 from trainwright.doctor.measure.looks import LookingProbe, rows_of
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
+from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
@@ -113,8 +114,11 @@ class Modules(LookingProbe):
 
     def on_output(self, root: nn.Module, output: object) -> None:
         super().on_output(root, output)
-        if not self.is_looking or not self._given or output is None:
-            return
+        if self.is_looking and self._given and output is not None:
+            with without_modes():  # the loss is recorded from here on
+                self._note_output(output)
+
+    def _note_output(self, output: object) -> None:
         root_varies = _varies(output)
         if root_varies is not None and "" in self._given:
             self._varies[""] = self._given[""], root_varies
@@ -150,9 +154,13 @@ class Modules(LookingProbe):
             torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
         )
 
-    @torch.no_grad()
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        for table in self._tables.values() if self.is_looking else ():
+        if self.is_looking and self._tables:
+            self._note_gradients_of_tables()
+
+    @torch.no_grad()
+    def _note_gradients_of_tables(self) -> None:
+        for table in self._tables.values():
             weight = table.module.weight
             if table.ids is None or weight.grad is None or weight.grad.is_sparse or id(weight) not in self.owned:
                 continue

@@ -98,7 +98,9 @@ class NonfiniteListener(Probe):
         return None if facts is None else dict(strict(vars(facts)))
 
     def _has_loose_forward(self, step: RecordedStep) -> bool:
-        trained = sum(kind == "forward" and value[1] for kind, value in step.events) if self._statistics else 0
+        if not self._statistics:
+            return False
+        trained = sum(kind == "forward" and value[1] for kind, value in step.events)
         return bool(trained > sum(kind == "backward" for kind, _ in step.events))
 
     def _newly_poisoned(self) -> list[str]:

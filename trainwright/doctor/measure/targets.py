@@ -38,12 +38,11 @@ class Targets(Probe):
         self._ids: dict[tuple[int, torch.device], Tensor] = {}  # by the place among the integer inputs of a step
         self._rows = 0
 
-    @torch.no_grad()
     def on_closed(self, step: RecordedStep) -> None:
-        if step.step > ALL and step.step % PERIOD:
-            return
-        self._observe_ends(step)
-        self._note_classes(step)
+        if step.step <= ALL or step.step % PERIOD == 0:
+            with torch.no_grad():
+                self._observe_ends(step)
+                self._note_classes(step)
 
     def _observe_ends(self, step: RecordedStep) -> None:
         for loss in step.program:
