@@ -25,6 +25,7 @@ from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.probes import WatchedObjects
+from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
@@ -180,6 +181,8 @@ class LayerLooks(LookingProbe):
                 self.fail(error)
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
+            return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             x, weight = tensors[0].detach(), tensors[1].detach()
