@@ -76,7 +76,8 @@ def heard(change: Callable[[Loop], object], onset: int = ONSET, steps: int = STE
             found.append(step.step)
         changes.prepare_next(step.step)
 
-    nothing: Callable[..., None] = lambda *given: None
+    def nothing(*given: object) -> None: ...
+
     recorder = LoopRecorder([model], [loop.optimizer], closed, before_update=nothing, after_update=nothing)
     changes.prepare_next(0)
     with listening([recorder, changes], [model]):

@@ -24,8 +24,8 @@ from trainwright.doctor.facts.layers import (
 from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.recorder.pausable import PausableMode
-from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.plain_tensors import is_plain
+from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
@@ -104,7 +104,7 @@ class LayerLooks(LookingProbe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
-        if self.is_looking and torch.is_grad_enabled():
+        if self.is_hooked:
             device = next((p.device.type for p in root.parameters()), "cpu")
             self._narrow |= torch.is_autocast_enabled(device)
             self._updates = self._updates or _updates(self._norms)

@@ -18,8 +18,8 @@ from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, Repeate
 from trainwright.doctor.measure.looks import LookingProbe, rows_of
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
-from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.plain_tensors import plain
+from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts, strict
@@ -82,7 +82,7 @@ class Modules(LookingProbe):
         super().on_forward(root, args, kwargs)
         for each in (self._varies, self._given, self._made):
             each.clear()
-        if self.is_looking and torch.is_grad_enabled() and (varies := _varies((args, kwargs))) is not None:
+        if self.is_hooked and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
             given = next((rows_of(t) for t in plain(tensors_of((args, kwargs), 3)) if _has_rows(t)), None)
             if given is not None:
