@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import trainwright as tw
+from trainwright.doctor.finding import ExperimentRequest
 from trainwright.doctor.measure import REPLAYS
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, RecordedStep, Replayer, ReplayResult, Upto
 from trainwright.watching.experiments import ExperimentRunner
@@ -45,13 +46,14 @@ def test_an_experiment_takes_about_as_long_as_it_says(monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with tw.watch(model, optimizer, out=None, quiet=True, examine="all"):
-        for _ in range(50):
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="all") as watch:
+        for _ in range(16):
             x = torch.randn(32, 8)
             optimizer.zero_grad()
             F.cross_entropy(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 1).long()).backward()
             optimizer.step()
-    assert len(taken) > 25 and Counter(EXPERIMENTS[name].when for name in taken)["requested"] > 5
+        watch.session.runner.run_requested(16, [ExperimentRequest(name, step=16) for name in EXPERIMENTS])
+    assert len(taken) > 18 and Counter(EXPERIMENTS[name].when for name in taken)["requested"] > 5
     far = {name: (steps, EXPERIMENTS[name].steps) for name, steps in taken.items()}
     far = {name: (took, said) for name, (took, said) in far.items() if not 0.3 * took - 0.5 <= said <= 3 * took + 2.5}
     assert far == {}

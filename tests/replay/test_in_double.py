@@ -38,13 +38,13 @@ def test_attention_with_a_mask_of_another_dtype() -> None:
         once, twice = step.run(), step.run(Intervention(dtype="fp64"))
         compared.append((once.loss, twice.loss, once.grad_norm, twice.grad_norm))
 
-    with tw.watch(model, optimizer, laws=["gradient", "precision", in_both], out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, checks=[in_both], out=None, quiet=True) as watch:
         for _ in range(8):
             ids = torch.randint(11, (8, 13))
             optimizer.zero_grad()
             F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
             optimizer.step()
-    assert compared
+    assert len(compared) > 3
     for loss, loss_64, norm, norm_64 in compared:
         assert (loss, norm) == pytest.approx((loss_64, norm_64), rel=1e-5)
-    assert [found.code for found in watch.findings() if found.code.startswith("law.")] == []
+    assert watch.findings() == []

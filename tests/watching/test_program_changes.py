@@ -1,9 +1,8 @@
-"""A loop that begins to do something else is heard of within 16 steps, and looked at as if it were new."""
+"""A loop that begins to do something else is heard of within 16 steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.watching.loops import X, Y, net
-from trainwright.recorder.program_changes import EVERY
+from trainwright.recorder.hooks import listening
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program_changes import EVERY, ProgramChanges
+from trainwright.recorder.recording import LoopRecorder
 from trainwright.runlog.records import Watched
-
-pytestmark = pytest.mark.slow  # watched loops of a hundred steps
 
 ONSET, STEPS = 70, 82
 """By then the loop is calm, and only one step in 16 is heard whole: the first of these is 81."""
@@ -51,26 +51,39 @@ class Net(nn.Module):
         return self.loop[0].forward(x)
 
 
-def run(change: Callable[[Loop], object], onset: int = ONSET, steps: int = STEPS) -> Any:
-    loop = Loop()
+def train(loop: Loop, model: Net, change: Callable[[Loop], object], onset: int, steps: int) -> None:
+    for step in range(1, steps + 1):
+        if step == onset:
+            change(loop)
+        loop.optimizer.zero_grad()
+        for _ in range(loop.passes(step)):
+            rows = loop.rows(step)
+            loop.loss(model(X[rows]), Y[rows]).backward()
+        loop.before_update()
+        loop.optimizer.step()
+        loop.after_update()
+
+
+def heard(change: Callable[[Loop], object], onset: int = ONSET, steps: int = STEPS) -> list[int]:
+    """The steps in which another program is heard, by the recorder alone."""
+    loop, found = Loop(), list[int]()
     model = Net(loop)
-    with tw.watch(model, loop.optimizer, out=None, quiet=True, examine="listen") as watch:
-        for step in range(1, steps + 1):
-            if step == onset:
-                change(loop)
-            loop.optimizer.zero_grad()
-            for _ in range(loop.passes(step)):
-                rows = loop.rows(step)
-                loop.loss(model(X[rows]), Y[rows]).backward()
-            loop.before_update()
-            loop.optimizer.step()
-            loop.after_update()
-    return watch
+    changes = ProgramChanges(list(model.parameters()))
 
+    def closed(step: RecordedStep) -> None:
+        changes.on_closed(step)
+        if "changed" in step.values:
+            found.append(step.step)
+        changes.prepare_next(step.step)
 
-def changed(watch: Any) -> list[int]:
-    records = watch.session.findings_log.records
-    return [each.step for each in records if isinstance(each, Watched) and "changed" in each.values]
+    def nothing(*given: object) -> None: ...
+
+    recorder = LoopRecorder([model], [loop.optimizer], closed, before_update=nothing, after_update=nothing)
+    changes.prepare_next(0)
+    with listening([recorder, changes], [model]):
+        train(loop, model, change, onset, steps)
+    assert recorder.failed is None and changes.failed is None
+    return found
 
 
 def in_place(loop: Loop) -> None:
@@ -107,7 +120,7 @@ CHANGES: dict[str, Callable[[Loop], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_program_is_heard_of(name: str) -> None:
-    [at] = changed(run(CHANGES[name]))
+    [at] = heard(CHANGES[name])
     assert ONSET <= at <= ONSET + EVERY
 
 
@@ -136,14 +149,14 @@ def other_numbers(loop: Loop) -> None:
 
 
 def test_other_numbers_are_no_other_program() -> None:
-    assert changed(run(other_numbers, onset=1)) == []
+    assert heard(other_numbers, onset=1) == []
 
 
 def test_a_loop_that_takes_turns_is_known_after_the_first_steps() -> None:
     def short_now_and_then(loop: Loop) -> None:
         loop.passes = lambda step: 1 if step % 7 == 0 else 3
 
-    assert max(changed(run(short_now_and_then, onset=1))) == 7
+    assert max(heard(short_now_and_then, onset=1)) == 7
 
 
 def test_a_program_by_chance_is_not_followed() -> None:
@@ -151,5 +164,14 @@ def test_a_program_by_chance_is_not_followed() -> None:
         names: Iterator[int] = iter(range(10**6))
         loop.loss = lambda out, y: sum((out.sum() * 0.0 for _ in range(next(names))), F.cross_entropy(out, y))
 
-    heard = changed(run(by_chance, onset=1, steps=20))  # all of which are kept in memory beside what 17 looks found
-    assert heard == list(range(3, 18))
+    assert heard(by_chance, onset=1, steps=20) == list(range(3, 18))
+
+
+def test_what_the_watch_computes_is_no_other_program() -> None:
+    """It looks inside of the model in some steps, and a record says in which the program has changed."""
+    loop = Loop()
+    model = Net(loop)
+    with tw.watch(model, loop.optimizer, out=None, quiet=True, examine="listen") as watch:
+        train(loop, model, CHANGES["the mode"], 7, 9)
+    records = [each for each in watch.records if isinstance(each, Watched)]
+    assert [each.step for each in records if "changed" in each.values] == [7]

@@ -156,7 +156,7 @@ def test_a_scheduler_of_an_optimizer_that_never_steps_is_found() -> None:
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             schedule.step()
-    assert "precision.gradients_not_unscaled" in {each.code for each in watch.findings()}
+    assert "schedule.of_other_optimizer" in {each.code for each in watch.findings()}
 
 
 def test_what_holds_no_optimizer_is_refused() -> None:

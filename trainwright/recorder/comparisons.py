@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.callers import Line, calling_frame, line_within
-from trainwright.recorder.listener import Listener
+from trainwright.recorder.listener import Listener, inside
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -143,7 +143,7 @@ class ComparedOutputs(PausableMode):
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = function(*args, **(kwargs or {}))
-        if self.running and not torch.compiler.is_compiling():
+        if self.running and not inside.listeners and not torch.compiler.is_compiling():
             self._note(function, args, kwargs or {}, result)
         return result
 

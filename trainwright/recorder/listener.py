@@ -125,33 +125,35 @@ def tell(event: str, *arguments: object) -> None:
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         call_each(methods, *arguments)
         return
-    for listener, call in methods:  # as ``call_each``, without the call: an event is told many times a step
-        if listener.failed is None:
-            try:
-                call(*arguments)
-            except TrainwrightError:
-                raise
-            except Exception as error:
-                listener.fail(error)
+    _call(methods, arguments)
 
 
 def call_each(methods: Methods, *arguments: object) -> None:
     """Calls methods of listeners: an exception in one calls ``fail`` of its listener and does not reach the loop.
 
-    A TrainwrightError is raised on purpose and passes. Modes of the user's do not see what the methods compute.
+    A TrainwrightError is raised on purpose and passes. Neither modes of the user's nor the tape see what the methods
+    compute.
     """
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         with without_users_modes():
-            call_each(methods, *arguments)
+            _call(methods, arguments)
         return
-    for listener, call in methods:
-        if listener.failed is None:
-            try:
-                call(*arguments)
-            except TrainwrightError:
-                raise
-            except Exception as error:
-                listener.fail(error)
+    _call(methods, arguments)
+
+
+def _call(methods: Methods, arguments: tuple[object, ...]) -> None:
+    outer, inside.listeners = inside.listeners, True
+    try:
+        for listener, call in methods:
+            if listener.failed is None:
+                try:
+                    call(*arguments)
+                except TrainwrightError:
+                    raise
+                except Exception as error:
+                    listener.fail(error)
+    finally:
+        inside.listeners = outer
 
 
 def has_listeners() -> bool:
@@ -207,10 +209,11 @@ def unmuted() -> Iterator[None]:
 
 class CallDepth(threading.local):
     """How many calls of backward, of autograd.grad, of a scheduler's step and of those in ``object_hooks`` this thread
-    is in: they may be nested.
+    is in: they may be nested. ``listeners``: it is in a method of a listener.
     """
 
     backward = grad = schedule = objects = 0
+    listeners = False
 
     def enter(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)

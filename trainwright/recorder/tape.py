@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from trainwright.recorder.callers import caller
+from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_users_modes
 from trainwright.recorder.plain_tensors import num_bytes as bytes_of
 from trainwright.recorder.plain_tensors import version_of
@@ -44,7 +45,7 @@ FunctionListener: TypeAlias = Callable[[str, Args, Kwargs, object], None]
 
 
 class Tape(PausableMode):
-    """While it runs, every torch function that returns a tensor is added to ``operations``.
+    """While it runs, every torch function that the loop calls and that returns a tensor is added to ``operations``.
 
     ``listener`` is called with every torch function, for what must be seen while the loop computes it.
 
@@ -73,7 +74,7 @@ class Tape(PausableMode):
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if not self.running or torch.compiler.is_compiling():  # stopped from within a function that it is around
+        if not self.running or inside.listeners or torch.compiler.is_compiling():
             return function(*args, **(kwargs or {}))
         try:
             result = function(*args, **(kwargs or {}))

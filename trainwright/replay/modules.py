@@ -27,8 +27,10 @@ class ModuleStack:
         return self.paths[-1] if self.paths else None
 
     @contextmanager
-    def following(self, enter: Enter | None = None, leave: Leave | None = None) -> Iterator[None]:
-        """Keeps hooks on all modules.
+    def following(
+        self, enter: Enter | None = None, leave: Leave | None = None, but: nn.Module | None = None
+    ) -> Iterator[None]:
+        """Keeps hooks on all modules ``but`` one: from within a hook of a module none of its own can be taken off.
 
         ``enter`` is called with a module's arguments once it is on the stack, ``leave`` with its output once it is off.
         They are not kept: whose methods they are would be in a cycle of references, and so what it has collected.
@@ -36,6 +38,8 @@ class ModuleStack:
         self.paths.clear()
         handles = []
         for path, module in self._modules.items():
+            if module is but:
+                continue
             handles.append(module.register_forward_pre_hook(self._on_enter(path, enter), with_kwargs=True))
             # Also when an exception leaves the forward pass: early stop in a checkpoint's backward pass is one.
             handles.append(module.register_forward_hook(self._on_leave(path, leave), always_call=True))

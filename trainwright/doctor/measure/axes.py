@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainwright.doctor.facts.layers import AxisFacts, Reordered
 from trainwright.recorder.callers import caller
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.functions import argument
@@ -33,7 +34,7 @@ class Axes:
         self._rows: dict[int, Tensor] = {}  # rows of a table, one for each sample, by id
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
-        inputs = [each for each in tensors_of((args, kwargs), 3) if each.dim() > 1]
+        inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if each.dim() > 1]
         shape = inputs[0].shape if inputs else (0, 0)
         self._size = shape[0] if shape[0] == self.samples > 2 and shape[0] != shape[1] else 0
         self._padding = next((pad for each in inputs if (pad := padding_of(each)) is not None), None)
@@ -56,7 +57,7 @@ class Axes:
         """A layer over sequences is called: it takes the first axis for that of the steps, unless it is told."""
         if not self._size or not isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) or module.batch_first:
             return
-        x = next(iter(tensors_of((args, kwargs), 2)), None)
+        x = next(iter(plain(tensors_of((args, kwargs), 2))), None)
         if x is not None and x.dim() == 3 and x.shape[0] == self._size != x.shape[1] > 1:
             self._add("batch_as_steps", path, tuple(x.shape))
 

@@ -25,6 +25,7 @@ from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.doctor.measure.running import RunningStatistics
 from trainwright.recorder.pausable import PausableMode, without_modes
+from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -107,7 +108,7 @@ class LayerLooks(LookingProbe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
-        if self.is_looking and torch.is_grad_enabled():
+        if self.is_hooked:
             device = next((p.device.type for p in root.parameters()), "cpu")
             self._narrow |= torch.is_autocast_enabled(device)
             self._updates = self._updates or _updates(self._norms)
@@ -199,6 +200,8 @@ class LayerLooks(LookingProbe):
                 self.fail(error)
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
+            return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
         self._running.note(self.stack[-1], name, args, kwargs)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:

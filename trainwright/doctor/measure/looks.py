@@ -20,12 +20,15 @@ from trainwright.state.names import named_modules, named_parameters
 EARLY = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
 """Steps that are looked at. Later it is one in EVERY: about 10 us for each module then."""
 EVERY = 32
+MAX_PASSES = 128
+"""Of a step: in a loop that calls its model again and again, these tell as much as all."""
 
 
 class LookingProbe(Probe):
     """Keeps hooks on all modules during the training passes of the steps that are looked at.
 
     A compiled model is not hooked: it would be compiled again; and of a sharded one a rank has only a part.
+    ``is_hooked``: the pass that runs, or was the last, is looked at.
     """
 
     def __init__(self, watched: WatchedObjects) -> None:
@@ -39,7 +42,8 @@ class LookingProbe(Probe):
         self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
         self.looks, self.is_looking, self.step = 0, not self._is_off, 0
         self._closed, self._open, self._is_following = 0, ExitStack(), False
-        self._stack = ModuleStack(self.modules)
+        self._passes, self.is_hooked = 0, False
+        self._stack = ModuleStack({p: m for p, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)})
         self.stack = self._stack.paths
 
     def begin(self, site: WatchSite) -> None:
@@ -56,9 +60,11 @@ class LookingProbe(Probe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._stop_following()
-        if self.is_looking and torch.is_grad_enabled():
+        self.is_hooked = self.is_looking and torch.is_grad_enabled() and self._passes < MAX_PASSES
+        if self.is_hooked:
+            self._passes += 1
             self._is_following = True
-            self._open.enter_context(self._stack.following(self._enter, self._leave))
+            self._open.enter_context(self._stack.following(self._enter, self._leave, but=root))
 
     def on_output(self, root: nn.Module, output: object) -> None:
         self._stop_following()
@@ -86,6 +92,7 @@ class LookingProbe(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._closed += 1
+        self._passes = 0
         if self.is_looking:
             self._stop_following()
             self.looks += 1

@@ -19,6 +19,7 @@ from trainwright.doctor.measure.looks import LookingProbe, rows_of
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.pausable import without_modes
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
@@ -82,9 +83,9 @@ class Modules(LookingProbe):
         super().on_forward(root, args, kwargs)
         for each in (self._varies, self._given, self._made):
             each.clear()
-        if self.is_looking and torch.is_grad_enabled() and (varies := _varies((args, kwargs))) is not None:
+        if self.is_hooked and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
-            given = next((rows_of(t) for t in tensors_of((args, kwargs), 3) if t.dim() and len(t) >= MIN_ROWS), None)
+            given = next((rows_of(t) for t in plain(tensors_of((args, kwargs), 3)) if _has_rows(t)), None)
             if given is not None:
                 first = self._first = given.clone() if self._first is None else self._first
                 is_like = first.shape == given.shape
@@ -100,7 +101,7 @@ class Modules(LookingProbe):
             self._drifting[path] += module.weight is not None
         if path in self._tables and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             self._note_ids(self._tables[path], args[0].detach())
-        given = tensors_of((args, kwargs), 2)
+        given = plain(tensors_of((args, kwargs), 2))
         if given and not self._single and _normalises_one_value(module, given[0]):
             self._single = path
         if path in self._made and any(_is_made_of(t.grad_fn, self._made[path]) for t in given):
@@ -124,7 +125,7 @@ class Modules(LookingProbe):
             self._varies[""] = self._given[""], root_varies
         for path, (before, after) in self._varies.items():
             self._wipes.setdefault(path, []).append(before & ~after)
-        vectors = [t for t in tensors_of(output, 3) if t.dim() == 2 and t.is_floating_point() and len(t) >= MIN_ROWS]
+        vectors = [t for t in plain(tensors_of(output, 3)) if t.dim() == 2 and _has_rows(t) and t.is_floating_point()]
         if vectors and vectors[0].shape[1] >= MIN_WIDTH and len(vectors[0]) >= 8:
             rows = rows_of(vectors[0], 64).float()
             self._spread = rows.std(0).mean() / rows.pow(2).mean().sqrt().clamp(min=1e-12)
@@ -291,10 +292,14 @@ def _normalises_one_value(module: nn.Module, x: Tensor) -> bool:
     return isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape) == 1
 
 
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] >= MIN_ROWS and tensor.numel() > 0
+
+
 def _varies(value: object) -> Tensor | None:
     """Whether the first tensor with several rows differs from row to row beyond rounding; None where there is none."""
-    tensor = next((t for t in tensors_of(value, 3) if t.dim() and t.shape[0] >= MIN_ROWS and t.numel()), None)
-    if tensor is None or tensor.is_complex() or tensor.is_sparse:
+    tensor = next((t for t in plain(tensors_of(value, 3)) if _has_rows(t)), None)
+    if tensor is None or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):  # float8
         return None
     rows = rows_of(tensor)
     if not tensor.is_floating_point():
