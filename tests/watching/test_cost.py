@@ -19,9 +19,9 @@ import trainwright as tw
 from trainwright.watching import schedule
 
 CALM, COUNTED = 128, 32
-MOST = 160
-"""Calls a step. Between two operations of torch each takes about a microsecond: so many are a quarter of a small
-MLP's step. A probe that needs more than two should not read every step."""
+MOST = 320
+"""Calls a step, each of about a microsecond between two operations of torch. Most are the events of a step and the
+listeners that hear them. A listener that needs more than a few should not read every step."""
 
 
 def calls_by_step(watching: bool) -> list[Counter[str]]:
