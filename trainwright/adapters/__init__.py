@@ -25,7 +25,8 @@ class WatchChoices(TypedDict, total=False):
     memory_bytes: int | None
     patience_s: float
     checks: str | OwnCheck | Sequence[str | OwnCheck]
-    examine: Literal["budget", "all"]
+    examine: Literal["budget", "all", "listen"]
+    like: str | Path | None
     profile: bool | int
     layers: bool
     sinks: Sequence[str]

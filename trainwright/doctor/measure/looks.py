@@ -59,7 +59,8 @@ class LookingProbe(Probe):
         """A step that was looked at is over."""
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._stop_following()
+        if self._is_following:
+            self._stop_following()
         self.is_hooked = self.is_looking and torch.is_grad_enabled() and self._passes < MAX_PASSES
         if self.is_hooked:
             self._passes += 1
@@ -67,12 +68,12 @@ class LookingProbe(Probe):
             self._open.enter_context(self._stack.following(self._enter, self._leave, but=root))
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._stop_following()
+        if self._is_following:
+            self._stop_following()
 
     def _stop_following(self) -> None:
-        if self._is_following:
-            self._is_following = False
-            self._open.close()
+        self._is_following = False
+        self._open.close()
 
     def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.failed is None:
