@@ -120,7 +120,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _statistics(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
+    mean, variance = (getattr(module, name, None) for name in ("running_mean", "running_var"))
     if mean is None or variance is None or mean.is_meta or not mean.is_floating_point():
         return None
     return mean.detach(), variance.detach()
