@@ -268,15 +268,20 @@ def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[s
 def suggest(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the nearest known one, or all of them when none is near."""
     names = list(known)
-    near = get_close_matches(name[:100], names, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"known are: {', '.join(names)}"
+    near = nearest(name, names)
+    return f"known are: {', '.join(names)}" if near is None else f"did you mean {near!r}?"
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that is written most alike; one that is less alike (fp16, float16) has the same first letter."""
+    near = get_close_matches(name[:100], known, n=1)
+    near = near or get_close_matches(name[:100], [each for each in known if each[:1] == name[:1]], n=1, cutoff=0.5)
+    return near[0] if near else None
 
 
 def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raises UsageError unless ``value`` is one of ``choices``."""
     if value not in (names := list(choices)):
-        near = get_close_matches(str(value)[:100], names, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        near = nearest(str(value), names)
+        remedy = "choose one of them" if near is None else f"did you mean {near!r}?"
         raise UsageError(f"{name} must be one of {', '.join(names)}; got {value!r}", remedy=remedy)

@@ -116,7 +116,7 @@ def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     assert end in lines
     (timed,) = [line for line in lines if line.startswith("time ")]
     assert timed.startswith("time        about 10 ms a step, about 6,000 steps in 60 s: a dry run of forward")
-    assert timed.endswith("log, doctor and what else the machine does come on top")
+    assert timed.endswith("log, doctor and other programs come on top")
     assert not any(line.startswith("end ") for line in preflight(replace(plan, seconds={}), now_s))
 
 

@@ -80,7 +80,7 @@ def test_a_step_is_foretold_with_its_data_and_again_after_fifty(
     assert 8e-3 < plan["step_s"] < 5 * max(steps) and plan["seconds"]["training"] == pytest.approx(
         1000 * plan["step_s"]
     )
-    corrected = [line for line in capsys.readouterr().out.splitlines() if "predicted were" in line]
+    corrected = [line for line in capsys.readouterr().out.splitlines() if " predicted): ends" in line]
     assert len(corrected) == 1 and corrected[0].startswith("step     50   a step takes ")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """What the seconds of ``until`` count."""
-TIMED = "a dry run of forward, backward and update; log, doctor and what else the machine does come on top"
+TIMED = "a dry run of forward, backward and update; log, doctor and other programs come on top"
 """The seconds of a step in the header."""
 EXAMINATIONS = "examinations"
 """In the seconds of a plan: the most that they may take where nothing is found. They end sooner where all are made."""
@@ -89,10 +89,10 @@ def _end(seconds: Mapping[str, float], now_s: float) -> str:
     return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
 
 
-def corrected(step_s: float, foretold_s: float, left_s: float, now_s: float) -> str:
+def corrected(step_s: float, predicted_s: float, left_s: float, now_s: float) -> str:
     """What is said of the end when a run has found its pace."""
     end = f"ends about {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
-    return f"a step takes {human_seconds(step_s)}, predicted were {human_seconds(foretold_s)}: {end}"
+    return f"a step takes {human_seconds(step_s)} ({human_seconds(predicted_s)} predicted): {end}"
 
 
 def _end_by_the_clock(left_s: float, now_s: float) -> str:

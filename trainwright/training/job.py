@@ -78,7 +78,7 @@ from trainwright.training.problems import all_at_once
 from trainwright.training.reading import time_workers
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.watching.budget import foretold_s, predicted_end_s
+from trainwright.watching.budget import predicted_end_s, predicted_from_start_s
 from trainwright.world import (
     ALONE,
     ONE,
@@ -483,7 +483,7 @@ def _of_examinations(plan: Plan, job: Job) -> dict[str, float]:
     training_s = training_time_s(plan)
     if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
         return {}
-    return {EXAMINATIONS: foretold_s(training_s * (1 - until_of(plan)(job.state)))}
+    return {EXAMINATIONS: predicted_from_start_s(training_s * (1 - until_of(plan)(job.state)))}
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

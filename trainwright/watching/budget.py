@@ -152,8 +152,8 @@ def predicted_s(training_s: float) -> float:
     return max(FREE_S, END_FRACTION * training_s)
 
 
-def foretold_s(training_s: float) -> float:
-    """The same, with what is not measured beforehand: code that runs for the first time, and facts of every step."""
+def predicted_from_start_s(training_s: float) -> float:
+    """The most seconds of a run that has not begun: its code runs for the first time, which takes longer."""
     return COLD_EXAMINATIONS_S + predicted_s(training_s)
 
 
