@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from tests import forked, house
-from trainwright.data.fork import _forked
 from trainwright.world.memory import give_back
 
 STARTED: list[str] = []
@@ -28,11 +27,8 @@ gc.disable()  # until all tests are found: what is made till then is kept, and w
 
 
 def _hear(event: str, args: tuple[object, ...]) -> None:
-    """Forks, and commands that run a Python; ``git`` and the like, which provenance asks, end at once, as does a fork
-    that tries samples."""
-    if event in ("os.fork", "os.forkpty") and sys._getframe(1).f_code is not _forked.__code__:
-        STARTED.append(event)
-    elif event == "subprocess.Popen":
+    """Notes commands that run a Python. Forks are cheap, and commands such as ``git`` end at once."""
+    if event == "subprocess.Popen":
         command = [str(part) for part in args[1]] if isinstance(args[1], list | tuple) else str(args[1]).split()
         if any(Path(part).name.startswith(("python", "trainwright")) for part in command):
             STARTED.append(" ".join(command))
