@@ -127,7 +127,7 @@ def test_the_remedy_for_a_missing_module_can_work(module: str, remedy: str) -> N
 
 def test_no_page_and_no_message_installs_an_extra_by_name() -> None:
     """``pip install trainwright[x]`` works only where an index has Trainwright."""
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "trainwright").rglob("*.py")]
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "trainwright").rglob("*.py")]
     assert [file.name for file in files if "trainwright[" in file.read_text()] == []
 
 

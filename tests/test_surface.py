@@ -104,7 +104,7 @@ print("torch" in sys.modules, "pydantic" in sys.modules)
 
 ROOT = Path(tw.__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCS = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+DOCS = {page.stem: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
 
 
 def blocks(language: str, page: str = README) -> list[str]:
