@@ -15,7 +15,7 @@ from trainwright.build.resolve import imported
 from trainwright.errors import install_remedy
 from trainwright.plan.devices import Device, known_devices
 
-HEAD = """# What ships in the box
+HEAD = """# Built-in models, data, losses and optimizers
 
 Every name that a recipe may say, from the rows of `trainwright/recipe/catalog.py` and `trainwright/plan/devices.yaml`;
 `scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, metric,

@@ -17,6 +17,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         target = os.path.normpath(os.path.join("docs", folder, found[1]))  # noqa: PTH118
         if target.startswith("docs/"):
             return found[0]
-        return f"]({config.repo_url}/blob/main/{target}{found[2] or ''})"
+        return f"]({config.extra['repository']}/blob/main/{target}{found[2] or ''})"
 
     return LINK.sub(absolute, markdown)

@@ -17,7 +17,7 @@ from trainwright import recipe
 
 Schema = Mapping[str, Any]
 
-HEAD = """# Reference
+HEAD = """# Python API and recipe keys
 
 Every key of a recipe, from its schema, and every public name of `trainwright`, from its docstring.
 `scripts/reference.py` prints this page, and a test holds it equal.
