@@ -6,6 +6,7 @@
 # make recipes trains every recipe that states a score, in about ten minutes on two cores, and fails if one does not reach it
 # make others  the tests of MLflow, Trackio, keras and other people's loaders, which are installed apart: they bring along
 #              a hundred packages
+# make docs    sets up what the documentation needs and builds it into site/; fails at a link that leads nowhere
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -13,7 +14,7 @@ SITE := import site; print(*site.getsitepackages())
 
 unexport PYTHONDONTWRITEBYTECODE # packages are compiled when they are first imported, not when they are installed
 
-.PHONY: demo quick test static suite check recipes others clean
+.PHONY: demo quick test static suite check recipes others docs clean
 
 demo: .venv/core
 	$(BIN)/trainwright demo $(ARGS)
@@ -40,6 +41,9 @@ others: .venv/others/done
 	.venv/others/bin/python -m pytest -n 0 tests/observe/test_sinks.py tests/test_migrate.py -k "mlflow or trackio or keras"
 	.venv/others/bin/python -m pytest -n 0 tests/training/test_library_kinds.py tests/watching/test_foreign_optimizers.py
 
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .venv/others/done: .venv/dev
 	$(PYTHON) -m venv .venv/others
 	$(BIN)/python -c "$(SITE)" > $$(.venv/others/bin/python -c "$(SITE)")/dev.pth
@@ -56,5 +60,10 @@ others: .venv/others/done
 	$(INSTALL) -e ".[dev]"
 	@touch .venv/core $@
 
+.venv/docs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e ".[docs]"
+	@touch .venv/core $@
+
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -1,4 +1,4 @@
-"""PPO on CartPole of gymnasium (pip install gymnasium): the step is in the box, and so are model and data."""
+"""PPO on CartPole of gymnasium (pip install gymnasium), with the built-in step, model and data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A curriculum: the length of the sequences grows with the step. The loop is one's own, and so is the batch source."""
+"""A curriculum: the length of the sequences grows with the step. The loop and the batch source are custom."""
 
 from __future__ import annotations
 

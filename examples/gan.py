@@ -1,4 +1,4 @@
-"""A GAN (Goodfellow et al. 2014): two optimizers that take turns, in a step of one's own."""
+"""A GAN (Goodfellow et al. 2014): two optimizers that take turns, in a custom step."""
 
 from __future__ import annotations
 

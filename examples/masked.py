@@ -1,4 +1,4 @@
-"""Masked pre-training (BERT, Devlin et al. 2019): the loss hides tokens, and is weighted by how many it has hidden."""
+"""Masked pre-training (BERT, Devlin et al. 2019): the loss hides tokens, and is weighted by their number."""
 
 from __future__ import annotations
 

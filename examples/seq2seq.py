@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder and a decoder that is given the answer so far; padding is not counted."""
+"""Sequence to sequence: an encoder and a decoder with teacher forcing; padding is not counted."""
 
 from __future__ import annotations
 

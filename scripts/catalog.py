@@ -1,4 +1,4 @@
-"""Prints docs/catalog.md from the rows of the catalog: ``python scripts/catalog.py > docs/catalog.md``."""
+"""Prints docs/reference/catalog.md: ``python scripts/catalog.py > docs/reference/catalog.md``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.build.resolve import imported
 from trainwright.errors import install_remedy
 from trainwright.plan.devices import Device, known_devices
 
-HEAD = """# What ships in the box
+HEAD = """# Built-in models, data, losses and optimizers
 
 Every name that a recipe may say, from the rows of `trainwright/recipe/catalog.py` and `trainwright/plan/devices.yaml`;
 `scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, metric,
@@ -24,12 +24,14 @@ optimizer, schedule or observer of these a recipe may name one of its own as `pa
 To add one: a row, its factory, a test, and this page printed again. The schema of recipes (`trainwright schema`), "did
 you mean", the memory arithmetic of a plan, optimizer offload and the rules of a resume follow from the row.
 """
-METRICS = "[metrics.md](metrics.md) explains the arguments; `options` are further ones of the class in torchmetrics."
+METRICS = (
+    "[metrics](../how-to/metrics.md) explains the arguments; `options` are further ones of the class in torchmetrics."
+)
 STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
 STATE += "adamw in a forecast; before a run the dry run measures it."
 
 ALIASES = 'Short names of optimizers of the package pytorch_optimizer (`pip install "pytorch_optimizer>=3.5"`); '
-ALIASES += "[optimizers.md](optimizers.md) has the rules for any optimizer that is named by its package."
+ALIASES += "[optimizers](../how-to/optimizers.md) has the rules for any optimizer that is named by its package."
 
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Writes docs/checks/, a page for each topic from the docstrings of the checks: ``python scripts/checks.py``."""
+"""Writes docs/reference/checks/, a page for each topic, from the docstrings of the checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import all_checks
 
-FOLDER = Path(__file__).parent.parent / "docs" / "checks"
+FOLDER = Path(__file__).parent.parent / "docs/reference/checks"
 HEAD = """# {title}
 
 Written from the docstrings of the checks by `python scripts/checks.py`; `trainwright explain CODE` prints the same.

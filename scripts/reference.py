@@ -1,4 +1,4 @@
-"""Prints docs/reference.md from the schema of recipes and from docstrings: ``python scripts/reference.py``."""
+"""Prints docs/reference/api.md from the schema of recipes and from docstrings: ``python scripts/reference.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright import recipe
 
 Schema = Mapping[str, Any]
 
-HEAD = """# Reference
+HEAD = """# Python API and recipe keys
 
 Every key of a recipe, from its schema, and every public name of `trainwright`, from its docstring.
 `scripts/reference.py` prints this page, and a test holds it equal.
@@ -27,7 +27,7 @@ Every key of a recipe, from its schema, and every public name of `trainwright`, 
 A length is a number with a unit: `1000steps`, `2ep`, `90min`, `5Mtok`, `50000samples` or `0.1run`. A list in a path is
 shown by `[]`. The same keys are set in `tw.fit` by `settings={"optimizer.clip.at": 0.5}`, and on the command line by
 `--set optimizer.clip.at=0.5`. What a recipe names as `package.module:callable` is imported and called: a recipe is
-code, see [SECURITY.md](../SECURITY.md).
+code, see [SECURITY.md](../../SECURITY.md).
 """
 
 

@@ -18,7 +18,7 @@ from trainwright.report.stacks import DRIVERS, OLDEST_DRIVERS, STACKS
 STEPS = [*steps(DOCKERFILE.read_text())]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/images.yml").read_text())
 DEVCONTAINER = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-PAGE = (ROOT / "docs/containers.md").read_text()
+PAGE = (ROOT / "docs/how-to/containers.md").read_text()
 
 
 def named(name: str) -> list[str]:

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow  # the first of them parses every file
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOR_DEVELOPERS = {"dev", "docs"}
+"""Extras of a checkout: nothing in the package imports their packages."""
 MODULES = {
     "pyyaml": "yaml",
     "nvidia-ml-py": "pynvml",
@@ -73,7 +75,10 @@ def imported(*folders: str) -> set[str]:
 
 def test_what_is_declared_is_imported() -> None:
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
-    for_users = [*PROJECT["dependencies"], *(each for name in extras if name != "dev" for each in extras[name])]
+    for_users = [
+        *PROJECT["dependencies"],
+        *(each for name in extras if name not in FOR_DEVELOPERS for each in extras[name]),
+    ]
     templates = {name.split(".")[0] for path in TEMPLATES.rglob("*.py") for name in modules_named(path)}
     named = {row.factory.partition(":")[0].partition(".")[0] for row in OPTIMIZER_ALIASES.values()}
     used = imported("trainwright") | templates | named
@@ -98,14 +103,15 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_constraints_pin_what_is_declared() -> None:
     pinned = distributions((ROOT / "constraints.txt").read_text().splitlines())
-    needed = distributions([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
+    extras = PROJECT["optional-dependencies"]
+    needed = distributions([*PROJECT["dependencies"], *(each for name in FOR_DEVELOPERS for each in extras[name])])
     assert needed <= pinned
 
 
 def test_optional_packages_are_those_of_the_extras() -> None:
     """The remedy of a missing package names it with the version that its extra asks for."""
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
-    assert {each for name in extras if name != "dev" for each in extras[name]} == set(OPTIONAL)
+    assert {each for name in extras if name not in FOR_DEVELOPERS for each in extras[name]} == set(OPTIONAL)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_the_remedy_for_a_missing_module_can_work(module: str, remedy: str) -> N
 
 def test_no_page_and_no_message_installs_an_extra_by_name() -> None:
     """``pip install trainwright[x]`` works only where an index has Trainwright."""
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "trainwright").rglob("*.py")]
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "trainwright").rglob("*.py")]
     assert [file.name for file in files if "trainwright[" in file.read_text()] == []
 
 
@@ -139,4 +145,4 @@ def test_extras_that_are_gone_are_gone() -> None:
 
 def test_the_readme_lists_the_extras() -> None:
     [said] = re.findall(r"The extras\s+are (.*?), as in", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", said)) == set(PROJECT["optional-dependencies"]) - {"dev"}
+    assert set(re.findall(r"`(\w+)`", said)) == set(PROJECT["optional-dependencies"]) - FOR_DEVELOPERS

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TESTS = {"migrate.md"}
 """Pages whose blocks another test runs, and compares."""
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.name not in OWN_TESTS]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.name not in OWN_TESTS]
 
 
 def readers() -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_a_block_that_does_not_run_says_why() -> None:
 
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [4, 2]}}, "data": {"train": "digits"}}
-ALL_PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+ALL_PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def test_every_block_of_yaml_is_part_of_a_recipe() -> None:

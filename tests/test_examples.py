@@ -94,7 +94,7 @@ def test_the_page_lists_every_shape_and_how_it_is_trained() -> None:
     for shape in SHAPES:
         source = (EXAMPLES / f"{shape}.py").read_text()
         what = source.splitlines()[0].strip('"').removesuffix(".")
-        rows.append(f"| {what} | [{shape}.py](../examples/{shape}.py) | {way(source)} |")
-    page = (EXAMPLES.parent / "docs" / "shapes.md").read_text()
+        rows.append(f"| {what} | [{shape}.py](../../examples/{shape}.py) | {way(source)} |")
+    page = (EXAMPLES.parent / "docs/how-to/custom-step.md").read_text()
     listed = page.partition("<!-- shapes -->\n")[2].partition("<!-- /shapes -->")[0]
     assert listed == "\n".join(rows) + "\n"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import trainwright as tw
@@ -104,7 +105,7 @@ print("torch" in sys.modules, "pydantic" in sys.modules)
 
 ROOT = Path(tw.__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCS = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+PAGES = {page.relative_to(ROOT / "docs").as_posix(): page.read_text() for page in (ROOT / "docs").rglob("*.md")}
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -130,7 +131,7 @@ def test_the_loop_of_the_docs_runs_and_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = blocks("python", DOCS["loop"])[0]
+    code = blocks("python", PAGES["how-to/own-the-loop.md"])[0]
     torch.manual_seed(0)
     dataset = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
     names: dict[str, Any] = {"tw": tw, "dataset": dataset, "my_loss": nn.MSELoss(), "model": nn.Linear(3, 1)}
@@ -194,30 +195,62 @@ def test_the_recipe_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.Mon
     assert (result.ending, result.step) == ("finished", 3)
 
 
-def test_the_files_that_the_readme_and_the_docs_name_exist() -> None:
+def test_the_files_that_commands_in_the_readme_and_the_docs_name_exist() -> None:
+    """Links are tested in tests/test_links.py."""
     named = set()
-    for folder, pages in ((ROOT, [README]), (ROOT / "docs", DOCS.values())):
-        for page in pages:
-            named |= {folder / name for name in re.findall(r"\]\(((?!https?:)[\w/.-]+)\)", page)}
-            named |= {ROOT / name for name in re.findall(r"scripts/test (tests/[\w/.]+)", page)}
-            named |= {ROOT / "benchmarks" / f"{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", page)}
-            named |= {ROOT / name for name in re.findall(r"trainwright (?:plan|verify resume) (recipes/[\w.-]+)", page)}
-    assert len(named) > 70
+    for page in (README, *PAGES.values()):
+        named |= {ROOT / name for name in re.findall(r"scripts/test (tests/[\w/.]+)", page)}
+        named |= {ROOT / "benchmarks" / f"{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", page)}
+        named |= {ROOT / name for name in re.findall(r"trainwright (?:plan|verify resume) (recipes/[\w.-]+)", page)}
+    assert len(named) > 40
     assert sorted(str(each) for each in named if not each.exists()) == []
 
 
-def test_every_page_of_the_docs_is_reached_from_the_readme() -> None:
-    assert [name for name in DOCS if f"](docs/{name}.md)" not in README] == []
+class SiteLoader(yaml.SafeLoader):
+    """Reads mkdocs.yml without mkdocs: a tag that names a Python function is read as None."""
+
+
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def navigation(entry: Any) -> Iterator[tuple[str, str]]:
+    """Title ("" if the page has its own) and path of each page in the ``nav`` of mkdocs.yml."""
+    if isinstance(entry, str):
+        yield "", entry
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from navigation(each)
+    else:
+        [(title, inside)] = entry.items()
+        yield from [(title, inside)] if isinstance(inside, str) else navigation(inside)
+
+
+NAVIGATION = list(navigation(yaml.load((ROOT / "mkdocs.yml").read_text(), SiteLoader)["nav"]))
+
+
+def test_every_page_of_the_docs_is_in_the_navigation_of_the_site() -> None:
+    assert sorted(page for _, page in NAVIGATION) == sorted(PAGES)
+
+
+def test_a_page_has_the_title_of_its_entry_in_the_navigation() -> None:
+    headings = {page: text.partition("\n")[0] for page, text in PAGES.items()}
+    assert {page: f"# {title}" for title, page in NAVIGATION if title} == {
+        page: headings[page] for title, page in NAVIGATION if title
+    }
+
+
+def test_the_readme_leads_to_the_documentation() -> None:
+    assert "](docs/index.md)" in README
 
 
 def test_the_readme_names_every_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert [name for name in extras if name != "dev" and f"`{name}`" not in README] == []
+    assert [name for name in extras if name not in ("dev", "docs") and f"`{name}`" not in README] == []
 
 
 def test_every_verb_is_among_the_commands() -> None:
     for verb in VERBS.split():
-        assert f"`{verb}" in DOCS["commands"], verb
+        assert f"`{verb}" in PAGES["reference/commands.md"], verb
 
 
 def public_functions() -> Iterator[Function]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,27 @@ def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pyt
     assert any("softmax" in html_of(each) for each in watch[:-1]), "the diagnosis is printed"
     assert "step 40" in result[-1]["data"]["text/plain"]
     require_what_the_log_has(ast.literal_eval(lines[-1]["data"]["text/plain"]), next(tmp_path.glob("runs/*/log.jsonl")))
+
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "start" / "first_diagnosis.ipynb"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_notebook_of_the_first_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipykernel")
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.outputs for cell in code] == [[]] * len(code), "outputs are not kept in the repository"
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    found, fixed, page = (str(cell.outputs) for cell in code[-3:])
+    assert "['loss.softmax_before_cross_entropy']" in found
+    assert "softmax_before_cross_entropy" not in fixed
+    assert "softmax" in page
 
 
 def require_what_the_log_has(lines: list[str], log: Path) -> None:

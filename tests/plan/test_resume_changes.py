@@ -1,4 +1,4 @@
-"""A changed recipe on resume: the table of docs/resume.md row by row, every key of the schema, and what is refused."""
+"""A changed recipe on resume: the table of docs/how-to/resume.md row by row, every key of the schema, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainwright.recipe.outline import section_at
 from trainwright.runlog.provenance import modules_of
 from trainwright.runlog.provenance import provenance as written_provenance
 
-DOCS = Path(__file__).parents[2] / "docs" / "resume.md"
+DOCS = Path(__file__).parents[2] / "docs/how-to/resume.md"
 STEP = 400
 HASH = {letter: letter * 64 for letter in "abcdef"}
 CLASSES = {"safe": "safe", "changes the maths": "maths", "fatal": "fatal"}

@@ -1,6 +1,6 @@
 """Trains each kind of data three times: to the end, until a SIGKILL within an epoch, and on from there.
 
-    python -m tests.training.killed docs/data.md
+    python -m tests.training.killed docs/how-to/data.md
 
 writes the table of that page. What is killed and what goes on are processes of their own, forked from the one that
 trains without a kill: it has loaded what they need.
@@ -128,7 +128,7 @@ def _steps(file: Path) -> dict[int, list[Any]]:
 
 
 def table(trained: list[Trained]) -> str:
-    """The table of docs/data.md."""
+    """The table of docs/how-to/data.md."""
     lines = [f"| {each.kind.name} | {each.ids} | {each.how} |" for each in trained]
     return "\n".join(["| data | sample id | resume within an epoch |", "|---|---|---|", *lines]) + "\n"
 

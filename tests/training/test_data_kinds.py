@@ -1,4 +1,4 @@
-"""Any data: every kind trains, and after a SIGKILL within an epoch it goes on as docs/data.md says of it."""
+"""Any data: every kind trains, and after a SIGKILL within an epoch it goes on as docs/how-to/data.md says of it."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_what_a_checkpoint_cannot_keep_is_said(trained: list[Trained]) -> None:
 
 
 def test_the_table_of_the_page_is_what_was_seen(trained: list[Trained]) -> None:
-    _, _, page = (ROOT / "docs" / "data.md").read_text().partition(MARK)
-    assert page == table(trained), "python -m tests.training.killed docs/data.md"
+    _, _, page = (ROOT / "docs/how-to/data.md").read_text().partition(MARK)
+    assert page == table(trained), "python -m tests.training.killed docs/how-to/data.md"

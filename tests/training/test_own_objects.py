@@ -330,7 +330,7 @@ def test_the_recipe_of_the_page_is_one() -> None:
 
     from trainwright.recipe import from_mapping
 
-    page = (Path(tw.__file__).parent.parent / "docs" / "fit.md").read_text()
+    page = (Path(tw.__file__).parent.parent / "docs/how-to/train-your-model.md").read_text()
     recipe = from_mapping(
         {"model": "mypackage.nets:net", **yaml.safe_load(page.split("```yaml")[1].split("```")[0])}
     ).recipe

@@ -368,5 +368,5 @@ def test_the_command_writes_the_recipe_and_overwrites_nothing(tmp_path: Path) ->
 
 
 def test_the_page_names_every_format() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "convert.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs/how-to/convert-settings.md").read_text()
     assert [name for name in (*FORMATS, *NAMES.values()) if f"`{name}`" not in page] == []

@@ -553,7 +553,7 @@ def test_every_command_of_the_page_runs(folder: Path) -> None:
         small |= {"batch": {"size": 2}, "precision": "fp32", "log": {"doctor": False}}
         small["evaluation"]["batches"] = 1
         (folder / f"recipes/{name}.yaml").write_text(yaml.safe_dump(small))
-    page = (house / "docs/export.md").read_text()
+    page = (house / "docs/how-to/export.md").read_text()
     names: dict[str, Any] = {}
     ran = 0
     for block in page.split("```")[1::2]:

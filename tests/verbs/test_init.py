@@ -157,5 +157,5 @@ def test_the_command_says_what_comes_next(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_page_names_every_kind() -> None:
-    page = (TEMPLATES.parent.parent / "docs" / "init.md").read_text()
+    page = (TEMPLATES.parent.parent / "docs/how-to/start-a-project.md").read_text()
     assert [kind for kind in KINDS if f"| `{kind}` |" not in page] == []

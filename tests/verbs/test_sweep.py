@@ -352,7 +352,7 @@ def test_the_example_is_a_sweep_and_the_one_of_the_page() -> None:
     sweep = read_sweep(example, environ={})
     assert (sweep.trials, sweep.pruner, sweep.metric, len(sweep.space)) == (12, "median", "accuracy", 3)
     keys = example.read_text().partition("recipe:")[2]
-    assert f"recipe:{keys}" in (ROOT / "docs" / "sweep.md").read_text()
+    assert f"recipe:{keys}" in (ROOT / "docs/how-to/sweep.md").read_text()
 
 
 def test_a_sweep_whose_trials_all_failed_says_what_to_do(tmp_path: Path) -> None:

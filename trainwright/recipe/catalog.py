@@ -2,7 +2,7 @@
 
 A row names its factory as ``package.module:callable`` and nothing is imported here, so a recipe can be checked on a
 machine without torch. To add one: a row here, the factory in its room, a test. The schema, "did you mean", the memory
-arithmetic, offload, the rules of resume and docs/catalog.md follow from the rows, or a test holds them equal.
+arithmetic, offload, the rules of resume and docs/reference/catalog.md follow from the rows, or a test holds them equal.
 """
 
 from __future__ import annotations

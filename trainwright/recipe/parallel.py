@@ -14,7 +14,7 @@ from trainwright.recipe.showing import LARGEST_INT
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
-"""How tensor parallelism treats a module: docs/parallel.md."""
+"""How tensor parallelism treats a module: docs/how-to/several-gpus.md."""
 StageStyle = Literal["first", "block", "last"]
 """Which stage of a pipeline has a module: the first, one of all, the last."""
 

@@ -62,4 +62,8 @@ def _remedy(name: str, known: Iterable[str]) -> str:
     if path := path_of_key(name):
         return f"write settings={{'{path}': ...}} for {name}="
     close = difflib.get_close_matches(name[:100], [*known], n=1, cutoff=0.6)
-    return f"did you mean {close[0]}=?" if close else f"the arguments are {', '.join(known)}; see docs/fit.md"
+    return (
+        f"did you mean {close[0]}=?"
+        if close
+        else f"the arguments are {', '.join(known)}; see docs/how-to/train-your-model.md"
+    )

@@ -145,7 +145,7 @@ def fit(
     What is not asked for does not change the mathematics: with an optimizer the steps are those of the loop
     ``for batch in data: optimizer.zero_grad(); loss(...).backward(); optimizer.step()``, except that an update whose
     gradients are not finite is left out. The start of a run prints every setting and whether it was asked for.
-    docs/fit.md has the table of defaults, and ``tw.verify_plain`` compares with the loop.
+    docs/how-to/train-your-model.md has the table of defaults, and ``tw.verify_plain`` compares with the loop.
 
     Args:
         model: What is trained. Or a function without arguments, itself or as ``"module:function"``, that returns
@@ -153,15 +153,16 @@ def fit(
             then says how to make the objects again, so commands can resume, replay and profile the run.
         data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
             batches: anything else that can be iterated, or a function without arguments that makes such a thing.
-            What a DataLoader is made of is kept: its sampler, batches, collate function and workers. docs/data.md
-            says of each kind which sample ids are known and how exactly it is resumed. A dict of datasets, such as a
-            DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
+            What a DataLoader is made of is kept: its sampler, batches, collate function and workers.
+            docs/how-to/data.md says of each kind which sample ids are known and how exactly it is resumed. A dict of
+            datasets, such as a DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
             parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``;
             or a name such as ``"cross_entropy"``. None: the model returns its loss itself, as those of
             ``transformers`` do.
         advance: A step of your own, for what no single loss can say: ``step(state, batch)`` calls backward and the
-            optimizers itself and returns the loss to log (see docs/shapes.md). ``loss`` is then for the evaluation.
+            optimizers itself and returns the loss to log (see docs/how-to/custom-step.md). ``loss`` is then for the
+            evaluation.
         val: The validation set, in any form that ``data`` may have, or several by name: ``{"clean": a, "noisy": b}``.
             The batch size of a DataLoader is used for evaluation. The best checkpoint goes by the first set.
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
@@ -173,7 +174,7 @@ def fit(
         optimizer: A name such as ``"adamw"`` (the default, with the defaults of ``torch.optim.AdamW``), or
             ``"package.module:callable"``; an optimizer over parameters of the model, whose groups and rates stay;
             several over disjoint parameters, which are stepped together; or a class, partial or function that makes
-            them (see docs/fit.md).
+            them (see docs/how-to/train-your-model.md).
         schedule: A name such as ``"cosine"``, or ``"package.module:callable"``; an LRScheduler of torch, or a class,
             partial or function that makes one for ``optimizer``; or a function of the step, or of (step, fraction),
             that gives the factor on the learning rate.
@@ -191,14 +192,14 @@ def fit(
         resume: The folder of an earlier run of the same call, which is continued.
         accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
         metrics: What is measured over the whole validation set, and over the training batches since the last record of
-            the log: names such as ``["accuracy", "f1"]`` (docs/catalog.md lists them), or a mapping of names to
-            objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of ``torchmetrics``, or
-            to functions of all outputs and all targets.
+            the log: names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping of names
+            to objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of ``torchmetrics``,
+            or to functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
         retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``: now and then, norms and histograms of
-            the gradients with respect to their outputs are logged and shown on the page (docs/page.md).
+            the gradients with respect to their outputs are logged and shown on the page (docs/how-to/see-a-run.md).
         on_interrupt: What follows when a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
             ``"raise"``: KeyboardInterrupt for Ctrl-C; for the others the handler of your program is called, or the
             process exits with 75 if it has none. ``"return"``: the result, whose ``interrupted_by`` names the signal.

@@ -96,7 +96,7 @@ class MupCheck:
             return
         parts = [f"{count} of {len(self.layers)} layers {_PLURAL[kind]}" for kind, count in counts.items() if count]
         yield f"verdict  {' and '.join(parts)} with the width: the best learning rate changes with it"
-        yield "remedy   of the GPT in the box: model.args.init=mup; see docs/mup.md for other models"
+        yield "remedy   of the GPT in the box: model.args.init=mup; see docs/how-to/mup.md for other models"
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "stable": self.is_stable}

@@ -114,7 +114,7 @@ class NewCheck:
             f"check  {self.check}",
             f"test   {self.test}",
             f"run    .venv/bin/python -m pytest -n 0 {self.test}",
-            "next   docs/doctor.md, Adding a check",
+            "next   docs/concepts/doctor.md, Adding a check",
         ]
 
     def to_json(self) -> dict[str, JsonValue]:

@@ -303,14 +303,15 @@ def watch(
             at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
             ``"listen"``: no step is replayed.
         like: Folder of a healthy run of the same or a similar program. What held there and does not hold here is a
-            finding with both values: order of calls, modes, shapes, which weights change, losses (docs/doctor.md).
+            finding with both values: order of calls, modes, shapes, which weights change, losses
+            (docs/concepts/doctor.md).
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
-        layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md), where this
-            process holds the weights whole.
-        sinks: Other programs that get the figures, by name: ``["tensorboard", "csv"]`` (docs/sinks.md).
+        layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/how-to/see-a-run.md),
+            where this process holds the weights whole.
+        sinks: Other programs that get the figures, by name: ``["tensorboard", "csv"]`` (docs/how-to/trackers.md).
         alerts: Whom to tell what happens, as the section of a recipe: ``{"command": ["./notify.sh"]}``
-            (docs/alerts.md).
+            (docs/how-to/alerts.md).
         quiet: Print nothing.
 
     Raises:

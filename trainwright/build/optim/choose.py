@@ -47,9 +47,9 @@ def make_optimizer(
 ) -> Optimizer:
     """Returns the optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
 
-    ``name`` is a short name (docs/catalog.md), or a callable. What is not given has the default of the optimizer's own
-    class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with ``adjust_lr="match_rms_adamw"``), ``adamw_betas``,
-    ``adamw_eps`` and ``head`` (see ``muon_groups``).
+    ``name`` is a short name (docs/reference/catalog.md), or a callable. What is not given has the default of the
+    optimizer's own class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with ``adjust_lr="match_rms_adamw"``),
+    ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update but for
     rounding. Fused was the fastest in every case measured, and takes a skipped step on the device.
 

@@ -134,8 +134,8 @@ def require_plain_step(given: object) -> Optimizer:
     if needed:
         raise UsageError(
             f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss again within a step",
-            remedy="give a step of your own that calls it, tw.fit(..., advance=step), see docs/shapes.md; or choose "
-            f"an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
+            remedy="give a step of your own that calls it, tw.fit(..., advance=step), see docs/how-to/custom-step.md; "
+            f"or choose an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
         )
     return optimizer
 

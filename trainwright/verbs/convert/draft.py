@@ -103,7 +103,7 @@ def apply(rules: Mapping[str, Rule], values: Mapping[str, object], draft: Draft,
         elif is_inactive(value):
             draft.skip(above + key, value, "off")
         else:
-            remedy = f"docs/convert.md lists the keys of {of}; write in the recipe, or in your code, what it does"
+            remedy = f"docs/how-to/convert-settings.md lists the keys of {of}; write in your recipe what it does"
             draft.refuse(above + key, value, "no counterpart is known", remedy)
 
 

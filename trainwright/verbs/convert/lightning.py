@@ -41,7 +41,7 @@ LOGGERS: Mapping[str, str] = {
     "MLFlowLogger": "mlflow",
     "CSVLogger": "csv",
 }
-IN_CODE = "what training_step computes belongs into a loss(model, batch) of yours (docs/migrate.md)"
+IN_CODE = "what training_step computes belongs into a loss(model, batch) of yours (docs/how-to/migrate.md)"
 
 
 def reference(class_path: object) -> str:
@@ -138,7 +138,7 @@ def strategy(draft: Draft, key: str, value: object) -> None:
     if name in ("auto", "ddp", "single_device", "ddp_find_unused_parameters_true"):
         draft.skip(key, value, "ranks are copies of the model unless parallel says otherwise")
     else:
-        remedy = "set parallel.shard, or parallel: auto (docs/parallel.md)"
+        remedy = "set parallel.shard, or parallel: auto (docs/how-to/several-gpus.md)"
         draft.refuse(key, value, "degrees are keys of parallel", remedy)
 
 
@@ -193,7 +193,9 @@ def logger(draft: Draft, key: str, value: object) -> None:
         elif isinstance(each, bool) or is_inactive(each):
             draft.skip(key, each, REPORTED)
         else:
-            draft.refuse(key, name, f"not among {', '.join(LOGGERS)}", "see docs/sinks.md for one of your own")
+            draft.refuse(
+                key, name, f"not among {', '.join(LOGGERS)}", "see docs/how-to/trackers.md for one of your own"
+            )
 
 
 def callbacks(draft: Draft, key: str, value: object) -> None:
@@ -288,7 +290,7 @@ TRAINER: Mapping[str, Rule] = {
     "callbacks": callbacks,
     "min_epochs": refused("a run has one end", "set until"),
     "min_steps": refused("a run has one end", "set until"),
-    "plugins": refused("your own code", "see docs/shapes.md for steps of your own"),
+    "plugins": refused("your own code", "see docs/how-to/custom-step.md for steps of your own"),
     "profiler": nothing("trainwright profile RECIPE"),
     "detect_anomaly": nothing("log.doctor traces what is not finite"),
     "limit_test_batches": nothing("trainwright evaluate RUN tests"),
@@ -344,7 +346,7 @@ def scheduler(draft: Draft, key: str, value: object) -> None:
     """Stepped once an epoch, as LightningCLI does."""
     path, arguments = parts(value)
     if path.endswith("ReduceLROnPlateau"):
-        remedy = "choose a schedule of docs/catalog.md, or step one in an observer"
+        remedy = "choose a schedule of docs/reference/catalog.md, or step one in an observer"
         draft.refuse(key, path, "no schedule here follows a metric", remedy)
         return
     settings: dict[str, object] = {"schedule.use": reference(path), "schedule.every": "1ep"}

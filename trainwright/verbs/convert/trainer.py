@@ -65,7 +65,7 @@ SCHEDULES: Mapping[str, str] = {
 WARMUP = "the factor of step i is (i + 1) / W here, i / W there"
 REPORTED = "the run folder has it"
 RANKS = "trainwright train RECIPE -- --nproc-per-node N"
-ZERO = "parallel.shard: the number of ranks that share the state (docs/parallel.md)"
+ZERO = "parallel.shard: the number of ranks that share the state (docs/how-to/several-gpus.md)"
 
 
 def optimizer(draft: Draft, key: str, value: object) -> None:
@@ -88,7 +88,9 @@ def schedule(draft: Draft, key: str, value: object) -> None:
     if name in SCHEDULES:
         draft.take(key, value, {"schedule.use": SCHEDULES[name]})
     else:
-        remedy = "choose one of docs/catalog.md, or schedule.use: package.module:callable with one of your own"
+        remedy = (
+            "choose one of docs/reference/catalog.md, or schedule.use: package.module:callable with one of your own"
+        )
         draft.settings["schedule.use"] = "constant"
         draft.refuse(key, value, "the recipe has constant", remedy)
 
@@ -107,7 +109,7 @@ def schedule_arguments(draft: Draft, key: str, value: object) -> None:
         elif name == "power":
             known["schedule.args.power"] = amount
         else:
-            remedy = "see the arguments of the schedules in docs/catalog.md"
+            remedy = "see the arguments of the schedules in docs/reference/catalog.md"
             draft.refuse(f"{key}.{name}", each, "no counterpart is known", remedy)
     if known:
         draft.take(key, value, known)
@@ -261,7 +263,7 @@ def sinks(draft: Draft, key: str, value: object) -> None:
     if known:
         draft.take(key, value, {"log.sinks": known})
     if others:
-        draft.refuse(key, others, f"not among {', '.join(SINKS)}", "see docs/sinks.md for one of your own")
+        draft.refuse(key, others, f"not among {', '.join(SINKS)}", "see docs/how-to/trackers.md for one of your own")
     if not known and not others:
         draft.skip(key, value, "off")
 
@@ -289,7 +291,9 @@ def tracker_name(draft: Draft, key: str, value: object) -> None:
         draft.take(key, value, {"name": run_name(value)})
 
 
-LIGER = refused("no key of a recipe turns it on", "use the fused loss of the in-box models (docs/memory.md)")
+LIGER = refused(
+    "no key of a recipe turns it on", "use the fused loss of the in-box models (docs/how-to/out-of-memory.md)"
+)
 HUB = nothing("nothing is sent to a hub: trainwright export writes the folder")
 
 
@@ -352,7 +356,7 @@ def rules_for(values: Mapping[str, object]) -> dict[str, Rule]:
         "dataloader_drop_last": switch("data.drop_last"),
         "dataloader_pin_memory": at("data.pin_memory"),
         "train_sampling_strategy": refused_unless("random", "the order is random", "sort in your dataset"),
-        "group_by_length": refused("batches are drawn in random order", "sort or pack in your dataset (docs/data.md)"),
+        "group_by_length": refused("the order is random", "sort or pack in your dataset (docs/how-to/data.md)"),
         "use_liger_kernel": LIGER,
         "deepspeed": refused("ranks share the state by FSDP", ZERO),
         "fsdp": refused("the number of ranks that share the state is a number here", ZERO),

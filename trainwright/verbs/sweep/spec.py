@@ -207,7 +207,7 @@ def _problem(detail: Any, document: Document) -> Problem:
     where = str(_place(document, path))
     if detail["type"] == "extra_forbidden":
         return Problem(path, "is not a key of a sweep", remedy=suggest(path, SweepFile.model_fields), where=where)
-    remedy = "write recipe: and over:" if detail["type"] == "missing" else "see docs/sweep.md"
+    remedy = "write recipe: and over:" if detail["type"] == "missing" else "see docs/how-to/sweep.md"
     return Problem(path, str(detail["msg"]), got=str(detail.get("input"))[:60], remedy=remedy, where=where)
 
 
