@@ -14,6 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
+from trainwright.plan.machine import read_machine
+
 THREADS = 2
 PACKAGES = ("trainwright", "torch", "lightning", "accelerate", "transformers", "numpy")
 
@@ -40,6 +44,7 @@ def about(bench: str) -> None:
         "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else read_machine().cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": [round(load, 2) for load in os.getloadavg()],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from benchmarks.gpu import run_part
 from benchmarks.gpu_parts import flops_per_token, utilization
 from tests import forked
 
+ROOT = Path(__file__).parent.parent
+
 
 def figures(bench: str, *options: str) -> list[dict[str, Any]]:
     """What a quick run prints. One thread: two that spin for each other crawl beside other work."""
@@ -20,7 +23,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
     done = forked.run(run, "--quick", "--threads", "1", *options)
     assert done.returncode == 0, done.stderr
     about, *seen = [json.loads(line) for line in done.stdout.splitlines()]
-    assert list(about) == ["bench", "date", "command", "python", "versions", "cores", "load"]
+    assert list(about) == ["bench", "date", "command", "python", "versions", "machine", "cores", "load"]
     assert about["command"].startswith(f"python -m benchmarks.{bench} --quick")
     return seen
 
@@ -113,3 +116,20 @@ print(*peers.window("ours", Path(sys.argv[1]), forks=True))
 def test_trainers_are_compared_from_outside(tmp_path: Path) -> None:
     done = forked.run(WINDOW, str(tmp_path))
     assert float(done.stdout) < 1e-6, done.stderr
+
+
+def test_the_newest_figures_are_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = runpy.run_path(str(ROOT / "scripts" / "benchmarks.py"))
+    monkeypatch.setitem(scripts["keep"].__globals__, "RESULTS", tmp_path)
+    about = {"bench": "b", "date": "2026-01-01 10:00", "command": "python -m benchmarks.b", "versions": {}, "cores": 2}
+    for value in (1.0, 2.0):
+        figure = {"bench": "b", "case": "c", "value": value, "unit": "s", "against": "x", "spread": [value, value]}
+        list(scripts["keep"]([json.dumps(about), json.dumps(figure)]))
+    assert "| c | 2.0 | s | x | 2.0 to 2.0 |" in (shown := scripts["page"]([tmp_path / "b.json"]))
+    assert "| c | 1.0" not in shown
+
+
+def test_the_page_of_figures_is_as_the_files_are() -> None:
+    scripts = runpy.run_path(str(ROOT / "scripts" / "benchmarks.py"))
+    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
+    assert page == scripts["page"](sorted((ROOT / "benchmarks" / "results").glob("*.json")))
