@@ -32,7 +32,8 @@ from trainwright.plan.layout import Layout
 from trainwright.plan.layout import offloaded as offloaded_layouts
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded, from_mapping, load
-from trainwright.training.job import make_advance, prepare
+from trainwright.training.job import make_advance
+from trainwright.training.prepare import prepare
 from trainwright.verbs.plan import show_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -24,7 +24,7 @@ from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import from_mapping
 from trainwright.runlog.files import UnreadableFile
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.subject import Built, named
 from trainwright.verbs.profile import ProfiledRun, profile
 from trainwright.verbs.profile_trials import Trials, num_rounds

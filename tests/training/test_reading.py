@@ -22,7 +22,7 @@ from trainwright.plan.explain import preflight
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe import from_mapping
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.reading import MOST, time_workers
 from trainwright.training.run import train
 
@@ -152,8 +152,8 @@ def test_the_readme_recommends_no_number_of_workers() -> None:
 @pytest.mark.process
 def test_the_plan_times_the_workers(tmp_path: Path) -> None:
     job = prepare(from_mapping(recipe(tmp_path, SLOW_S, workers=1)))
-    assert job.reading.steps and job.reading.read_s >= 8 * SLOW_S
-    assert job.plan.step_s is not None and job.plan.wait_s == job.reading.wait_s > 0
+    assert job.measured.reading.steps and job.measured.reading.read_s >= 8 * SLOW_S
+    assert job.plan.step_s is not None and job.plan.wait_s == job.measured.reading.wait_s > 0
     assert job.plan.step_s > job.plan.wait_s
     lines = preflight(job.plan, 0.0)
     assert any(line.startswith("workers     1: measured in the dry run") for line in lines)
@@ -176,7 +176,7 @@ def test_tensors_that_are_read_several_steps_at_once_cost_each_step_its_part(tmp
     asked["data"]["train"] = {"use": "tests.verbs.check.parts:blobs"}
     asked["model"] = {"use": "tests.verbs.check.parts:net"}
     job = prepare(from_mapping(asked))
-    assert job.reading.wait_s == pytest.approx(job.reading.start_s / 32)
+    assert job.measured.reading.wait_s == pytest.approx(job.measured.reading.start_s / 32)
 
 
 class Follows(Sampler[int]):
@@ -195,4 +195,4 @@ def test_nothing_is_read_ahead_of_a_sampler_that_may_follow_the_training(tmp_pat
     loader = DataLoader(Rows(), 8, sampler=Follows(), num_workers=1)
     asked = recipe(tmp_path, workers=1) | {"model": {"use": "live:mlp"}}
     job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), None, nn.CrossEntropyLoss()))
-    assert job.reading.steps == 0 and job.plan.step_s is not None
+    assert job.measured.reading.steps == 0 and job.plan.step_s is not None

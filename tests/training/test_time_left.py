@@ -9,7 +9,8 @@ import pytest
 from trainwright.engine.until import ByTheClock
 from trainwright.observe.remaining import Measured
 from trainwright.recipe import from_mapping
-from trainwright.training.job import ENDING_S, Job, prepare, until_of
+from trainwright.training.job import ENDING_S, Job, until_of
+from trainwright.training.prepare import prepare
 from trainwright.training.time_left import left_over
 from trainwright.watching.budget import predicted_end_s
 
@@ -31,7 +32,7 @@ def left(job: Job, done: int, measured: Measured, save_s: float | None = 2.0) ->
 
 def whole_of(job: Job) -> float:
     """How many times as long as one in the course of the run the evaluations at its end take."""
-    batches = job.evaluation_cost.batches if job.evaluation_cost else None
+    batches = job.measured.evaluation_cost.batches if job.measured.evaluation_cost else None
     part = job.plan.evaluate_batches
     return 1.0 if not part or not batches else 1.0 + batches / part
 
@@ -63,7 +64,7 @@ def test_frequent_examinations_at_the_begin_are_not_taken_for_the_rest(job: Job)
 
 
 def test_before_the_first_evaluation_the_dry_run_says_what_one_takes(job: Job) -> None:
-    assert job.evaluation_cost is not None
+    assert job.measured.evaluation_cost is not None
     none, dear = (left(job, 10, Measured(1.0, seconds, 0.0, 0.0, 0.0)) for seconds in (None, 50.0))
     assert 190.0 < none < 190.0 + 80.0 < dear
 

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.plan.explain import preflight
 from trainwright.recipe import Loaded, from_mapping
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.run import process_settings
 from trainwright.verbs.plan import show_plan
 

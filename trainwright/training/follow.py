@@ -22,8 +22,9 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.training.compare import make_ranks_observer
 from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
+from trainwright.training.job import Job, make_advance, spike_handler, until_of
 from trainwright.training.layers import layer_observers
+from trainwright.training.prepare import prepare
 from trainwright.training.resume import follow_earlier, interrupted_run
 from trainwright.world import Launch, World
 

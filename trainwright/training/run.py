@@ -50,16 +50,10 @@ from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
-from trainwright.training.job import (
-    Job,
-    is_watched,
-    make_advance,
-    prepare,
-    spike_handler,
-    until_of_job,
-)
+from trainwright.training.job import Job, is_watched, make_advance, spike_handler, until_of_job
 from trainwright.training.layers import layer_observers
 from trainwright.training.layout import require_layout
+from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_at_once
 from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
@@ -144,7 +138,7 @@ def _lead(
         earlier = find_earlier(resume, lock, start.accept, lines.append) if resume and lock else None
         world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NOTHING)
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch, say=progress.say)
-    progress.references, progress.peak_samples_s = job.marks, job.peak_samples_s
+    progress.references, progress.peak_samples_s = job.marks, job.measured.peak_samples_s
     per_epoch, steps = job.plan.steps_per_epoch, job.plan.extent.steps
     progress.has_epochs = per_epoch is not None
     progress.epochs = steps / per_epoch if steps and per_epoch and not job.plan.spent.step else None
@@ -223,7 +217,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         sinks=sink_factories(job.recipe.log.sinks),
         config=job.recipe.model_dump(mode="json"),
         state=state,
-        gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],
+        gpu_indices=[gpu.index for gpu in job.hardware.machine.gpus] if job.device.type == "cuda" else [],
         by_the_clock=plan.extent.seconds is not None,
         warn=progress.say,
     )

@@ -29,7 +29,7 @@ def left_over(job: Job, measured: Measured, state: TrainState, until: Until, sav
 
 def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
     """As measured in this run; before the first evaluation as in the dry run."""
-    cost, seconds = job.evaluation_cost, measured.evaluation_s
+    cost, seconds = job.measured.evaluation_cost, measured.evaluation_s
     if seconds is None:
         return cost
     batches = None if cost is None else cost.batches

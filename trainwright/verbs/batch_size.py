@@ -21,7 +21,8 @@ from trainwright.recipe import Loaded, Recipe
 from trainwright.state.checkpoint import tensors_of
 from trainwright.state.cursor import Cursor
 from trainwright.state.staging import Staging
-from trainwright.training.job import Job, make_advance, prepare
+from trainwright.training.job import Job, make_advance
+from trainwright.training.prepare import prepare
 from trainwright.world.memory import (
     capacity_bytes,
     give_back,

@@ -14,8 +14,8 @@ from trainwright.observe.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
-from trainwright.training.job import prepare
 from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
 
 
 def run_lr_range(

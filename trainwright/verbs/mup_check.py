@@ -24,9 +24,10 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.report.chart import Series, line_chart_svg
 from trainwright.report.svg import root
 from trainwright.training.fit import fit_objects
-from trainwright.training.job import Job, prepare
+from trainwright.training.job import Job
 from trainwright.training.made_by import WHERE
 from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
 from trainwright.training.subject import Built, named
 
 WIDTHS = (64, 128, 256, 512)

@@ -21,8 +21,8 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
-from trainwright.training.job import prepare
 from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 

@@ -18,7 +18,8 @@ from trainwright.profiling.pairs import FEWEST, ROUNDS, SpeedUp, compared
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.state.rng import seed_all
-from trainwright.training.job import Job, make_advance, prepare
+from trainwright.training.job import Job, make_advance
+from trainwright.training.prepare import prepare
 from trainwright.training.subject import Build
 
 BLOCK_S = 0.1

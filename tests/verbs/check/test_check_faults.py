@@ -9,7 +9,7 @@ import pytest
 
 from tests.verbs.check.checked import AMPLE, PARTS, UNTRAINED, checked, model, recipe
 from trainwright.recipe import from_mapping
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.verbs.check.learning import RANGE_STEPS, range_test
 from trainwright.verbs.check.sandbox import Sandbox
 

@@ -23,8 +23,9 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
-from trainwright.training.job import Job, prepare
+from trainwright.training.job import Job
 from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_at_once
 from trainwright.training.run import process_settings
 from trainwright.verbs.check import data, learning, resources
@@ -254,7 +255,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
     torch.set_num_threads(job.plan.threads)
     sandbox.keep(budget.read_s)
     step_s = _step_s(job)
-    computing_s = step_s - job.reading.wait_s
+    computing_s = step_s - job.measured.reading.wait_s
     progress.add(resources.speed(sandbox, computing_s))
     if not measures_progress(job.parts.loss):
         run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=None)
@@ -282,7 +283,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
 
 def _step_s(job: Job) -> float:
     """Seconds of a step by the dry run: reading, forward and backward, which is nearly all of it."""
-    return max(job.plan.step_s or 0.0, 1e-4 + job.reading.wait_s)
+    return max(job.plan.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:

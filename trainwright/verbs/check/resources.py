@@ -110,7 +110,7 @@ def _gib(size: int) -> str:
 
 def speed(sandbox: Sandbox, step_s: float) -> Iterator[Verdict]:
     """The time that a step waits for its batch against that of the step. Workers read while the step computes."""
-    reading = sandbox.job.reading
+    reading = sandbox.job.measured.reading
     if not reading.workers and len(sandbox.load_s) > 1:  # the first batch finds caches cold
         load_s = statistics.median(sandbox.load_s[1:])
         reading = replace(reading, wait_s=load_s, read_s=load_s)

@@ -38,7 +38,8 @@ from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.manifest import read_manifest, step_of, verify
 from trainwright.state.snapshot import LiveObjects
 from trainwright.state.store import checkpoints
-from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
+from trainwright.training.job import Job, make_advance, spike_handler, until_of
+from trainwright.training.prepare import prepare
 from trainwright.training.resume import Earlier
 from trainwright.training.run import process_settings
 from trainwright.verbs.replay.closely import look_closely
@@ -154,8 +155,8 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
                 "before this step: weights and order may differ; give seed= to tw.fit"
             )
         job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})), parts)
-        job.plan = dataclasses.replace(job.plan, threads=planned.get("threads", job.plan.threads))
-        return job
+        threads = planned.get("threads", job.plan.threads)
+        return dataclasses.replace(job, plan=dataclasses.replace(job.plan, threads=threads))
     number = read_manifest(origin.checkpoint)["step"]
     held = folder.checkpoints / f"step-{number:08d}"
     held.mkdir(parents=True)

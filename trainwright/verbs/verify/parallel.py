@@ -31,7 +31,7 @@ from trainwright.runlog.shapes import PlanFile, read_as
 from trainwright.state.cursor import count_tokens
 from trainwright.state.manifest import name_of
 from trainwright.state.rng import preserved_rng, reseed
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
 """Of the arithmetic of the forward pass: the relative distance of two neighbours."""

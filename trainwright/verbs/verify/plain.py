@@ -41,8 +41,8 @@ from trainwright.state.cursor import tensors_in
 from trainwright.state.rng import RngBag
 from trainwright.state.train_state import TrainState
 from trainwright.training.fit import OptimizerLike, fit
-from trainwright.training.job import prepare
 from trainwright.training.made_by import ORDER, returned_by
+from trainwright.training.prepare import prepare
 from trainwright.training.result import Result
 from trainwright.training.run import Extra, process_settings, train
 from trainwright.training.subject import copied
