@@ -278,17 +278,35 @@ def _is_users(function: object) -> bool:
 
 
 def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
-    """The tensors in what a model returned, always in the same order: containers, dataclasses, plain objects."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float):
-        return []
+    """Return the tensors in what a model returned, always in the same order: containers, dataclasses, plain objects.
+
+    Each container or object within ``depth`` levels is read once, however often it is referenced.
+    """
+    found: list[Tensor] = []
+    walked: dict[int, tuple[object, int]] = {}  # holds the objects: a temporary one must not leave its id to another
+
+    def walk(value: object, depth: int) -> None:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif depth and value is not None and not isinstance(value, str | bytes | int | float):
+            _, reached = walked.get(id(value), (None, 0))
+            if reached >= depth:
+                return
+            walked[id(value)] = value, depth
+            for item in _items_of(value):  # a shorter path may lead further; the tensors here were found before
+                if not (reached and isinstance(item, Tensor)):
+                    walk(item, depth - 1)
+
+    walk(value, depth)
+    return found
+
+
+def _items_of(value: object) -> Iterable[object]:
+    """What a container or an object holds."""
     if isinstance(value, Mapping):
-        items: Iterable[object] = [value[key] for key in value]
-    elif isinstance(value, list | tuple):
-        items = value
-    elif dataclasses.is_dataclass(value) or type(value).__module__ not in ("builtins", "torch"):
-        items = getattr(value, "__dict__", {}).values()
-    else:
-        items = ()
-    return [tensor for item in items for tensor in tensors_of(item, depth - 1)]
+        return [value[key] for key in value]
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) or type(value).__module__ not in ("builtins", "torch"):
+        return list(getattr(value, "__dict__", {}).values())
+    return ()
