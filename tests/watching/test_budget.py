@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.doctor.measure import REPLAYS
+from trainwright.replay.experiments import Experiment
+from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Unexamined
 from trainwright.watching import budget as budgets
 from trainwright.watching.budget import END_S, EVIDENCE_S, FREE_S, ExaminationBudget
@@ -29,7 +33,8 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self, passed_s: float = 0.0) -> float:
+        self.now_s += passed_s
         return self.now_s
 
 
@@ -136,16 +141,19 @@ def test_the_limit_can_be_lifted(how: str, clock: Clock, monkeypatch: pytest.Mon
 
 
 class Slow(nn.Module):
-    """Its forward pass takes 0.4 s of the clock, its backward pass 0.6 s."""
+    """Its forward pass takes 0.4 s of the clock, its backward pass 0.6 s.
 
-    def __init__(self, clock: Clock) -> None:
+    It does not refer to the clock: a replay puts back what a model refers to.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.clock, self.calls = clock, 0
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.clock.now_s += 0.4
+        time.thread_time(0.4)  # type: ignore[call-arg]
         hidden = torch.tanh(self.first(x))
         if hidden.requires_grad:
             hidden.register_hook(self._backward)  # type: ignore[no-untyped-call]
@@ -153,7 +161,7 @@ class Slow(nn.Module):
         return out
 
     def _backward(self, gradient: Tensor) -> None:
-        self.clock.now_s += 0.6
+        time.thread_time(0.6)  # type: ignore[call-arg]
 
 
 @pytest.fixture
@@ -161,7 +169,7 @@ def slow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     monkeypatch.setattr(budgets.time, "thread_time", clock)
     monkeypatch.setattr(budgets.time, "perf_counter", clock)
     torch.manual_seed(0)
-    yield Slow(clock)
+    yield Slow()
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -242,7 +250,55 @@ def test_a_model_of_which_steps_are_short_is_examined_early() -> None:
     assert len(set(replayed(watch))) > 4
 
 
-def test_a_trial_that_finds_no_time_is_made_later(slow: Slow) -> None:
+def experiment(name: str, run: Callable[[ReplaySession], Facts], *, steps: float) -> Experiment:
+    return Experiment(name, "first", run, memory=1.0, by_samples=False, steps=steps, value=1.0, latest=math.inf)
+
+
+def examined_by(watch: tw.Watch, *experiments: Experiment) -> None:
+    watch.session.runner._experiments = {each.name: each for each in experiments}
+
+
+def names_in(watch: tw.Watch) -> list[str]:
+    return [e.experiment for e in watch.records if isinstance(e, Examined) and e.experiment in ("long", "short")]
+
+
+@pytest.mark.slow
+def test_the_time_of_an_experiment_that_cannot_be_stopped_is_charged(slow: Slow, clock: Clock) -> None:
+    """Between two instructions of a replay nothing is stopped: what follows waits until the run has earned it."""
+
+    def without_a_replay(session: ReplaySession) -> Facts:
+        clock.now_s += 3.0
+        return {}
+
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        short = experiment("short", lambda session: {}, steps=0.0)
+        examined_by(watch, experiment("long", without_a_replay, steps=0.0), short)
+        steps(slow, optimizer, 1)
+        assert watch.session.budget.spent_s >= 3.0 and names_in(watch) == ["long"], "the next one found no time"
+        steps(slow, optimizer, 95)
+        assert names_in(watch) == ["long"]
+        steps(slow, optimizer, 20)  # 3 % of 116 s
+        assert names_in(watch) == ["long", "short"]
+
+
+@pytest.mark.slow
+def test_an_experiment_that_was_stopped_does_not_hold_up_the_others(slow: Slow) -> None:
+    def for_ever(session: ReplaySession) -> Facts:
+        while True:
+            session.run()
+
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        short = experiment("short", lambda session: {}, steps=0.6)
+        examined_by(watch, experiment("long", for_ever, steps=0.5), short)
+        steps(slow, optimizer, 96)
+        assert names_in(watch) == ["short"]
+        assert watch.session.budget.spent_s <= 0.03 * watch.session.budget.trained_s + 1.0
+    assert watch.session.runner.not_run() == ["long"]
+
+
+def test_a_trial_that_finds_no_time_is_made_later(slow: Slow, clock: Clock) -> None:
     """A finding is written at once, and again with what its remedy came to."""
     optimizer = torch.optim.SGD(slow.parameters(), 0.1)
     x, y = torch.randn(16, 6), torch.arange(16) % 3
@@ -254,7 +310,7 @@ def test_a_trial_that_finds_no_time_is_made_later(slow: Slow) -> None:
         runner: ExperimentRunner = watch.session.runner
         (found,) = watch.findings()
         assert found.tried == () and runner._trials
-        slow.clock.now_s += 5000.0
+        clock.now_s += 5000.0
         for _ in range(64):
             optimizer.zero_grad()
             F.cross_entropy(slow(x).softmax(1), y).backward()
