@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -48,3 +50,15 @@ def test_a_tensor_that_stands_twice_in_one_container_is_returned_twice_in_order(
     x, y = torch.zeros(1), torch.ones(1)
     found = tensors_of({"a": (x, y), "b": [x, None, "text"]})
     assert [each is x for each in found] == [True, False, True]
+
+
+def test_no_tensor_is_held_after_the_walk() -> None:
+    value = [torch.zeros(1)]
+    held = weakref.ref(value[0])
+    gc.disable()
+    try:
+        tensors_of(value)
+        value.clear()
+        assert held() is None
+    finally:
+        gc.enable()

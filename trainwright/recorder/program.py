@@ -283,22 +283,25 @@ def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
     Each container or object within ``depth`` levels is read once, however often it is referenced.
     """
     found: list[Tensor] = []
-    walked: dict[int, tuple[object, int]] = {}  # holds the objects: a temporary one must not leave its id to another
-
-    def walk(value: object, depth: int) -> None:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif depth and value is not None and not isinstance(value, str | bytes | int | float):
-            _, reached = walked.get(id(value), (None, 0))
-            if reached >= depth:
-                return
-            walked[id(value)] = value, depth
-            for item in _items_of(value):  # a shorter path may lead further; the tensors here were found before
-                if not (reached and isinstance(item, Tensor)):
-                    walk(item, depth - 1)
-
-    walk(value, depth)
+    _find_tensors(value, depth, found, {})
     return found
+
+
+def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[int, tuple[object, int]]) -> None:
+    """Append the tensors. ``walked`` holds each object, so that its id stays its own, and the depth it was read to.
+
+    No function inside of ``tensors_of``: one that calls itself is a cycle, which would hold the tensors.
+    """
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif depth and value is not None and not isinstance(value, str | bytes | int | float):
+        _, reached = walked.get(id(value), (None, 0))
+        if reached >= depth:
+            return
+        walked[id(value)] = value, depth
+        for item in _items_of(value):  # a shorter path may lead further; the tensors here were found before
+            if not (reached and isinstance(item, Tensor)):
+                _find_tensors(item, depth - 1, found, walked)
 
 
 def _items_of(value: object) -> Iterable[object]:
