@@ -78,7 +78,7 @@ class ExperimentRunner:
         self.now_s = budget.clock
         self.replayer = Replayer(subject, names_of(subject))
         self.replayer.deadline = Deadline(budget.clock)
-        self._memory = ReplayMemory(is_capped=not budget.is_lifted)
+        self._memory = ReplayMemory()
         self._done: set[tuple[str, int]] = set()
         self._stopped: set[str] = set()  # experiments whose time was over
         self._runs: Counter[str] = Counter()
@@ -283,7 +283,12 @@ class ExperimentRunner:
     def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
         if not experiment.steps:  # it replays nothing
             return experiment.run(session)
-        rows = self._memory.rows_for(session, experiment.memory, can_be_fewer=experiment.by_samples)
+        rows = self._memory.rows_for(
+            session,
+            experiment.memory,
+            can_be_fewer=experiment.by_samples,
+            is_capped=not self._budget.is_lifted,
+        )
         with self.replayer.only(rows):
             return experiment.run(session)
 
