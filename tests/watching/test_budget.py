@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.doctor.measure import REPLAYS
+from trainwright.replay.experiments import Experiment
+from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Unexamined
 from trainwright.watching import budget as budgets
 from trainwright.watching.budget import END_S, EVIDENCE_S, FREE_S, ExaminationBudget
@@ -29,7 +37,8 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self, passed_s: float = 0.0) -> float:
+        self.now_s += passed_s
         return self.now_s
 
 
@@ -136,16 +145,17 @@ def test_the_limit_can_be_lifted(how: str, clock: Clock, monkeypatch: pytest.Mon
 
 
 class Slow(nn.Module):
-    """Its forward pass takes 0.4 s of the clock, its backward pass 0.6 s."""
+    """Its forward pass takes 0.4 s of the clock, its backward pass 0.6 s.
 
-    def __init__(self, clock: Clock) -> None:
+    It does not refer to the clock: a replay puts back what a model refers to.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.clock, self.calls = clock, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.clock.now_s += 0.4
+        time.thread_time(0.4)  # type: ignore[call-arg]
         hidden = torch.tanh(self.first(x))
         if hidden.requires_grad:
             hidden.register_hook(self._backward)  # type: ignore[no-untyped-call]
@@ -153,7 +163,7 @@ class Slow(nn.Module):
         return out
 
     def _backward(self, gradient: Tensor) -> None:
-        self.clock.now_s += 0.6
+        time.thread_time(0.6)  # type: ignore[call-arg]
 
 
 @pytest.fixture
@@ -161,7 +171,7 @@ def slow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     monkeypatch.setattr(budgets.time, "thread_time", clock)
     monkeypatch.setattr(budgets.time, "perf_counter", clock)
     torch.manual_seed(0)
-    yield Slow(clock)
+    yield Slow()
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -196,13 +206,14 @@ def test_steps_of_a_second_never_wait_longer_than_they_have_earned(slow: Slow, c
     assert bool(replayed(watch)) == (count > 20), "a run that has earned a replay has made one"
 
 
-def test_the_loss_of_the_first_step_is_examined_without_a_replay(slow: Slow) -> None:
+def test_the_loss_of_the_first_step_is_examined_without_a_replay(slow: Slow, clock: Clock) -> None:
     optimizer = torch.optim.SGD(slow.parameters(), 0.1)
     x, y = torch.randn(16, 6), torch.arange(16) % 3
     with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
         F.cross_entropy(slow(x).softmax(1), y).backward()
         optimizer.step()
-        assert [each.code for each in watch.findings()] == ["loss.softmax_before_cross_entropy"] and slow.calls == 1
+        assert [each.code for each in watch.findings()] == ["loss.softmax_before_cross_entropy"]
+        assert clock.now_s == pytest.approx(1.0)
 
 
 def test_what_found_no_time_is_recorded(slow: Slow) -> None:
@@ -242,7 +253,166 @@ def test_a_model_of_which_steps_are_short_is_examined_early() -> None:
     assert len(set(replayed(watch))) > 4
 
 
-def test_a_trial_that_finds_no_time_is_made_later(slow: Slow) -> None:
+def experiment(name: str, run: Callable[[ReplaySession], Facts], *, steps: float) -> Experiment:
+    return Experiment(name, "first", run, memory=1.0, by_samples=False, steps=steps, value=1.0, latest=math.inf)
+
+
+def examined_by(watch: tw.Watch, *experiments: Experiment) -> None:
+    watch.session.runner._experiments = {each.name: each for each in experiments}
+
+
+def names_in(watch: tw.Watch) -> list[str]:
+    return [e.experiment for e in watch.records if isinstance(e, Examined) and e.experiment in ("long", "short")]
+
+
+@pytest.mark.slow
+def test_the_time_of_an_experiment_that_cannot_be_stopped_is_charged(slow: Slow, clock: Clock) -> None:
+    """Between two instructions of a replay nothing is stopped: what follows waits until the run has earned it."""
+
+    def without_a_replay(session: ReplaySession) -> Facts:
+        clock.now_s += 3.0
+        return {}
+
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        short = experiment("short", lambda session: {}, steps=0.0)
+        examined_by(watch, experiment("long", without_a_replay, steps=0.0), short)
+        steps(slow, optimizer, 1)
+        assert watch.session.budget.spent_s >= 3.0 and names_in(watch) == ["long"], "the next one found no time"
+        steps(slow, optimizer, 95)
+        assert names_in(watch) == ["long"]
+        steps(slow, optimizer, 20)  # 3 % of 116 s
+        assert names_in(watch) == ["long", "short"]
+
+
+@pytest.mark.slow
+def test_an_experiment_that_was_stopped_does_not_hold_up_the_others(slow: Slow) -> None:
+    def for_ever(session: ReplaySession) -> Facts:
+        while True:
+            session.run()
+
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    with tw.watch(slow, optimizer, out=None, quiet=True) as watch:
+        short = experiment("short", lambda session: {}, steps=0.6)
+        examined_by(watch, experiment("long", for_ever, steps=0.5), short)
+        steps(slow, optimizer, 96)
+        assert names_in(watch) == ["short"]
+        assert watch.session.budget.spent_s <= 0.03 * watch.session.budget.trained_s + 1.0
+    assert watch.session.runner.not_run() == ["long"]
+
+
+class Mixed(Slow):
+    """Adds the output of a neighbour to that of each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + out.roll(1, 0)
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["check", "budget"])
+def test_a_check_finds_in_the_first_step_what_the_budget_has_no_time_for(
+    slow: Slow, capsys: Captured, check: bool
+) -> None:
+    model, rows = Mixed(), TensorDataset(torch.randn(256, 6), torch.arange(256) % 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, check=check) as watch:
+        batches = iter(DataLoader(rows, batch_size=16, shuffle=True))
+
+        def step() -> None:
+            x, y = next(batches)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        step()
+        assert [each.code for each in watch.findings()] == ["model.mixes_samples"] * check
+        lines = capsys.readouterr().err.splitlines()
+        assert any(line.startswith("1. warning: model.mixes_samples") for line in lines) == check
+        assert any(line.startswith("check: step 1 was examined in full before the next") for line in lines) == check
+        assert watch.session.budget.spent_s < 1.0, "the check takes nothing of the budget"
+        for _ in range(8):
+            step()
+        assert watch.session.budget.spent_s < 1.0, "later steps keep to the budget"
+
+
+def test_a_check_of_a_healthy_step_says_what_was_examined(slow: Slow, capsys: Captured) -> None:
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    with tw.watch(slow, optimizer, out=None, check=True) as watch:
+        steps(slow, optimizer, 1)
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("examining")]
+        assert watch.session.runner.not_run() == [] and watch.findings() == []
+    assert [line.partition(":")[0].split()[0] for line in lines] == ["check", "diagnosis", "examined"]
+    assert lines[1] == "diagnosis: nothing found" and "1 recorded step, 1 of them replayed" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "said"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), nn.LazyLinear(3), "check: step 2 was examined in full before the next one"),
+        (
+            lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+            nn.Linear(6, 3),
+            "check: step 4 was examined without a replay: ",
+        ),
+    ],
+    ids=["lazy", "lbfgs"],
+)
+def test_a_check_waits_a_little_for_a_step_that_can_be_replayed(
+    make: Any, model: nn.Module, said: str, capsys: Captured
+) -> None:
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    optimizer = make(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    with tw.watch(model, optimizer, out=None, check=True):
+        for _ in range(5):
+            optimizer.step(closure)
+    assert [line.startswith(said) for line in capsys.readouterr().err.splitlines() if line.startswith("check:")] == [
+        True
+    ]
+
+
+def test_a_check_of_a_loop_without_such_a_step_says_so(capsys: Captured) -> None:
+    model = nn.Linear(6, 3)
+    with tw.watch(model, torch.optim.SGD(model.parameters(), 0.1), out=None, check=True):
+        model(torch.randn(4, 6)).sum().backward()
+    assert "check: the loop ended before a step that can be replayed" in capsys.readouterr().err
+
+
+def test_a_check_without_replays_is_refused() -> None:
+    model = nn.Linear(6, 3)
+    with pytest.raises(tw.TrainwrightError, match="check=True replays a step"):
+        tw.watch(model, torch.optim.SGD(model.parameters(), 0.1), out=None, check=True, examine="listen")
+
+
+def test_a_check_leaves_every_bit_as_it_was() -> None:
+    def trained(count: int, *, check: bool) -> list[Any]:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        with tw.watch(model, optimizer, out=None, quiet=True, check=True) if check else nullcontext():
+            steps(model, optimizer, count)
+            moments = [value for state in optimizer.state.values() for value in state.values()]
+            kept = [each.clone() for each in (*model.state_dict().values(), *moments, torch.get_rng_state())]
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            return [*kept, *grads, torch.tensor(random.random()), torch.tensor(np.random.rand())]
+
+    for count in (1, 4):
+        pairs = list(zip(trained(count, check=True), trained(count, check=False), strict=True))
+        assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_trial_that_finds_no_time_is_made_later(slow: Slow, clock: Clock) -> None:
     """A finding is written at once, and again with what its remedy came to."""
     optimizer = torch.optim.SGD(slow.parameters(), 0.1)
     x, y = torch.randn(16, 6), torch.arange(16) % 3
@@ -254,7 +424,7 @@ def test_a_trial_that_finds_no_time_is_made_later(slow: Slow) -> None:
         runner: ExperimentRunner = watch.session.runner
         (found,) = watch.findings()
         assert found.tried == () and runner._trials
-        slow.clock.now_s += 5000.0
+        clock.now_s += 5000.0
         for _ in range(64):
             optimizer.zero_grad()
             F.cross_entropy(slow(x).softmax(1), y).backward()

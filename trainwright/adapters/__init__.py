@@ -26,6 +26,7 @@ class WatchChoices(TypedDict, total=False):
     patience_s: float
     checks: str | OwnCheck | Sequence[str | OwnCheck]
     examine: Literal["budget", "all", "listen"]
+    check: bool
     like: str | Path | None
     profile: bool | int
     layers: bool

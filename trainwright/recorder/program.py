@@ -278,17 +278,38 @@ def _is_users(function: object) -> bool:
 
 
 def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
-    """The tensors in what a model returned, always in the same order: containers, dataclasses, plain objects."""
+    """Return the tensors in what a model returned, always in the same order: containers, dataclasses, plain objects.
+
+    Each container or object within ``depth`` levels is read once, however often it is referenced.
+    """
+    found: list[Tensor] = []
+    _find_tensors(value, depth, found, {})
+    return found
+
+
+def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[int, tuple[object, int]]) -> None:
+    """Append the tensors. ``walked`` holds each object, so that its id stays its own, and the depth it was read to.
+
+    No function inside of ``tensors_of``: one that calls itself is a cycle, which would hold the tensors.
+    """
     if isinstance(value, Tensor):
-        return [value]
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float):
-        return []
+        found.append(value)
+    elif depth and value is not None and not isinstance(value, str | bytes | int | float):
+        _, reached = walked.get(id(value), (None, 0))
+        if reached >= depth:
+            return
+        walked[id(value)] = value, depth
+        for item in _items_of(value):  # a shorter path may lead further; the tensors here were found before
+            if not (reached and isinstance(item, Tensor)):
+                _find_tensors(item, depth - 1, found, walked)
+
+
+def _items_of(value: object) -> Iterable[object]:
+    """What a container or an object holds."""
     if isinstance(value, Mapping):
-        items: Iterable[object] = [value[key] for key in value]
-    elif isinstance(value, list | tuple):
-        items = value
-    elif dataclasses.is_dataclass(value) or type(value).__module__ not in ("builtins", "torch"):
-        items = getattr(value, "__dict__", {}).values()
-    else:
-        items = ()
-    return [tensor for item in items for tensor in tensors_of(item, depth - 1)]
+        return [value[key] for key in value]
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) or type(value).__module__ not in ("builtins", "torch"):
+        return list(getattr(value, "__dict__", {}).values())
+    return ()

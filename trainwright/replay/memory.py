@@ -31,13 +31,9 @@ OF_WEIGHTS = 3
 
 
 class ReplayMemory:
-    """How much memory the replays of a step take. What is measured holds for all steps with inputs of that size.
+    """How much memory the replays of a step take. What is measured holds for all steps with inputs of that size."""
 
-    ``is_capped``: an experiment takes at most MAX_TIMES_OF_STEP of what the step takes, and not all that is free.
-    """
-
-    def __init__(self, *, is_capped: bool = True) -> None:
-        self._is_capped = is_capped
+    def __init__(self) -> None:
         self._of_size: dict[int, int] = {}
         self._free, self._asked_at = 0, 0  # bytes, at the look at which step: to ask takes a millisecond
 
@@ -46,8 +42,12 @@ class ReplayMemory:
         """Whether a step was measured: the first experiment that replays one takes a forward pass more."""
         return bool(self._of_size)
 
-    def rows_for(self, session: ReplaySession, times: float, *, can_be_fewer: bool) -> range | None:
+    def rows_for(
+        self, session: ReplaySession, times: float, *, can_be_fewer: bool, is_capped: bool = True
+    ) -> range | None:
         """The samples of each micro-batch for which ``times`` what the step takes is there; None: all of them.
+
+        ``is_capped``: an experiment takes at most MAX_TIMES_OF_STEP of what the step takes, and not all that is free.
 
         Raises NotReplayable where all are needed, or even two do not fit.
         """
@@ -55,7 +55,7 @@ class ReplayMemory:
         batch = self._of_batch(session)
         if self._asked_at != session.step and times * (batch + weights) > self._free / AMPLE:
             self._asked_at, self._free = session.step, free_bytes(session.replayer.device)
-        cap = max(SMALL_BYTES, MAX_TIMES_OF_STEP * (batch + weights)) if self._is_capped else math.inf
+        cap = max(SMALL_BYTES, MAX_TIMES_OF_STEP * (batch + weights)) if is_capped else math.inf
         room = min(self._free, cap) / times
         if batch + weights <= room:
             return None

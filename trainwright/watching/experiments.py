@@ -78,8 +78,9 @@ class ExperimentRunner:
         self.now_s = budget.clock
         self.replayer = Replayer(subject, names_of(subject))
         self.replayer.deadline = Deadline(budget.clock)
-        self._memory = ReplayMemory(is_capped=not budget.is_lifted)
+        self._memory = ReplayMemory()
         self._done: set[tuple[str, int]] = set()
+        self._stopped: set[str] = set()  # experiments whose time was over
         self._runs: Counter[str] = Counter()
         self._cost_s: dict[str, float] = {}  # of the last time
         self._begin_s = self.now_s()  # of the examination
@@ -153,15 +154,19 @@ class ExperimentRunner:
         self._left_out |= dict.fromkeys(self._standing)
 
     def _due(self, repeats: bool) -> list[str]:
-        """What has not run yet and what was left out, the cheapest first; then what was run least often."""
+        """What has not run yet and what was left out, in the order of ``_waiting``; then what was run least often."""
         waiting = self._waiting()
         checkups = [e.name for e in self._experiments.values() if e.when == "checkup" and e.name not in waiting]
         again = sorted(checkups, key=self._runs.__getitem__) if repeats else []
-        return [*sorted(waiting, key=lambda name: self._experiments[name].rank), *again]
+        return [*waiting, *again]
 
     def _waiting(self) -> list[str]:
-        """What has not run, of itself or as a check requested it, and may still."""
-        return [name for name in self._left() if self._experiments[name].latest >= self._step]
+        """What has not run, by itself or as a check requested it, and still may: the cheapest first.
+
+        What was stopped comes last: the others do not wait until it has the time that it did not end in.
+        """
+        waiting = [name for name in self._left() if self._experiments[name].latest >= self._step]
+        return sorted(waiting, key=lambda name: (name in self._stopped, self._experiments[name].rank))
 
     def _left(self) -> list[str]:
         of_itself = [
@@ -171,7 +176,7 @@ class ExperimentRunner:
 
     def wanted_s(self) -> float:
         """What the next experiment takes that waits for its time; infinite where none does."""
-        following = min(self._waiting(), key=lambda name: self._experiments[name].rank, default=None)
+        following = next(iter(self._waiting()), None)
         return math.inf if following is None else self._predicted_s(following)
 
     def repeated_s(self) -> float:
@@ -247,6 +252,7 @@ class ExperimentRunner:
         if is_whole:
             self._runs[name] += 1
         else:
+            self._stopped.add(name)
             self._done.discard((name, step))
             if name in self._experiments:
                 self._left_out[name] = None
@@ -277,7 +283,12 @@ class ExperimentRunner:
     def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
         if not experiment.steps:  # it replays nothing
             return experiment.run(session)
-        rows = self._memory.rows_for(session, experiment.memory, can_be_fewer=experiment.by_samples)
+        rows = self._memory.rows_for(
+            session,
+            experiment.memory,
+            can_be_fewer=experiment.by_samples,
+            is_capped=not self._budget.is_lifted,
+        )
         with self.replayer.only(rows):
             return experiment.run(session)
 

@@ -53,6 +53,8 @@ from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents, keep_rest
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
+CHECKED_STEPS = 4
+"""Without a step among so many that can be replayed, the check of the first step is made without a replay."""
 LIGHT_SNAPSHOTS = 32
 """Steps between two snapshots where most steps are not recorded in full: the step after each of them is."""
 _URGENT = operator.attrgetter("urgent")
@@ -66,7 +68,8 @@ class WatchOptions:
     (None: all but the packs). ``replays``: whether any step is replayed for them. ``examine``: what the budget
     allows, or everything. ``keeps_last_steps``: they are written to ``bundles`` where something found no time.
     ``is_engine``: the session watches the engine, which leaves updates out itself and says where a step ends.
-    ``finds_spikes``: spikes of the gradient norm are reported.
+    ``finds_spikes``: spikes of the gradient norm are reported. ``check``: the first step that can be replayed is
+    examined without the limits of the budget, and the result is printed before the next step.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -82,6 +85,7 @@ class WatchOptions:
     keeps_last_steps: bool = True
     is_engine: bool = False
     finds_spikes: bool = True
+    check: bool = False
 
 
 class WatchSession:
@@ -147,6 +151,7 @@ class WatchSession:
         self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are not read yet
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self._went_back, self._listens_to_children = -1, False
+        self._is_check_due = options.check
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
         self._blind = next((each for each in reasons if each), None)  # why no step can be replayed
@@ -188,7 +193,7 @@ class WatchSession:
             return
         newest = self._pending[-1][0]
         is_vetoed = "vetoed" in newest.values  # the host knows it, so it has waited already
-        is_bad = self._judge_all_but(0 if is_vetoed else self._late)
+        is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)
         if self.recording.misses_calls:
             self.listen_to_children()
         if is_vetoed:
@@ -223,10 +228,14 @@ class WatchSession:
             self._went_back = step.step  # the next steps can only be replayed from the state after this one
         if has_changed:
             self.runner.begin_again()
-        if self._schedule.wants(
+        wanted = self._schedule.wants(
             step.step, numbers.loss, bad=is_bad, urgent=is_urgent, spiked=has_spiked, changed=has_changed
-        ):
-            self._examine(step.step, "incident" if is_bad else "checkup")
+        )
+        why = "incident" if is_bad else "checkup"
+        if self._is_check_due and self._can_be_checked(step):
+            self._check(step, why)
+        elif wanted:
+            self._examine(step.step, why)
         if is_bad:
             with self.budget.spending():
                 self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
@@ -247,6 +256,28 @@ class WatchSession:
         self._schedule.plan_next(overhead_s, self.runner)
         self._end_replays(self._objects.is_closed)
 
+    def _can_be_checked(self, step: RecordedStep) -> bool:
+        """Whether the step can be replayed, or there is no use in waiting for one that can."""
+        is_last = step.step - self._first_step >= CHECKED_STEPS
+        return step.not_replayable is None or self._blind is not None or is_last
+
+    def _check(self, step: RecordedStep, why: str) -> None:
+        """Examine the step without the limits of the budget, and print the result before the next step."""
+        self._is_check_due = False
+        begin_s = time.perf_counter()
+        with self.budget.lifted():
+            self._examine(step.step, why)
+        took_s = time.perf_counter() - begin_s
+        examination = self.findings_log.examination()
+        reason = step.not_replayable or self._blind
+        if step.step in examination.replayed:
+            self._say(f"check: step {step.step} was examined in full before the next one, in {took_s:.1f} s")
+        else:
+            because = f": {reason}" if reason else ""
+            self._say(f"check: step {step.step} was examined without a replay{because}")
+        for line in (*lines_of(self.findings()), *examination.lines()):
+            self._say(line)
+
     def _note_veto(self, step: RecordedStep) -> None:
         if self._incidents.note_veto(step, self.ring, self._objects):
             self._went_back = step.step
@@ -255,7 +286,7 @@ class WatchSession:
         """Take a snapshot before a step that will be examined, after a rollback, and every few steps."""
         step = self.step
         self._veto.begin()
-        self.recording.careful = is_examined = self._schedule.is_next_due(step)
+        self.recording.careful = is_examined = self._schedule.is_next_due(step) or self._is_check_due
         if self._light.may_be_light(step):
             is_due = step % LIGHT_SNAPSHOTS == 0
         else:
@@ -326,6 +357,8 @@ class WatchSession:
             facts |= self.runner.abandoned(unfinished, self.recording.tape)
             self.findings_log.examined(unfinished.step, facts)
         self._judge_all_but(0)
+        if self._is_check_due:
+            self._say("check: the loop ended before a step that can be replayed")
         folder = self._options.bundles if self._options.keeps_last_steps else None
         with self.budget.spending():
             left_s = self.budget.left_at_end_s

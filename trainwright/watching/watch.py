@@ -264,6 +264,7 @@ def watch(
     patience_s: float = 60.0,
     checks: str | OwnCheck | Sequence[str | OwnCheck] = DEFAULT,
     examine: Examine = "budget",
+    check: bool = False,
     like: str | Path | None = None,
     profile: bool | int = False,
     layers: bool = True,
@@ -302,6 +303,8 @@ def watch(
             far, at most 5 % of the run or 3 s at the end; what found no time is said. ``"all"``: everything is examined
             at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
             ``"listen"``: no step is replayed.
+        check: Examine the first step in full, however long that takes, and print the result before the second step
+            (docs/watch.md). ``tw.check`` examines data and loss as objects, and needs no loop.
         like: Folder of a healthy run of the same or a similar program. What held there and does not hold here is a
             finding with both values: order of calls, modes, shapes, which weights change, losses
             (docs/concepts/doctor.md).
@@ -316,10 +319,19 @@ def watch(
 
     Raises:
         UsageError: For what cannot be watched.
+
+    Example:
+        >>> with tw.watch(model, optimizer, loader=loader, check=True):
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         F.cross_entropy(model(x), y).backward()
+        ...         optimizer.step()
     """
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
     require_policy("on_spike", on_spike)
     require_choice("examine", examine, ("budget", "all", "listen"))
+    if check and examine == "listen":
+        raise UsageError('watch: check=True replays a step, and examine="listen" none', remedy="leave out one of them")
     roots = _several(model, nn.Module, "model")
     for root in roots:
         require_python(root)
@@ -357,7 +369,7 @@ def watch(
         held_bytes = memory_bytes or enough_bytes(roots)
         nonfinite = "observe" if are_foreign else on_nonfinite  # no update of theirs can be left out
         return WatchOptions(
-            nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *chosen, examine != "listen", examine
+            nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *chosen, examine != "listen", examine, check=check
         )
 
     return Watch(

@@ -21,8 +21,10 @@ from trainwright.state.names import named_parameters
 from trainwright.state.shards import divides_layers
 from trainwright.state.snapshot import LiveObjects
 
-EARLY, EVERY, RARELY = (1, 2, 3, 4, 6, 8, 12), 16, 64
-"""Steps that every rank reports; then every 16th, after 512 every 64th: known to all without an exchange."""
+EARLY, EVERY, RARELY = (1, 2, 3, 4, 6, 8, 12, 24), 16, 64
+"""Steps that every rank reports; also every 16th, after 512 every 64th: known to all without an exchange. Steps 12, 16
+and 24 are the first three rows of at least 4 steps each, which show a straggler.
+"""
 ALWAYS, MAX_FRACTION = 64, 0.01
 """After so many updates checksums of the weights are kept until the next one; then for this fraction of the time."""
 
