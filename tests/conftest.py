@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from tests import forked, house
+from trainwright.recorder import hooks
+from trainwright.recorder.listener import listeners
 from trainwright.world.memory import give_back
 
 STARTED: list[str] = []
@@ -86,6 +88,16 @@ def no_memory_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 def one_thread() -> None:
     """Before each test: a run that was tested before may have set another number."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_watch_open() -> Iterator[None]:
+    """One would hear what all tests after it do."""
+    yield
+    left = [type(each).__name__ for each, _ in listeners]
+    if left:
+        hooks.stop_all()
+    assert left == [], "end the watch, or the session of the engine"
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -21,13 +23,18 @@ from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.watching import budget
 from trainwright.watching.engine import EngineObserver, EngineSession
 
+Session: TypeAlias = tuple[EngineSession, tw.TrainState, list[Record]]
 
-def session() -> tuple[EngineSession, tw.TrainState, list[Record]]:
+
+@pytest.fixture
+def session() -> Iterator[Session]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01))
     written: list[Record] = []
-    return EngineSession(state, write=written.append), state, written
+    watched = EngineSession(state, write=written.append)
+    yield watched, state, written
+    watched.leave()
 
 
 def batch(step: int, label: int = 0) -> StepBatch:
@@ -42,30 +49,30 @@ def train(watched: EngineSession, state: tw.TrainState, steps: int) -> StepFn:
     return advance
 
 
-def test_a_run_without_a_step_has_no_finding() -> None:
-    watched, _, written = session()
+def test_a_run_without_a_step_has_no_finding(session: Session) -> None:
+    watched, _, written = session
     watched.end(None)
     assert written == [] and watched.findings_log.findings() == []
 
 
-def test_a_run_whose_steps_do_not_fit_into_the_recorder_ends_well() -> None:
-    watched, state, written = session()
+def test_a_run_whose_steps_do_not_fit_into_the_recorder_ends_well(session: Session) -> None:
+    watched, state, written = session
     watched.ring.budget_bytes = 300
     train(watched, state, 6)
     watched.end(None)
     assert len(watched.ring.steps) == 0 and not any(isinstance(each, Found) for each in written)
 
 
-def test_where_no_copy_of_the_state_fits_the_run_goes_on() -> None:
-    watched, state, written = session()
+def test_where_no_copy_of_the_state_fits_the_run_goes_on(session: Session) -> None:
+    watched, state, written = session
     state.optimizer.param_groups[0]["table"] = torch.zeros(1).expand(2**50)  # four million GiB, if it is copied
     train(watched, state, 6)
     watched.end(None)
     assert not watched.ring.snapshots and [each.step for each in written if isinstance(each, Watched)] == [*range(1, 7)]
 
 
-def test_a_state_that_is_larger_than_the_recorder_is_not_copied_first() -> None:
-    watched, state, _ = session()
+def test_a_state_that_is_larger_than_the_recorder_is_not_copied_first(session: Session) -> None:
+    watched, state, _ = session
     watched.ring.budget_bytes = 100
     state.optimizer.param_groups[0]["table"] = torch.zeros(1).expand(2**50)  # to copy it would raise
     train(watched, state, 2)
@@ -73,8 +80,8 @@ def test_a_state_that_is_larger_than_the_recorder_is_not_copied_first() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_of_a_step_that_raised_the_operation_is_named(steps: int) -> None:
-    watched, state, written = session()
+def test_of_a_step_that_raised_the_operation_is_named(session: Session, steps: int) -> None:
+    watched, state, written = session
     advance = train(watched, state, steps)
     with pytest.raises(IndexError) as raised:
         advance(state, batch(steps + 1, label=7))
@@ -83,9 +90,9 @@ def test_of_a_step_that_raised_the_operation_is_named(steps: int) -> None:
     assert unfinished.step == steps + 1 and "cross_entropy" in unfinished.values["failed"]["op"]
 
 
-def test_the_last_look_is_made_though_the_step_that_raised_cannot_be_run_again() -> None:
+def test_the_last_look_is_made_though_the_step_that_raised_cannot_be_run_again(session: Session) -> None:
     """The model has another module since: nothing can be restored."""
-    watched, state, written = session()
+    watched, state, written = session
     advance = train(watched, state, 3)
     state.model.register_module("late", nn.Linear(1, 1))
     with pytest.raises(IndexError) as raised:
@@ -95,9 +102,9 @@ def test_the_last_look_is_made_though_the_step_that_raised_cannot_be_run_again()
     assert [each for each in written[before:] if isinstance(each, Examined)]
 
 
-def test_no_batch_is_held_in_shared_memory() -> None:
+def test_no_batch_is_held_in_shared_memory(session: Session) -> None:
     """A worker's batch is there, and each of its tensors keeps a file open: of a long accumulation too many."""
-    watched, state, _ = session()
+    watched, state, _ = session
     advance = watched.around(tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness))
     x, y = (tensor.share_memory_() for tensor in batch(1).micro[0].data)
     before = x.clone()
@@ -108,15 +115,15 @@ def test_no_batch_is_held_in_shared_memory() -> None:
     assert watched.ring.steps_to(1) is not None, "it is still the batch that was trained on"
 
 
-def test_a_step_is_held_with_its_samples() -> None:
-    watched, state, _ = session()
+def test_a_step_is_held_with_its_samples(session: Session) -> None:
+    watched, state, _ = session
     train(watched, state, 2)
     step: RecordedStep = watched.ring.steps[-1]
     assert [list(ids or ()) for ids in step.ids] == [list(range(16, 24))]
 
 
-def test_an_observer_that_is_closed_twice_prints_its_findings_once(tmp_path: Path) -> None:
-    _, state, _ = session()
+def test_an_observer_that_is_closed_twice_prints_its_findings_once(session: Session, tmp_path: Path) -> None:
+    _, state, _ = session
     said: list[str] = []
     observer = EngineObserver(state, folder=RunFolder.create(tmp_path, "run"), say=said.append)
     advance = observer.around(tw.make_step(nn.CrossEntropyLoss(), witness=observer.witness))
@@ -191,8 +198,8 @@ def test_a_step_that_is_examined_is_recorded_while_it_trains() -> None:
 
 
 @pytest.mark.usefixtures("no_time")
-def test_a_step_that_raises_while_it_is_recorded_leaves_no_hook_behind() -> None:
-    watched, state, _ = session()
+def test_a_step_that_raises_while_it_is_recorded_leaves_no_hook_behind(session: Session) -> None:
+    watched, state, _ = session
     advance = watched.around(tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness))
     with pytest.raises(IndexError) as raised:
         advance(state, batch(1, label=7))

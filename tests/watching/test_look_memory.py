@@ -7,6 +7,7 @@ import json
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import cast
 
 import pytest
@@ -60,18 +61,15 @@ def train(model: Marking, steps: int, *, watching: bool = True) -> tuple[tw.Watc
     x, y = torch.randn(16, 8), torch.randint(3, (16,))
     alive = []
     watch = tw.watch(model, optimizer, out=None, quiet=True)
-    if watching:
-        watch.__enter__()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model.is_live = True
-        F.cross_entropy(model(x.clone()), y).backward()
-        model.is_live = False
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        alive.append(len(model.alive))
-    if watching:
-        watch.__exit__(None, None, None)
+    with watch if watching else nullcontext():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model.is_live = True
+            F.cross_entropy(model(x.clone()), y).backward()
+            model.is_live = False
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            alive.append(len(model.alive))
     return watch, alive
 
 
@@ -80,6 +78,26 @@ def test_a_look_leaves_no_graph_behind() -> None:
     watch, alive = train(Marking(), 6)
     looked_at = {each.step for each in watch.records if isinstance(each, Examined)}
     assert {1, 2, 3, 4, 6} <= looked_at and alive == [0] * 6
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_another_loop_within_a_step_leaves_nothing_behind() -> None:
+    """As of a probe that is trained on the model between two steps: its losses are not those of the watched loop."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 3), Marking()
+    optimizer, others = (torch.optim.AdamW(each.parameters(), 1e-3) for each in (model, other))
+    held = []
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(20):
+            x, y = torch.randn(16, 8), torch.randint(3, (16,))
+            each, its = (model, optimizer) if step in (0, 1, 19) else (other, others)
+            its.zero_grad()
+            F.cross_entropy(each(x), y).backward()
+            its.step()
+            tape = watch.session.recording.tape
+            held.append((len(other.alive), len(tape.operations), tape.num_bytes))
+    assert watch.step == 3 and watch.session.failures == []
+    assert held[3:19] == [held[3]] * 16 and held[3][0] == 0
 
 
 @pytest.mark.usefixtures("no_collector")

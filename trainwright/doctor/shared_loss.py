@@ -31,6 +31,11 @@ def calls(run: RunContext) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
             yield step, facts, call
 
 
+def over_most_steps(run: RunContext) -> LossFacts | None:
+    """The newest facts of those that cover most steps: live ones. A replay, which covers one step, may be newer."""
+    return max((facts for _, facts in reversed(run.every(LossFacts))), key=lambda each: each.steps, default=None)
+
+
 def where_of(call: MeasuredLoss, module: str | None = None) -> Where:
     """The place of a call. ``module`` instead of the module that makes it."""
     op = None if call.op in ("squared error", "absolute error", "entropy", "cosine similarity") else call.op

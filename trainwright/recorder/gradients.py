@@ -113,6 +113,7 @@ class GradientRecorder(Listener):
         self._is_foreign = not any(map(self._is_ours, losses))
         self.saw_others = self.saw_others or self._is_foreign
         if self._is_foreign:
+            self.tape.drop_dead()
             return
         self._retains = bool(options.get("retain_graph"))
         self.current.program += self.tape.operations

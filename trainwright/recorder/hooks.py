@@ -197,17 +197,19 @@ _patches = _Patches()
 _changing = threading.Lock()
 
 
+def stop_all() -> None:
+    """Removes all listeners, as in a process that is forked, and unpatches torch's classes."""
+    for listener, _ in listeners:
+        listener.on_forked()
+    listeners.clear()
+    sort_listeners()
+    _patches.exit()
+
+
 @functools.cache
 def _forget_in_forks() -> None:
-    def forget() -> None:
-        for listener, _ in listeners:
-            listener.on_forked()
-        listeners.clear()
-        sort_listeners()
-        _patches.exit()
-
     if hasattr(os, "register_at_fork"):  # no other system forks
-        os.register_at_fork(after_in_child=forget)
+        os.register_at_fork(after_in_child=stop_all)
 
 
 _updates = Updates()

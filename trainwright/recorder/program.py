@@ -192,9 +192,9 @@ class RecordedStep:
         return [kind for kind, _ in self.events]
 
 
-def alive(program: list[Instruction]) -> list[Instruction]:
-    """The program without operations that no loss is made of: accuracies, logs."""
-    needed: set[int] = set()
+def alive(program: list[Instruction], slots: Iterable[int] = ()) -> list[Instruction]:
+    """The program without operations that neither a loss nor one of these ``slots`` is made of: accuracies, logs."""
+    needed = set(slots)
     kept: list[Instruction] = []
 
     def need(value: object) -> None:

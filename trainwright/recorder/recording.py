@@ -60,6 +60,7 @@ class LoopRecorder(GradientRecorder):
         self._call: Call | None = None
         self._begin_step(first_step)
         self._stepped: set[int] = set()
+        self._was_taping = False  # when an optimizer that is not ours began its update
         self._last_lines: list[list[str]] | None = None
         self._ended_s = time.perf_counter()
 
@@ -137,6 +138,8 @@ class LoopRecorder(GradientRecorder):
             return
         if optimizer not in self.optimizers:
             self._happened("other_step", len(self._numbers_of(owned_by(optimizer))))
+            self._was_taping = self.tape.pushed
+            self.tape.stop()  # the update of another loop
             return
         index = self.optimizers.index(optimizer)
         self._edits = self._edits or self._are_edited()
@@ -176,6 +179,9 @@ class LoopRecorder(GradientRecorder):
                 if isinstance(last, OptimizerStep):
                     last.left = sums_of(self.parameters)
             self._one_stepped(optimizer)
+        elif self._was_taping:
+            self._was_taping = False
+            self.tape.start()
 
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
         if optimizer in self.optimizers and not stepped:

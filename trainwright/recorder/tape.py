@@ -16,7 +16,17 @@ from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_users_modes
 from trainwright.recorder.plain_tensors import num_bytes as bytes_of
 from trainwright.recorder.plain_tensors import version_of
-from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
+from trainwright.recorder.program import (
+    Autocast,
+    Constant,
+    Instruction,
+    Operation,
+    Slot,
+    alive,
+    constants_of,
+    mapped,
+    tensors_of,
+)
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
@@ -220,6 +230,17 @@ class Tape(PausableMode):
             for operation in self._made_off.pop(number):
                 operation.with_grad = True
         return number
+
+    def drop_dead(self) -> None:
+        """Drops the operations whose results are gone: no loss can be made of them any more."""
+        self._slots = {key: known for key, known in self._slots.items() if known[0]() is not None}
+        kept = alive(self.operations, {number for _, number in self._slots.values()})
+        left = set(map(id, kept))
+        for each in self.operations:
+            if isinstance(each, Operation) and id(each) not in left:
+                held = [c.tensor for c in constants_of((each.args, each.kwargs)) if not c.was_cut]
+                self.num_bytes -= sum(bytes_of(t) for t in held if t.numel() > SMALL and not t.requires_grad)
+        self.operations = kept
 
     def forget(self) -> None:
         """Drops all tensors."""

@@ -97,6 +97,7 @@ class LossFacts:
         rivals: There are several models or optimizers.
         maximizes: The optimizers have ``maximize=True``.
         reached: Parameters with a gradient.
+        steps: Examined steps that they cover; of a replay one.
     """
 
     experiment: ClassVar[str] = "loss"
@@ -108,6 +109,7 @@ class LossFacts:
     rivals: bool = False
     maximizes: bool = False
     reached: int = 1
+    steps: int = 1
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,13 @@ class LossCalls:
         self._stepped: set[int] = set()
         self._useful: set[tuple[str, str | None]] = set()
         self.drawn = False
-        self.begin_step()
+        self.steps = 0
+        self._signs_now: set[tuple[str, str, str | None]] = set()
+        self._numbers: dict[Hashable, int] = {}
+        self._forget()
 
-    def begin_step(self) -> None:
-        """Forgets the tensors of the step before."""
+    def _forget(self) -> None:
+        """Drops all tensors."""
         self._kept: dict[int, Tensor] = {}  # so that no id is used again
         self._raised: set[int] = set()
         self._residuals: dict[int, tuple[Tensor, Tensor]] = {}
@@ -118,15 +121,19 @@ class LossCalls:
         self._origins: dict[int, frozenset[int]] = {}  # of what has no graph: the first such tensors it is made of
         self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
         self._idle: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []  # terms without a graph
-        self._numbers: dict[Hashable, int] = {}
-        self._signs_now: set[tuple[str, str, str | None]] = set()
+
+    def end_backward(self) -> None:
+        """Drops the tensors behind a loss whose gradients are made, with their graphs."""
+        self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
+        self._forget()
 
     def end_step(self) -> None:
         """Counts the mistakes that the step has shown, and forgets its tensors."""
-        self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
+        self.end_backward()
         for each in self._signs_now:
             self._signs[each] = self._signs.get(each, 0) + 1
-        self.begin_step()
+        self.steps += 1
+        self._signs_now, self._numbers = set(), {}
 
     # what is called
 
@@ -524,6 +531,10 @@ class LossListener(Probe):
         if self._tape.listener is not None and self._step < ALWAYS:
             self._found.on_backward(losses)
 
+    def on_gradients(self) -> None:
+        if self._tape.listener is not None:
+            self._found.end_backward()
+
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if self._tape.listener is not None and self._step < ALWAYS:
             self._found.on_step(owned_by(optimizer))
@@ -568,6 +579,7 @@ def facts_of(found: LossCalls, subject: LiveObjects, terms: int, reached: int) -
         rivals=len(subject.roots) > 1 or len(subject.optimizers) > 1,
         maximizes=any(group.get("maximize") for each in subject.optimizers for group in each.param_groups),
         reached=reached,
+        steps=max(1, found.steps),
     )
 
 

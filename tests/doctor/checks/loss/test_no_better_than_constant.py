@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.doctor.checks import calls
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 
 pytestmark = pytest.mark.slow
 CODE = "loss.no_better_than_constant"
@@ -28,3 +30,12 @@ def test_found(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", HEALTHY)
 def test_silent(loss: Loss) -> None:
     assert CODE not in codes(loss, steps=96)
+
+
+def test_a_replay_does_not_hide_what_was_measured_live() -> None:
+    rows = tuple((2.0 + 0.01 * (n % 2), 2.0, 2.0) for n in range(8))
+    live = LossFacts(given=(MeasuredLoss("cross_entropy", steps=30, rows=rows),), steps=30)
+    replayed = LossFacts(given=(MeasuredLoss("cross_entropy", rows=rows[:1]),))
+    losses = tuple(2.0 + 0.01 * (n % 2) for n in range(200))
+    assert calls.fires(CODE, (192, live), (200, replayed), made=calls.steps(losses=losses))
+    assert not calls.fires(CODE, (200, replayed), made=calls.steps(losses=losses))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.doctor.checks import calls
 from tests.doctor.checks.loops import made_of, requested
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
@@ -126,11 +127,21 @@ def test_routers(course: Sequence[float], found: bool) -> None:
     assert fires("model.router_collapse", *enumerate(looks, 1)) == found
 
 
-@pytest.mark.parametrize(("course", "found"), [((10, 40, 200, 500), True), ((2, 4, 8, 12), False)])
-def test_scores_that_grow(course: Sequence[float], found: bool) -> None:
-    seen = [AttentionFacts(highest=each, spread=2.0, evenness=0.5, off=0.0) for each in course]
-    looks = [LayersFacts(attention={"a": each}) for each in seen]
-    assert fires("model.attention_logit_growth", *enumerate(looks, 1)) == found
+@pytest.mark.parametrize(
+    ("course", "evenness", "falls", "found"),
+    [
+        ((10, 40, 200, 500), 0.05, False, True),
+        ((10, 40, 200, 500), 0.05, True, False),
+        ((10, 40, 200, 500), 0.5, False, False),
+        ((2, 4, 8, 12), 0.05, False, False),
+    ],
+    ids=["one key a row", "while the loss falls", "large scores of many keys", "small scores"],
+)
+def test_scores_that_grow(course: Sequence[float], evenness: float, falls: bool, found: bool) -> None:
+    seen = [AttentionFacts(highest=each, spread=2.0, evenness=evenness, off=0.0) for each in course]
+    looks = enumerate((LayersFacts(attention={"a": each}) for each in seen), 1)
+    losses = tuple(2.0 - 0.01 * n * falls + 0.02 * (n % 2) for n in range(64))
+    assert bool(calls.fires("model.attention_logit_growth", *looks, made=calls.steps(losses=losses))) == found
 
 
 def test_strong_dropout() -> None:

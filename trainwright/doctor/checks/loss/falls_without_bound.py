@@ -9,7 +9,7 @@ from statistics import fmean
 
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.shared_loss import over_most_steps
 
 MIN_STEPS, TIMES = 32, 20.0
 """Recorded steps; how far below 0 the loss is at the end, in the largest size that it had in the first eighth."""
@@ -35,7 +35,7 @@ def falls_without_bound(run: RunContext) -> Iterator[Result]:
 
     Fix: write the loss as a sum of what is to become small, and bound what is to become large by a margin.
     """
-    facts = run.latest(LossFacts)
+    facts = over_most_steps(run)
     if facts is not None and (facts.rivals or facts.drawn):
         yield NotApplicable("several models, or samples that the model draws")
         return

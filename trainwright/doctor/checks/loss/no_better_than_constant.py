@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.doctor.shared_loss import where_of
+from trainwright.doctor.shared_loss import over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
 MIN_STEPS, MIN_ROWS = 60, 4
@@ -41,7 +41,7 @@ def no_better_than_constant(run: RunContext) -> Iterator[Result]:
     Fix: look at inputs and targets of one batch side by side as they go into model and loss; then train on that batch
     alone, until the loss is near 0.
     """
-    facts = run.latest(LossFacts)
+    facts = over_most_steps(run)
     if facts is None or not run.finished or run.last_step < MIN_STEPS:
         return
     if facts.rivals or facts.drawn:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.shared_loss import over_most_steps
 from trainwright.runlog.records import Where
 
 MIN_STEPS = 3
@@ -38,7 +39,7 @@ def term_without_gradient(run: RunContext) -> Iterator[Result]:
 
     Sources: LixiangHan/GANs-for-1D-Signal#7, junyanz/pytorch-CycleGAN-and-pix2pix#1201, nikhilsinghmus/image2reverb#37.
     """
-    facts = run.latest(LossFacts)
+    facts = over_most_steps(run)
     for sign in facts.signs if facts is not None else ():
         if sign.kind in WORDS and sign.steps >= MIN_STEPS:
             yield run.finding(

@@ -8,7 +8,7 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_loss import where_of
+from trainwright.doctor.shared_loss import over_most_steps, where_of
 
 MIN_STEPS, COMPARED = 6, 3
 """Examined steps, and the first and the last of them whose losses are compared."""
@@ -42,7 +42,7 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
 
     Fix: drop the minus, or `maximize=True`.
     """
-    facts = run.latest(LossFacts)
+    facts = over_most_steps(run)
     known = [each for _, one in run.every(LossFacts) for each in one.given if each.wants]
     if facts is None or not known:
         yield NotApplicable("no loss function that is bounded below")

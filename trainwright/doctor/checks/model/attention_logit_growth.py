@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.finding import in_words
+from trainwright.doctor.trend import still_falls
 from trainwright.runlog.records import Where
+
+MAX_EVENNESS = 0.2
+"""Entropy of attention weights, as a fraction of that of equal weights, below which each row attends to few keys."""
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
@@ -17,8 +21,11 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
 
     Why it matters: a softmax at 0 and 1 has no gradient; the loss spikes hundreds of steps later.
 
-    How it is detected: the largest score of every attention in the steps that are looked at: above 50, four times the
-    first, and higher in each of the last three.
+    How it is detected: the largest score of an attention is above 50, four times the first, and higher in each of the
+    last three examined steps; the entropy of its weights is below 0.2 of that of equal weights; and the loss does not
+    fall.
+
+    Exceptions: the loss still falls, so the sharp attention does no harm yet.
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 
@@ -35,6 +42,11 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
         high = [each.highest for each in history]
         if len(high) < 3 or high[-1] < max(50, 4 * high[0]) or not high[-3] < high[-2] < high[-1]:
             continue
+        if now.evenness > MAX_EVENNESS:
+            continue
+        if still_falls(run):
+            yield NotApplicable(f"the largest score is {high[-1]:.3g}, and the loss still falls")
+            return
         unscaled = looks[0][0] <= 2 and history[0].spread > 1.5
         yield run.finding(
             step,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.shared_loss import over_most_steps
 from trainwright.runlog.records import Where
 
 
@@ -23,7 +24,7 @@ def advantage_not_detached(run: RunContext) -> Iterator[Result]:
 
     Sources: astariul/encode-attend-navigate-pytorch#2, keras-team/keras-io#194.
     """
-    facts = run.latest(LossFacts)
+    facts = over_most_steps(run)
     for sign in facts.signs if facts is not None else ():
         if sign.kind == "advantage":
             yield run.finding(

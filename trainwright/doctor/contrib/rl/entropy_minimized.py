@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import where_of
+from trainwright.doctor.shared_loss import over_most_steps, where_of
 
 MIN_STEPS = 6
 """Examined steps in which the entropy is minimized."""
@@ -28,7 +28,7 @@ def entropy_minimized(run: RunContext) -> Iterator[Result]:
 
     Sources: nebuly-ai/optimate PR 250, rlworkgroup/garage#628.
     """
-    facts = run.latest(LossFacts)
+    facts = over_most_steps(run)
     for call in facts.given if facts is not None and facts.drawn else ():
         if call.op == "entropy" and call.wants == -1 and call.steps >= MIN_STEPS:
             yield run.finding(
