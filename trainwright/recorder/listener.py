@@ -30,8 +30,11 @@ class Listener:
     """Of the first listener of a group: forward calls that the thread is in."""
 
     def fail(self, error: Exception) -> None:
-        """Called with what a method has raised; after it no method is called."""
-        self.failed = error
+        """Called with what a method has raised; after it no method is called.
+
+        The traceback is dropped: its frames hold the tensors of the call, of which the activations are the largest.
+        """
+        self.failed = error.with_traceback(None)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
@@ -102,6 +105,9 @@ class Listener:
 
     def on_warning(self, kind: str, text: str, source: str) -> None:
         """A warning is shown; ``source`` is the line of the user's code that it came from."""
+
+    def on_begun_again(self) -> None:
+        """The step begins again because it ran out of memory. What was reported of its first try does not count."""
 
     def on_forked(self) -> None:
         """In a process that was forked: there nothing is heard any more."""

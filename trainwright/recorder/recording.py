@@ -233,8 +233,7 @@ class LoopRecorder(GradientRecorder):
         self._closed(done)
         self._ended_s, self._fetched.waited_s = time.perf_counter(), 0.0
 
-    def begin_again(self) -> None:
-        """The step so far is dropped: it ran out of memory, and nothing of that try is held."""
+    def on_begun_again(self) -> None:
         self.tape.stop()
         self.tape.forget()
         self.tape.num_bytes, self.tape.failed = 0, None
