@@ -126,12 +126,8 @@ def tell(event: str, *arguments: object) -> None:
     """Calls the methods of this thread's listeners that hear ``event``."""
     thread = threading.get_ident()
     methods = _methods.get((thread, event))
-    if methods is None or thread in _muted:
-        return
-    if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
+    if methods is not None and thread not in _muted:
         call_each(methods, *arguments)
-        return
-    _call(methods, arguments)
 
 
 def call_each(methods: Methods, *arguments: object) -> None:
@@ -142,12 +138,8 @@ def call_each(methods: Methods, *arguments: object) -> None:
     """
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         with without_users_modes():
-            _call(methods, arguments)
+            call_each(methods, *arguments)
         return
-    _call(methods, arguments)
-
-
-def _call(methods: Methods, arguments: tuple[object, ...]) -> None:
     outer, inside.listeners = inside.listeners, True
     try:
         for listener, call in methods:
@@ -220,12 +212,6 @@ class CallDepth(threading.local):
 
     backward = grad = schedule = objects = 0
     listeners = False
-
-    def enter(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) + 1)
-
-    def leave(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) - 1)
 
 
 inside = CallDepth()

@@ -142,7 +142,9 @@ class LoopRecorder(GradientRecorder):
         self._edits = self._edits or self._are_edited()
         if self._edits:  # seen once: from then on in every step
             self.current.values["edited"] = True
-        if self._carried.is_made_anew(index, owned_by(optimizer), self._has_backward()):
+        has_backward = self._has_backward()
+        may_differ = self._carried.left or not has_backward
+        if may_differ and self._carried.is_made_anew(index, owned_by(optimizer), has_backward):
             self.current.values.setdefault("made_anew", []).append(index)
         norm = self._norm_left_by_clip()
         groups = [hyperparameters(group) for group in optimizer.param_groups]

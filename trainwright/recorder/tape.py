@@ -179,15 +179,10 @@ class Tape(PausableMode):
             self.leaves = True
         else:
             self.num_bytes += bytes_of(leaf)
-            if type(leaf) is Tensor:
-                leaf = self._private(leaf)
+            if type(leaf) is Tensor and is_of_worker(leaf):
+                self._has_workers = True
+                leaf = self._copies.of(leaf)
         return Constant(leaf, version_of(leaf))
-
-    def _private(self, leaf: Tensor) -> Tensor:
-        if not is_of_worker(leaf):
-            return leaf
-        self._has_workers = True
-        return self._copies.of(leaf)
 
     def slots(self, made: Iterable[Tensor]) -> list[int]:
         """New slots for tensors that the program made."""

@@ -18,8 +18,13 @@ class TensorNotes(Generic[T]):
         self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def __setitem__(self, tensor: Tensor, note: T) -> None:
-        notes, key = self._notes, id(tensor)
-        notes[key] = weakref.ref(tensor, lambda _: notes.pop(key, None)), note
+        key, weak_self = id(tensor), weakref.ref(self)  # without a cycle, in which notes that are tensors would live on
+
+        def drop(_: weakref.ref[Tensor]) -> None:
+            if (notes := weak_self()) is not None:
+                notes._notes.pop(key, None)
+
+        self._notes[key] = weakref.ref(tensor, drop), note
 
     def __contains__(self, tensor: object) -> bool:
         return id(tensor) in self._notes

@@ -24,6 +24,7 @@ from trainwright.doctor.facts.layers import (
 from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.doctor.measure.running import RunningStatistics
+from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_modes
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.probes import WatchedObjects
@@ -59,7 +60,7 @@ class _Functions(PausableMode):
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = function(*args, **(kwargs or {}))
-        if self.running and not torch.compiler.is_compiling():
+        if self.running and not inside.listeners and not torch.compiler.is_compiling():
             self.running = False  # what the listener computes is not the model's
             try:
                 self._listener(function_name(function), args, kwargs or {}, result)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import terms_of
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects
+from trainwright.state.transforms import innermost_transform
 
 ALWAYS, OFTEN, OFTEN_EVERY, LATER, LATER_EVERY, EVERY = 8, 64, 4, 256, 16, 64
 """Every step is examined until step 8, every 4th until step 64, every 16th until step 256, then every 64th."""
@@ -70,6 +71,8 @@ SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions of one value that keep the name of a term."""
 Row: TypeAlias = dict[str, Tensor]
+_MADE = "trainwright_made"
+"""In the metadata of a node of the graph that made a scalar: the function that was called, and its line."""
 
 
 @dataclass
@@ -115,7 +118,6 @@ class LossCalls:
         self._probabilities: TensorNotes[str | None] = TensorNotes()
         self._count = itertools.count()
         self._source: TensorNotes[int] = TensorNotes()  # of softmax, exp, ...: the number of what it was computed of
-        self._made: dict[Node, tuple[str, str | None]] = {}  # scalars: the function that made them, and its line
         self._without_graph: TensorNotes[str | None] = TensorNotes()  # scalars: what made them; None: detached
         self._origins: TensorNotes[frozenset[int]] = TensorNotes()  # of what has no graph: the first it is made of
         self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
@@ -238,7 +240,8 @@ class LossCalls:
         if self._slot_of is None:
             return
         if result.grad_fn is not None:
-            self._made[result.grad_fn] = plain, self._line()
+            metadata = cast("dict[str, object]", result.grad_fn.metadata)  # not by node: that would hold the graph
+            metadata[_MADE] = plain, self._line()
         if plain in SUMS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
                 op = self._without_graph.get(each)
@@ -393,8 +396,9 @@ class LossCalls:
         for node in waiting:  # grows while it is walked
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
                 waiting += [following for following, _ in node.next_functions]
-            elif node in self._made and len(self._reach) < MAX_CALLS:
-                self._reach.append((self._made[node], leaves_behind(node)))
+            elif node is not None and _MADE in node.metadata and len(self._reach) < MAX_CALLS:
+                made = cast("tuple[str, str | None]", node.metadata[_MADE])
+                self._reach.append((made, leaves_behind(node)))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """An optimizer updates these."""
@@ -524,6 +528,8 @@ class LossListener(Probe):
         tape.listener = self._on_function
 
     def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if innermost_transform():  # tensors of torch.func have no values
+            return
         try:
             self._found.on_function(name, args, kwargs, result)
         except Exception as error:
