@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import forked
+from trainwright.recorder.hooks import listening
+from trainwright.recorder.probes import Probe
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, _size_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.runlog.records import Examined
@@ -209,3 +211,43 @@ def test_each_experiment_takes_what_was_foretold_at_most_and_gives_it_back() -> 
     assert len({name for name, *_ in peaks}) > 10
     assert [row for row in peaks if row[1] > row[3] + NOISE_BYTES] == []
     assert [row for row in peaks if row[2] > NOISE_BYTES] == []
+
+
+def test_activations_are_freed_where_a_listener_fails(no_collector: None) -> None:
+    """A listener that runs out of memory must not hold what it was called with."""
+
+    class Failing(Probe):
+        name = "failing"
+
+        def on_output(self, root: nn.Module, output: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model = Marking()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        with listening([failing := Failing()], [model]):
+            F.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+        assert isinstance(failing.failed, torch.OutOfMemoryError)
+        assert len(model.alive) == 0
+        assert watch.session.failures == []
+
+
+def test_a_micro_batch_is_freed_before_the_next(no_collector: None) -> None:
+    """Measurements of layers and losses hold no tensors of the micro-batches before."""
+    model = Marking()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    alive: list[int] = []
+
+    def backward() -> weakref.ref[Tensor]:
+        logits = model(torch.randn(16, 8)).view(-1, 3)
+        loss = F.nll_loss(F.log_softmax(logits, 1), torch.randint(3, (16,)))
+        (loss + (logits - torch.randn(16, 3)).square().mean()).backward()  # type: ignore[no-untyped-call]
+        return weakref.ref(logits)
+
+    with tw.watch(model, optimizer, out=None, quiet=True):
+        for _ in range(3):
+            held = [backward() for _ in range(3)]
+            alive.append(sum(each() is not None for each in held))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert alive == [0, 0, 0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+_TRAINING, _REQUIRES_GRAD = operator.attrgetter("training"), operator.attrgetter("requires_grad")
 
 
 class CallState:
@@ -19,8 +22,7 @@ class CallState:
 
     def modes_and_wanted(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """``training`` of every module, ``requires_grad`` of every parameter."""
-        modes = tuple([module.training for module in self.modules])
-        wanted = tuple([p.requires_grad for p in self._parameters])
+        modes, wanted = tuple(map(_TRAINING, self.modules)), tuple(map(_REQUIRES_GRAD, self._parameters))
         if modes != self._last_modes:
             self._last_modes = modes
         if wanted != self._last_wanted:

@@ -33,11 +33,12 @@ class CarriedGradients:
 
     def __init__(self) -> None:
         self._used: dict[int, Versions] = {}  # of each optimizer that steps without a backward pass before it
-        self._left: dict[int, Tensor] = {}
+        self.left: dict[int, Tensor] = {}
+        """Copies of the gradients, by parameter. Empty: after a backward pass there is nothing to compare."""
 
     def on_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Copies what a backward pass has left."""
-        self._left = {id(p): p.grad.detach().clone() for p in parameters if p.grad is not None}
+        self.left = {id(p): p.grad.detach().clone() for p in parameters if p.grad is not None}
 
     def on_zero_grad(self, index: int | None) -> None:
         """The gradients of an optimizer are dropped; None: those of a model."""
@@ -47,7 +48,7 @@ class CarriedGradients:
             self._used.pop(index, None)
 
     def close(self) -> None:
-        self._left = {}
+        self.left = {}
 
     def is_made_anew(self, index: int, parameters: Sequence[Tensor], has_backward: bool) -> bool:
         """Whether the optimizer that steps finds gradients that have not been added to those of a step before."""
@@ -55,7 +56,7 @@ class CarriedGradients:
             now, before = versions_of_gradients(parameters), self._used.get(index)
             self._used[index] = now
             return before is None or not _has_grown(before, now)
-        pairs = [(p.grad, self._left[id(p)]) for p in parameters if p.grad is not None and id(p) in self._left]
+        pairs = [(p.grad, self.left[id(p)]) for p in parameters if p.grad is not None and id(p) in self.left]
         return bool(pairs) and not any(grad.is_sparse for grad, _ in pairs) and not _is_multiple(pairs)
 
 

@@ -121,7 +121,7 @@ class EngineSource:
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         self._tries += 1
         if self._tries > 1:  # memory ran out in the first try
-            self._recorder.begin_again()
+            tell("on_begun_again")
         for part in parts_of(optimizer):
             tell("on_zero_grad", part)
 

@@ -258,7 +258,10 @@ class GradientRecorder(Listener):
 
 def owned_by(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of all groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    owned: list[Tensor] = []
+    for group in optimizer.param_groups:
+        owned += group["params"]
+    return owned
 
 
 def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -247,7 +247,7 @@ def _on_step(stepping: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 def _on_stepped(stepping: Optimizer, args: Args, kwargs: Kwargs) -> None:
     optimizer = same_optimizer(stepping)
-    if has_listeners() and _updates.ends(optimizer, stepping):
+    if _updates.ends(optimizer, stepping):
         tell("on_stepped", optimizer)
 
 
@@ -276,11 +276,11 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         options = dict(zip(_OF_BACKWARD, args)) | kwargs if args else kwargs
         tell("on_backward", losses, options)
-        inside.enter("backward")
+        inside.backward += 1
         try:
             result = original(tensors, *args, **kwargs)
         finally:
-            inside.leave("backward")
+            inside.backward -= 1
         tell("on_gradients")
         return result
 
@@ -304,11 +304,11 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
         names = ("grad_outputs", "retain_graph", "create_graph")
         if not inside.grad and not inside.backward:
             tell("on_autograd_grad", outputs, inputs, dict(zip(names, args)) | kwargs)
-        inside.enter("grad")
+        inside.grad += 1
         try:
             return original(outputs, inputs, *args, **kwargs)
         finally:
-            inside.leave("grad")
+            inside.grad -= 1
 
     return grad
 
@@ -397,11 +397,11 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
 
 def _wrap_schedule(original: TorchFunction) -> TorchFunction:
     def step(self: object, *args: object, **kwargs: object) -> object:
-        inside.enter("schedule")  # a SequentialLR steps others inside
+        inside.schedule += 1  # a SequentialLR steps others inside
         try:
             result = original(self, *args, **kwargs)
         finally:
-            inside.leave("schedule")
+            inside.schedule -= 1
         if not inside.schedule:
             if args or kwargs:
                 tell("on_metric", self, (*args, *kwargs.values())[0])

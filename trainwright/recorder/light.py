@@ -45,12 +45,11 @@ class LightSteps:
             self.is_wanted = calls >= MIN_CALLS and step_s < SMALL_CALL_S * calls
 
     def may_be_light(self, step: int) -> bool:
-        """Whether the step after ``step`` is light, unless it is needed."""
+        """Whether the step after ``step`` is light, unless it may be replayed."""
         return self.is_wanted and step >= self._full_until and not self._recording.saw_others
 
-    def prepare_next(self, step: int, *, is_needed: bool) -> None:
-        """Must be called when ``step`` is over. ``is_needed``: the next one may be replayed."""
-        is_light = not is_needed and self.may_be_light(step)
+    def prepare_next(self, *, is_light: bool) -> None:
+        """Must be called when a step is over. ``is_light``: the next one is."""
         if is_light == self.is_light:
             return
         self.is_light = is_light
@@ -61,4 +60,4 @@ class LightSteps:
     def end(self) -> None:
         """Put the hooks on for good."""
         self._is_off, self.is_wanted = True, False
-        self.prepare_next(0, is_needed=True)
+        self.prepare_next(is_light=False)

@@ -30,8 +30,11 @@ class Listener:
     """Of the first listener of a group: forward calls that the thread is in."""
 
     def fail(self, error: Exception) -> None:
-        """Called with what a method has raised; after it no method is called."""
-        self.failed = error
+        """Called with what a method has raised; after it no method is called.
+
+        The traceback is dropped: its frames hold the tensors of the call, of which the activations are the largest.
+        """
+        self.failed = error.with_traceback(None)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
@@ -103,6 +106,9 @@ class Listener:
     def on_warning(self, kind: str, text: str, source: str) -> None:
         """A warning is shown; ``source`` is the line of the user's code that it came from."""
 
+    def on_begun_again(self) -> None:
+        """The step begins again because it ran out of memory. What was reported of its first try does not count."""
+
     def on_forked(self) -> None:
         """In a process that was forked: there nothing is heard any more."""
 
@@ -120,12 +126,8 @@ def tell(event: str, *arguments: object) -> None:
     """Calls the methods of this thread's listeners that hear ``event``."""
     thread = threading.get_ident()
     methods = _methods.get((thread, event))
-    if methods is None or thread in _muted:
-        return
-    if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
+    if methods is not None and thread not in _muted:
         call_each(methods, *arguments)
-        return
-    _call(methods, arguments)
 
 
 def call_each(methods: Methods, *arguments: object) -> None:
@@ -136,12 +138,8 @@ def call_each(methods: Methods, *arguments: object) -> None:
     """
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         with without_users_modes():
-            _call(methods, arguments)
+            call_each(methods, *arguments)
         return
-    _call(methods, arguments)
-
-
-def _call(methods: Methods, arguments: tuple[object, ...]) -> None:
     outer, inside.listeners = inside.listeners, True
     try:
         for listener, call in methods:
@@ -214,12 +212,6 @@ class CallDepth(threading.local):
 
     backward = grad = schedule = objects = 0
     listeners = False
-
-    def enter(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) + 1)
-
-    def leave(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) - 1)
 
 
 inside = CallDepth()

@@ -26,11 +26,11 @@ def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Call
         def call(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling() or inside.objects or not has_listeners():
                 return original(*args, **kwargs)
-            inside.enter("objects")
+            inside.objects += 1
             try:
                 result = original(*args, **kwargs)
             finally:
-                inside.leave("objects")
+                inside.objects -= 1
             tell(event, *arguments(result, *args, **kwargs))
             return result
 

@@ -249,12 +249,17 @@ def mapped(value: object, change: Callable[[Any], object]) -> Any:
 def others_in(value: object) -> list[tuple[str, object]]:
     """The leaves of nested containers that are neither tensors nor plain values, with the names of their classes."""
     found: list[tuple[str, object]] = []
-
-    def note(leaf: object) -> None:
-        if not isinstance(leaf, Tensor | Constant | Slot) and is_followed(leaf):
-            found.append((type(leaf).__name__, leaf))
-
-    mapped(value, note)
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor | Constant | Slot):
+            continue
+        if isinstance(each, tuple | list):
+            waiting.extend(reversed(each))
+        elif isinstance(each, Mapping) and hasattr(each, "keys"):
+            waiting.extend(reversed([each[key] for key in each]))
+        elif is_followed(each):
+            found.append((type(each).__name__, each))
     return found
 
 

@@ -52,6 +52,9 @@ class ProgramChanges(Probe):
         if self._is_due and len(self._nodes) < _MOST_NODES:
             self._nodes += [name for loss in losses for name in names_of_nodes(loss.grad_fn)]
 
+    def on_begun_again(self) -> None:
+        self._nodes = []
+
     def prepare_next(self, step: int) -> None:
         """Must be called when all that a watch does after ``step`` is done: replays write to the parameters, too."""
         self._is_due = len(self._known) <= MOST and (step < EARLY or step % EVERY == 0)

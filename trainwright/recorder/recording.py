@@ -145,7 +145,9 @@ class LoopRecorder(GradientRecorder):
         self._edits = self._edits or self._are_edited()
         if self._edits:  # seen once: from then on in every step
             self.current.values["edited"] = True
-        if self._carried.is_made_anew(index, owned_by(optimizer), self._has_backward()):
+        has_backward = self._has_backward()
+        may_differ = self._carried.left or not has_backward
+        if may_differ and self._carried.is_made_anew(index, owned_by(optimizer), has_backward):
             self.current.values.setdefault("made_anew", []).append(index)
         norm = self._norm_left_by_clip()
         groups = [hyperparameters(group) for group in optimizer.param_groups]
@@ -239,8 +241,7 @@ class LoopRecorder(GradientRecorder):
         self._closed(done)
         self._ended_s, self._fetched.waited_s = time.perf_counter(), 0.0
 
-    def begin_again(self) -> None:
-        """The step so far is dropped: it ran out of memory, and nothing of that try is held."""
+    def on_begun_again(self) -> None:
         self.tape.stop()
         self.tape.forget()
         self.tape.num_bytes, self.tape.failed = 0, None

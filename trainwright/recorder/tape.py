@@ -51,7 +51,7 @@ _Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
 
 
 FunctionListener: TypeAlias = Callable[[str, Args, Kwargs, object], None]
-"""Is called with the name of a torch function, its arguments and what it returned."""
+"""Is called with the name of a torch function, its arguments and what it returned. It must not raise."""
 
 
 class Tape(PausableMode):
@@ -109,15 +109,11 @@ class Tape(PausableMode):
     def _tell(
         self, listener: FunctionListener, function: TorchFunction, args: Args, kwargs: Kwargs, result: object
     ) -> None:
-        """Whatever the listener raises must not reach the loop; then it is called no more."""
-        try:
-            if _len_torch_dispatch_stack():
-                with without_users_modes():
-                    listener(getattr(function, "__name__", "?"), args, kwargs, result)
-            else:
+        if _len_torch_dispatch_stack():
+            with without_users_modes():
                 listener(getattr(function, "__name__", "?"), args, kwargs, result)
-        except Exception:
-            self.listener = None
+        else:
+            listener(getattr(function, "__name__", "?"), args, kwargs, result)
 
     def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, made: list[Tensor]) -> None:
         name = getattr(function, "__name__", "?")
@@ -193,15 +189,10 @@ class Tape(PausableMode):
             self.leaves = True
         else:
             self.num_bytes += bytes_of(leaf)
-            if type(leaf) is Tensor:
-                leaf = self._private(leaf)
+            if type(leaf) is Tensor and is_of_worker(leaf):
+                self._has_workers = True
+                leaf = self._copies.of(leaf)
         return Constant(leaf, version_of(leaf))
-
-    def _private(self, leaf: Tensor) -> Tensor:
-        if not is_of_worker(leaf):
-            return leaf
-        self._has_workers = True
-        return self._copies.of(leaf)
 
     def slots(self, made: Iterable[Tensor]) -> list[int]:
         """New slots for tensors that the program made."""

@@ -59,4 +59,5 @@ class UnusedGradients:
     def forget(self) -> None:
         """An update uses them, or nobody will."""
         self.are_there = False
-        self.reads.stop()
+        if self.reads.pushed:
+            self.reads.stop()

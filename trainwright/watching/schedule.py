@@ -123,17 +123,8 @@ class ExaminationSchedule:
         if step - self._first_step < NOT_COMPARED:
             self._mean, self._deviation = loss, max(deviation, abs(loss - mean) if mean else 0.0)
             return False
-        self._mean, self._deviation = _moved(mean, deviation, loss)
-        return _is_far_above(mean, deviation, loss)
-
-
-def _moved(mean: float, deviation: float, loss: float) -> tuple[float, float]:
-    """Moving average and deviation after the next loss."""
-    return mean + 0.1 * (loss - mean), deviation + 0.1 * (abs(loss - mean) - deviation)
-
-
-def _is_far_above(mean: float, deviation: float, loss: float) -> bool:
-    return loss > mean + max(6 * deviation, 0.05 * abs(mean))
+        self._mean, self._deviation = mean + 0.1 * (loss - mean), deviation + 0.1 * (abs(loss - mean) - deviation)
+        return loss > mean + max(6 * deviation, 0.05 * abs(mean))
 
 
 MAX_REPLAYED_S = 0.1

@@ -287,12 +287,10 @@ class WatchSession:
         step = self.step
         self._veto.begin()
         self.recording.careful = is_examined = self._schedule.is_next_due(step) or self._is_check_due
-        if self._light.may_be_light(step):
-            is_due = step % LIGHT_SNAPSHOTS == 0
-        else:
-            is_due = self._snapshots.is_due(step)
-        is_due = is_due or is_examined or self._went_back == step
-        self._light.prepare_next(step, is_needed=is_due)
+        may_be_light = self._light.may_be_light(step)
+        is_due = is_examined or self._went_back == step
+        is_due = is_due or (step % LIGHT_SNAPSHOTS == 0 if may_be_light else self._snapshots.is_due(step))
+        self._light.prepare_next(is_light=may_be_light and not is_due)
         if is_due and not self.ring.refused_bytes and self._blind is None:
             begin_s = time.perf_counter()
             newest = self.ring.steps[-1].program if self.ring.steps else []

@@ -13,6 +13,7 @@ from trainwright.doctor.facts.layers import AxisFacts, Reordered
 from trainwright.recorder.callers import caller
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.functions import argument
 
@@ -31,7 +32,7 @@ class Axes:
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
         self._size = 0
         self._padding: Tensor | None = None
-        self._rows: dict[int, Tensor] = {}  # rows of a table, one for each sample, by id
+        self._rows: TensorNotes[None] = TensorNotes()  # rows of a table, one for each sample
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if each.dim() > 1]
@@ -77,10 +78,10 @@ class Axes:
             table = args[0]
             is_numbered = table.is_leaf and result.data_ptr() == table.data_ptr() and len(table) > self._size
         if is_numbered:
-            self._rows[id(result)] = result
+            self._rows[result] = None
 
     def _note_sum(self, path: str, pair: Sequence[Tensor]) -> None:
-        rows = next((each for each in pair if id(each) in self._rows), None)
+        rows = next((each for each in pair if each in self._rows), None)
         others = [each for each in pair if each is not rows]
         if rows is not None and others and others[0].dim() == 3 and rows.dim() == 3:
             x = others[0]

@@ -93,9 +93,11 @@ class Calls(Probe):
         if self._depth > 1:  # an optimizer that is built on another
             return
         if self._backwards:
-            at_once = [key for key, step in self._stepped_at.items() if step == self._backwards]
-            self._again += id(optimizer) in at_once
-            self._doubles += any(self._shares(optimizer, key) for key in at_once if key != id(optimizer))
+            self._again += self._stepped_at.get(id(optimizer)) == self._backwards
+            for key, step in self._stepped_at.items():
+                if step == self._backwards and key != id(optimizer) and self._shares(optimizer, key):
+                    self._doubles += 1
+                    break
         self._stepped_at[id(optimizer)] = self._backwards
 
     def on_stepped(self, optimizer: Optimizer) -> None:
@@ -217,7 +219,7 @@ class Scaler(Probe):
             self._counts["raw"] += 1
             self._since = self._since or step.step
         self._is_raw = False
-        if not self._counts["updates"]:
+        if "updates" not in self._counts:
             self._scaled_by = None
         self._unscaled.clear()
 

@@ -59,7 +59,8 @@ class Evaluations(Probe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._parts.is_inside = True
-        self._outputs.stop()  # what the model does is not a part of the evaluation
+        if self._outputs.pushed:
+            self._outputs.stop()  # what the model does is not a part of the evaluation
         self._site = None
         if torch.is_grad_enabled():
             self._in_step = True
@@ -97,10 +98,11 @@ class Evaluations(Probe):
             self._outputs.start()
 
     def on_backward_called(self) -> None:
-        self._outputs.stop()
+        if self._outputs.pushed:
+            self._outputs.stop()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
-        self._outputs.stop()
+        self.on_backward_called()
 
     def _on_part(self, part: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._outputs.stop()
@@ -130,9 +132,10 @@ class Evaluations(Probe):
                 self._open.enter_context(listening_to_calls([self._sites, self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._parts.close()
-        self._outputs.stop()
+        if self._outputs.pushed:
+            self._outputs.stop()
         if self._rows:
+            self._parts.close()
             self._close()
         self._left_out.clear()
         self._in_step, self._steps = False, step.step

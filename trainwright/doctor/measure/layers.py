@@ -24,10 +24,12 @@ from trainwright.doctor.facts.layers import (
 from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.looks import LookingProbe
 from trainwright.doctor.measure.running import RunningStatistics
+from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_modes
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
+from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
@@ -58,7 +60,7 @@ class _Functions(PausableMode):
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = function(*args, **(kwargs or {}))
-        if self.running and not torch.compiler.is_compiling():
+        if self.running and not inside.listeners and not torch.compiler.is_compiling():
             self.running = False  # what the listener computes is not the model's
             try:
                 self._listener(function_name(function), args, kwargs or {}, result)
@@ -98,10 +100,9 @@ class LayerLooks(LookingProbe):
 
     def _forget(self) -> None:
         """Drops what is only needed within a pass."""
-        self._scores: dict[int, tuple[str, Tensor, Tensor]] = {}
-        self._gates: dict[int, str] = {}
-        self._kept: list[object] = []  # so that no id is used again
-        self._expected: tuple[int, Tensor | None] = 0, None  # output id of the last linear map, its units' spread
+        self._scores: TensorNotes[tuple[str, Tensor, Tensor]] = TensorNotes()
+        self._gates: TensorNotes[None] = TensorNotes()
+        self._expected: TensorNotes[Tensor] = TensorNotes()  # of outputs of linear maps: the spread of their units
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._axes.samples = len(ids) if isinstance(ids, Sized) else 0
@@ -191,6 +192,10 @@ class LayerLooks(LookingProbe):
         self._functions.stop()
         super().end(error)
 
+    def fail(self, error: Exception) -> None:
+        self._functions.stop()
+        super().fail(error)
+
     def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if self.failed is None and self.stack:
             try:
@@ -206,25 +211,23 @@ class LayerLooks(LookingProbe):
         self._running.note(self.stack[-1], name, args, kwargs)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             x, weight = tensors[0].detach(), tensors[1].detach()
-            self._expected = id(result), weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()
-            self._kept.append(result)
+            for made in tensors_of(result, 1):
+                self._expected[made] = weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()
         if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
             self._note_relu(args[0])
         elif name in DROPOUTS:
             self._note_dropout(args, kwargs)
         elif name == "softmax" and args[0].dim() >= 2 and isinstance(result, Tensor):
-            self._gates[id(result)] = self.stack[-1]
-            self._scores[id(result)] = self.stack[-1], args[0].detach(), result.detach()
-            self._kept.append(result)
+            self._gates[result] = None
+            self._scores[result] = self.stack[-1], args[0].detach(), result.detach()
         elif name == "scaled_dot_product_attention":
             self._note_fused(args, kwargs)
         elif name == "multi_head_attention_forward":
             self._note_module(args, kwargs)
         if name in _PRODUCTS:
             self._note_product(name, args)
-        elif name in _KEEPS and args and id(args[0]) in self._scores:
-            self._scores[id(result)] = self._scores[id(args[0])]
-            self._kept.append(result)
+        elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
+            self._scores[result] = self._scores[args[0]]
         if name in _CHOICES and args and isinstance(args[0], Tensor):
             self._note_choice(name, args[0], result)
 
@@ -240,8 +243,8 @@ class LayerLooks(LookingProbe):
             return
         mean, spread = units.mean(0), units.std(0)
         varies = spread > 1e-5 * mean.abs()
-        made_by, expected = self._expected
-        if expected is not None and made_by == id(x) and len(expected) == len(spread):
+        expected = self._expected.get(x)
+        if expected is not None and len(expected) == len(spread):
             spread = torch.maximum(spread, expected.float())
         dead = (units.amax(0) < 0) & (mean < -4 * spread) & varies
         facts = ReluFacts(
@@ -262,8 +265,8 @@ class LayerLooks(LookingProbe):
     # attention: a softmax whose result is multiplied by values
 
     def _note_product(self, name: str, args: Args) -> None:
-        for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if id(t) in self._scores]:
-            path, scores, spread = self._scores[id(weights)]
+        for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if t in self._scores]:
+            path, scores, spread = self._scores[weights]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
                 is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weigh what it is given
                 of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
@@ -324,7 +327,7 @@ class LayerLooks(LookingProbe):
         if not indices or gates.dim() < 2 or not 2 <= gates.shape[-1] <= 512 or gates.numel() < 8 * gates.shape[-1]:
             return
         num = int(gates.shape[-1])
-        if id(gates) not in self._gates and not self._has_experts(num):
+        if gates not in self._gates and not self._has_experts(num):
             return
         chosen = indices[0]
         chosen = chosen if name != "argsort" and name != "sort" else chosen[..., :1]

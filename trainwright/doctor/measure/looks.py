@@ -19,7 +19,8 @@ from trainwright.state.names import named_modules, named_parameters
 
 EARLY = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
 """Steps that are looked at. Later it is one in EVERY: about 10 us for each module then."""
-EVERY = 32
+EVERY, UNTIL, LATER_EVERY = 32, 512, 128
+"""Steps that are looked at: these, then every 32nd until step 512, then every 128th."""
 MAX_PASSES = 128
 """Of a step: in a loop that calls its model again and again, these tell as much as all."""
 
@@ -99,8 +100,9 @@ class LookingProbe(Probe):
             self.looks += 1
             self.step = step.step
             self.ended(step)
-        following = self._closed + 1
-        self.is_looking = not self._is_off and (following in EARLY or (following > 64 and self._closed % EVERY == 0))
+        every = EVERY if self._closed <= UNTIL else LATER_EVERY
+        is_due = self._closed + 1 in EARLY or (self._closed >= 64 and self._closed % every == 0)
+        self.is_looking = not self._is_off and is_due
 
     def end(self, error: BaseException | None) -> None:
         self._stop_following()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.tape import Tape
+from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, classified
 from trainwright.replay.experiments import replay
@@ -40,6 +42,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import terms_of
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects
+from trainwright.state.transforms import innermost_transform
 
 ALWAYS, OFTEN, OFTEN_EVERY, LATER, LATER_EVERY, EVERY = 8, 64, 4, 256, 16, 64
 """Every step is examined until step 8, every 4th until step 64, every 16th until step 256, then every 64th."""
@@ -68,6 +71,8 @@ SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions of one value that keep the name of a term."""
 Row: TypeAlias = dict[str, Tensor]
+_MADE = "trainwright_made"
+"""In the metadata of a node of the graph that made a scalar: the function that was called, and its line."""
 
 
 @dataclass
@@ -107,25 +112,24 @@ class LossCalls:
         self.steps = 0
         self._signs_now: set[tuple[str, str, str | None]] = set()
         self._numbers: dict[Hashable, int] = {}
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drops all tensors."""
-        self._kept: dict[int, Tensor] = {}  # so that no id is used again
-        self._raised: set[int] = set()
-        self._residuals: dict[int, tuple[Tensor, Tensor]] = {}
-        self._probabilities: dict[int, str | None] = {}
-        self._source: dict[int, int] = {}  # of softmax, exp, ...: what it was computed of
-        self._made: dict[Node, tuple[str, str | None]] = {}  # scalars: the function that made them, and its line
-        self._without_graph: dict[int, str | None] = {}  # scalars: the function that made them; None: detached
-        self._origins: dict[int, frozenset[int]] = {}  # of what has no graph: the first such tensors it is made of
+        self._raised: TensorNotes[None] = TensorNotes()
+        self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
+        self._probabilities: TensorNotes[str | None] = TensorNotes()
+        self._count = itertools.count()
+        self._source: TensorNotes[int] = TensorNotes()  # of softmax, exp, ...: the number of what it was computed of
+        self._without_graph: TensorNotes[str | None] = TensorNotes()  # scalars: what made them; None: detached
+        self._origins: TensorNotes[frozenset[int]] = TensorNotes()  # of what has no graph: the first it is made of
         self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
         self._idle: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []  # terms without a graph
 
     def end_backward(self) -> None:
         """Drops the tensors behind a loss whose gradients are made, with their graphs."""
         self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
-        self._forget()
+        self.forget()
 
     def end_step(self) -> None:
         """Counts the mistakes that the step has shown, and forgets its tensors."""
@@ -140,7 +144,7 @@ class LossCalls:
     def returned(self, path: str, module: nn.Module, output: object) -> None:
         """A module has returned ``output``."""
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
-            self._probabilities[self._keep(output)] = path
+            self._probabilities[output] = path
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
         """A torch function was called."""
@@ -151,15 +155,11 @@ class LossCalls:
         if plain in PAIRED:
             self._note_outer(plain, args, kwargs, result)
         if name in ("softmax", "sigmoid"):
-            self._probabilities[self._keep(result)] = self.stack[-1] if self.stack else None
+            self._probabilities[result] = self.stack[-1] if self.stack else None
         if not self.stack:
             self._note_operation(name, plain, args, kwargs, result)
         if name in BOUNDED_BELOW or name in SOFTMAXES:
             self._note_loss(name, args, kwargs, result, function)
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._kept[id(tensor)] = tensor
-        return id(tensor)
 
     def _line(self) -> str | None:
         return caller() if self._is_live else None
@@ -184,17 +184,17 @@ class LossCalls:
     def _note_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         first = args[0]
         if name in RAISES:
-            self._raised.add(self._keep(result))
+            self._raised[result] = None
         if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
-            self._source[self._keep(result)] = self._source.get(id(first), self._keep(first))
+            self._source[result] = self._source_of(first)
         tensors = [each for each in args if isinstance(each, Tensor)]
         if plain in DIFFERENCES and sum(each.requires_grad for each in tensors) == 1 and len(tensors) == 2:
             x, target = sorted(tensors, key=lambda each: not each.requires_grad)
             if x.shape == target.shape and target.numel() > 1 and target.is_floating_point():
-                self._residuals[self._keep(result)] = (x, target)
+                self._residuals[result] = (x, target)
         is_even = name != "pow" or (len(args) > 1 and args[1] == 2)
-        if name in SIZES and is_even and id(first) in self._residuals and result.requires_grad:
-            self._note_residual(SIZES[name], self._residuals[id(first)], result)
+        if name in SIZES and is_even and first in self._residuals and result.requires_grad:
+            self._note_residual(SIZES[name], self._residuals[first], result)
         if plain in ("mul", "rmul") and len(tensors) == 2:
             self._note_product(tensors[0], tensors[1], result)
         if self._slot_of is not None and torch.is_grad_enabled():
@@ -202,14 +202,19 @@ class LossCalls:
         if not result.dim():
             self._note_scalar(plain, tensors, result)
 
+    def _source_of(self, tensor: Tensor) -> int:
+        if tensor not in self._source:
+            self._source[tensor] = next(self._count)
+        return self._source[tensor]
+
     def _follow(self, tensors: list[Tensor], result: Tensor) -> None:
         """Notes what a tensor without a graph is made of, or what it is combined with: a detached weight is one on
         purpose, and so is a term of its value."""
-        origins = frozenset[int]().union(*(self._origins.get(id(each), ()) for each in tensors))
+        origins = frozenset[int]().union(*(self._origins.get(each) or () for each in tensors))
         if result.requires_grad and result.dim():
             self._weighing |= origins
         elif not result.requires_grad:
-            self._origins[self._keep(result)] = origins or frozenset({id(result)})
+            self._origins[result] = origins or frozenset({next(self._count)})
 
     def _note_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))
@@ -222,7 +227,7 @@ class LossCalls:
         """Looks for p log p, and for log-probabilities that are weighted by what has a graph."""
         if not (a.requires_grad and b.requires_grad) or a.shape != b.shape or not a.dim():
             return
-        sources = [self._source.get(id(each), id(each)) for each in (a, b)]
+        sources = [self._source_of(each) for each in (a, b)]
         if sources[0] == sources[1] and a is not b:
             site = self._site("entropy", shape=tuple(a.shape))
             if site is not None:
@@ -242,17 +247,18 @@ class LossCalls:
         if self._slot_of is None:
             return
         if result.grad_fn is not None:
-            self._made[result.grad_fn] = plain, self._line()
+            metadata = cast("dict[str, object]", result.grad_fn.metadata)  # not by node: that would hold the graph
+            metadata[_MADE] = plain, self._line()
         if plain in SUMS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
-                op = self._without_graph.get(id(each))
+                op = self._without_graph.get(each)
                 if op is not None and not each.requires_grad and self._slot_of(each) is not None:
-                    origins = self._origins.get(id(each), frozenset())
+                    origins = self._origins.get(each) or frozenset()
                     self._idle.append((("no_gradient", op, self._line()), origins))
         if not result.requires_grad and torch.is_grad_enabled():
-            before = [self._without_graph[id(each)] for each in tensors if id(each) in self._without_graph]
+            before = [self._without_graph[each] for each in tensors if each in self._without_graph]
             made = before[0] if before and plain in WEIGHS else None if plain == "detach" else plain
-            self._without_graph[self._keep(result)] = made
+            self._without_graph[result] = made
 
     def _note_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         """A column and a row of as many samples broadcast to a square."""
@@ -268,7 +274,7 @@ class LossCalls:
         count = math.prod(torch.broadcast_shapes(low.shape, high.shape))  # type: ignore[no-untyped-call]
         if count <= max(low.numel(), high.numel()) or low.requires_grad == high.requires_grad:
             return
-        if is_named or not self._raised.intersection((id(low), id(high))):
+        if is_named or (low not in self._raised and high not in self._raised):
             line = self._line()
             shapes = tuple(tuple(each.shape) for each in pair)
             self._outer.setdefault((name, line), Broadcast(name, shapes, count, int(low.shape[0]), line))
@@ -304,11 +310,11 @@ class LossCalls:
 
     def _maker(self, x: Tensor) -> str | None:
         """The module that computed the probabilities that ``x`` is, or is a view of."""
-        if id(x) in self._probabilities:
-            return self._probabilities[id(x)]
+        if x in self._probabilities:
+            return self._probabilities[x]
         wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
-        matching = (each for each in self._kept.values() if each.grad_fn is not None and each.grad_fn is wanted)
-        return next((self._probabilities.get(id(each)) for each in matching), None)
+        matching = (path for each, path in self._probabilities.tensors() if each.grad_fn is wanted is not None)
+        return next(matching, None)
 
     def _measure_loss(
         self, site: _Site, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any
@@ -397,8 +403,11 @@ class LossCalls:
         for node in waiting:  # grows while it is walked
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
                 waiting += [following for following, _ in node.next_functions]
-            elif node in self._made and len(self._reach) < MAX_CALLS:
-                self._reach.append((self._made[node], leaves_behind(node)))
+            elif node is not None and len(self._reach) < MAX_CALLS:
+                metadata = cast("dict[str, tuple[str, str | None]]", node.metadata)
+                if (made := metadata.get(_MADE)) is None:
+                    continue
+                self._reach.append((made, leaves_behind(node)))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """An optimizer updates these."""
@@ -525,7 +534,23 @@ class LossListener(Probe):
         self._tape, self._subject = tape, subject
         self._found = LossCalls(slot_of=tape.slot_of, is_live=True)
         self._terms = self._reached = self._step = self._reported = self._certain = 0
-        tape.listener = self._found.on_function
+        tape.listener = self._on_function
+
+    def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if innermost_transform():  # tensors of torch.func have no values
+            return
+        try:
+            self._found.on_function(name, args, kwargs, result)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._tape.listener = None
+        self._found.forget()
+
+    def on_begun_again(self) -> None:
+        self._found.forget()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self._tape.listener is not None and self._step < ALWAYS:
@@ -548,7 +573,7 @@ class LossListener(Probe):
                 self._terms = len(terms_of(step))
             known, self._certain = self._certain, self._found.certain
             self.urgent |= self._certain > known
-        self._tape.listener = self._found.on_function if is_examined(step.step + 1) else None
+        self._tape.listener = self._on_function if is_examined(step.step + 1) else None
 
     def values(self) -> Facts | None:
         """The calls so far. None where the loop calls no loss function: a replay sees those inside of the models."""

@@ -104,9 +104,10 @@ class MixedPrecision(Probe):
             self._small_now = _smallness(grads) if grads else None
 
     def on_closed(self, step: RecordedStep) -> None:
-        scales = [each.scale_at for each in step.program if isinstance(each, Backward)]
-        if self._small_now is not None and all(not isinstance(each, Tensor) and each == 1.0 for each in scales):
-            self._small.append(self._small_now)
+        if self._small_now is not None:
+            scales = [each.scale_at for each in step.program if isinstance(each, Backward)]
+            if all(not isinstance(each, Tensor) and each == 1.0 for each in scales):
+                self._small.append(self._small_now)
         if self._handles:
             if self._micro_batches > 1 and self._summed:
                 sums, exact = (torch.cat([pair[n].float() for pair in self._summed]) for n in (0, 1))

@@ -115,7 +115,7 @@ class Schedules(Probe):
         if step.losses:
             self._losses.append(step.losses[0])
         if self._has_rates:
-            lr = max((r for o in self._optimizers for r in _rates(o)), default=0.0)
+            lr = max([r for o in self._optimizers for r in _rates(o)], default=0.0)
             self._zero_steps += lr == 0.0
             if not self._changes or lr != self._changes[-1][1]:
                 self._changed(lr)

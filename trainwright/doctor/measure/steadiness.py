@@ -85,11 +85,9 @@ class Steadiness(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if not step.calls:
+        if (step.step > self._close_until and step.step % EVERY) or not step.calls:
             return
         now = _Begin(step.step, *step.calls[0].rng)
-        if step.step > self._close_until and step.step % EVERY:
-            return
         if now.has_drawn():  # else the next step may begin in the same state
             self._note_state(now)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainwright.doctor.facts.weights import MAX_NAMES, WeightsFacts
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import OptimizerStep, RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.checksums import start_checksums
@@ -53,7 +53,7 @@ class MovingWeights(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        rates = [_rate(group) for each in step.updates for group in each.groups]
+        rates = [_rate(group) for each in step.program if type(each) is OptimizerStep for group in each.groups]
         if not rates or "vetoed" in step.values:  # a scaler may have left the update out
             return
         highest = max(rates)

@@ -55,9 +55,12 @@ class Writes(Probe):
 
     def _of_state(self) -> list[tuple[int, int]]:
         """Identity and version of what the optimizers keep for a weight: a loop that goes back loads it, too."""
-        states = [optimizer.state.get(p, {}) for optimizer in self._optimizers for p in self._weights[:1]]
-        kept = [v for state in states for v in state.values() if isinstance(v, Tensor)]
-        return [(id(v), 0 if v.is_inference() else v._version) for v in kept]
+        found = []
+        for optimizer in self._optimizers if self._weights else ():
+            for each in optimizer.state.get(self._weights[0], {}).values():
+                if isinstance(each, Tensor):
+                    found.append((id(each), 0 if each.is_inference() else each._version))
+        return found
 
     def values(self) -> Facts | None:
         self.urgent = False

@@ -1,0 +1,48 @@
+"""Notes about tensors, by identity, that keep no tensor alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class TensorNotes(Generic[T]):
+    """A note for each of some tensors. It is dropped when the tensor is freed, before its id is used again."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def __setitem__(self, tensor: Tensor, note: T) -> None:
+        key, weak_self = id(tensor), weakref.ref(self)  # without a cycle, in which notes that are tensors would live on
+
+        def drop(_: weakref.ref[Tensor]) -> None:
+            if (notes := weak_self()) is not None:
+                notes._notes.pop(key, None)
+
+        self._notes[key] = weakref.ref(tensor, drop), note
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._notes
+
+    def __getitem__(self, tensor: Tensor) -> T:
+        return self._notes[id(tensor)][1]
+
+    def __bool__(self) -> bool:
+        return bool(self._notes)
+
+    def get(self, tensor: object) -> T | None:
+        known = self._notes.get(id(tensor))
+        return None if known is None else known[1]
+
+    def tensors(self) -> Iterator[tuple[Tensor, T]]:
+        """The tensors that are alive, with their notes."""
+        alive = [(reference(), note) for reference, note in self._notes.values()]
+        return ((tensor, note) for tensor, note in alive if tensor is not None)
+
+    def clear(self) -> None:
+        self._notes.clear()
