@@ -404,10 +404,9 @@ class LossCalls:
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
                 waiting += [following for following, _ in node.next_functions]
             elif node is not None and len(self._reach) < MAX_CALLS:
-                metadata = cast("dict[str, tuple[str, str | None]]", node.metadata)
-                if (made := metadata.get(_MADE)) is None:
-                    continue
-                self._reach.append((made, leaves_behind(node)))
+                made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_MADE)
+                if made is not None:
+                    self._reach.append((made, leaves_behind(node)))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """An optimizer updates these."""
