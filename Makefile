@@ -38,7 +38,7 @@ recipes: .venv/dev
 	$(BIN)/python scripts/recipes
 
 others: .venv/others/done
-	.venv/others/bin/python -m pytest -n 0 tests/observe/test_sinks.py tests/test_migrate.py -k "mlflow or trackio or keras"
+	.venv/others/bin/python -m pytest -n 0 tests/monitoring/test_sinks.py tests/test_migrate.py -k "mlflow or trackio or keras"
 	.venv/others/bin/python -m pytest -n 0 tests/training/test_library_kinds.py tests/watching/test_foreign_optimizers.py
 
 docs: .venv/docs

@@ -47,9 +47,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.figures import about, arguments, figure, ratios, seconds_of
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.models.gpt import gpt, gpt2
-from trainwright.observe.saving import SavePolicy, Saving
-from trainwright.state.train_state import TrainState
+from trainwright.monitoring.saving import SavePolicy, Saving
 
 BASELINE = "torch_save"
 SAMPLE_S = 0.005

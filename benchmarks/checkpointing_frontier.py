@@ -25,15 +25,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures
 from benchmarks.plan_accuracy import SECOND, peak_of
-from trainwright.build.checkpointing import SELECTIVE, apply_checkpointing
+from trainwright.assembly.checkpointing import SELECTIVE, apply_checkpointing
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
-from trainwright.forecast.checkpointing_planner import Candidate, CheckpointingPlanner
-from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.plan.checkpointing import Checkpointing, describe
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.train_state import TrainState
+from trainwright.plan.trace.checkpointing_planner import Candidate, CheckpointingPlanner
+from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 
 BENCH = "checkpointing_frontier"
 MIB = 2**20

@@ -23,9 +23,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks.figures import about, arguments, figure, interleaved, ratios, seconds_of
 from trainwright.data.digits import digits
 from trainwright.data.text import python_topics
-from trainwright.engine.clip import ClipFn, global_norm, make_clip
 from trainwright.models.gpt import gpt
 from trainwright.models.mlp import mlp
+from trainwright.optim.clip import ClipFn, global_norm, make_clip
 
 SPIKE, APART, WARMUP = 1000.0, 60, 25
 

@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, ratios
 from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, WARMUP, Task, adamw, factor
-from trainwright.build.data import Loading, StepBatches
-from trainwright.build.unwrap import unwrap
+from trainwright.data.loading import Loading, StepBatches
+from trainwright.data.unwrap import unwrap
 
 Loader = Callable[[Task], Any]
 

@@ -47,7 +47,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     try:
-        from trainwright.forecast.local_device import local_device
+        from trainwright.plan.trace.local_device import local_device
     except ImportError:  # a package is missing that only the planner needs
         return None
     found = local_device(probe=False)
@@ -58,14 +58,14 @@ class Gpt:
     """GPT-2 124M on the device with its step function and batches that lie there already; on a CPU a tiny one."""
 
     def __init__(self, device: torch.device, precision: str, *, compiled: bool = False, accumulation: int = 1) -> None:
-        from trainwright.build.fp8 import convert_linear_layers
-        from trainwright.engine.clip import make_clip
+        from trainwright.assembly.fp8 import convert_linear_layers
+        from trainwright.checkpoint.train_state import TrainState
         from trainwright.engine.losses import language_model
         from trainwright.engine.precision import MatmulMode, Precision
         from trainwright.engine.step import make_step
         from trainwright.models.gpt import gpt
+        from trainwright.optim.clip import make_clip
         from trainwright.recipe.schema import Fp8
-        from trainwright.state.train_state import TrainState
 
         torch.manual_seed(0)
         self.device, self.shape = device, GPT2 if device.type == "cuda" else SMALL
@@ -90,7 +90,7 @@ class Gpt:
         """Yields the same batch for ever."""
         import numpy as np
 
-        from trainwright.state.cursor import MicroBatch, StepBatch
+        from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 
         ids = torch.randint(self.shape["vocab_size"], (self.micro, self.shape["block_size"]), device=self.device)
         numbers = np.arange(self.micro, dtype=np.int64)
@@ -242,8 +242,8 @@ def plan(device: torch.device) -> None:
 
 def eight_bits(device: torch.device) -> list[str]:
     """Precisions of 8 bits that the device computes in hardware."""
+    from trainwright.distributed import low_precision
     from trainwright.plan.machine import read_machine
-    from trainwright.world import low_precision
 
     return [name for name in low_precision(device, read_machine()) if "fp8" in name]
 

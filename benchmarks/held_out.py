@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.engine.losses import cross_entropy, language_model
-from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora
+from trainwright.plan.trace.traced_step import TracedObjects
 
 Make = Callable[[torch.device], TracedObjects]
 

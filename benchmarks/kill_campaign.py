@@ -37,11 +37,11 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.killable import Place, Running, end_orphans, watched
+from trainwright.checkpoint.manifest import verify
+from trainwright.checkpoint.store import read_best
 from trainwright.errors import CheckpointError
-from trainwright.runlog import reader
-from trainwright.runlog.records import Evaluated, Saved, Step
-from trainwright.state.manifest import verify
-from trainwright.state.store import read_best
+from trainwright.runs import reader
+from trainwright.runs.records import Evaluated, Saved, Step
 
 KEEP = 3
 KILLS_PER_RUN = 8  # about

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, interleaved, ratios
 from trainwright.models.gpt import gpt as gpt_model
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Layers, Record
+from trainwright.runs.reader import read
+from trainwright.runs.records import Layers, Record
 
 FIRST = 10
 NEAR = 8

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figures import about, arguments, figure
+from trainwright.commands.plan_ranks import on_ranks, runnable
 from trainwright.plan.many_ranks import ManyRanks, Placement, best_of
 from trainwright.recipe import Loaded, load
-from trainwright.verbs.plan_ranks import on_ranks, runnable
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "llama-7b.yaml"
 BATCH = 4096

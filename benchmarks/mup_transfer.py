@@ -15,8 +15,8 @@ from itertools import islice
 import torch
 
 from benchmarks import figures
-from trainwright.engine.clip import make_clip
 from trainwright.engine.step import make_step
+from trainwright.optim.clip import make_clip
 from trainwright.recipe import load
 from trainwright.recipe.load import box
 from trainwright.training.prepare import prepare

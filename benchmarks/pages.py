@@ -35,11 +35,11 @@ from pathlib import Path
 import psutil
 
 from benchmarks.figures import about, arguments, figure
-from tests.pages.browser import CHROMIUM, browser_in
-from trainwright.pages.report import write_report
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Started, Step, to_json
-from trainwright.runlog.writer import LogWriter
+from tests.report_pages.browser import CHROMIUM, browser_in
+from trainwright.report.pages.report import write_report
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Started, Step, to_json
+from trainwright.runs.writer import LogWriter
 
 BENCH = "pages"
 LOOKED_AT = 10

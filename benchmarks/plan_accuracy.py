@@ -31,20 +31,20 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import held_out
-from trainwright.build.checkpointing import apply_checkpointing
-from trainwright.engine.clip import make_clip
+from trainwright.assembly.checkpointing import apply_checkpointing
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step
-from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.resnet import resnet
+from trainwright.optim.clip import make_clip
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.train_state import TrainState
+from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 
 VOCABULARY, LENGTH = 8192, 256
 PRECISIONS = ("fp32", "bf16")

@@ -25,7 +25,7 @@ import json, statistics, sys, time
 import torch
 from benchmarks.step_overhead_variants import make_task
 import trainwright as tw
-from trainwright.world import SOLO, Launch, joined
+from trainwright.distributed import SOLO, Launch, joined
 import os
 
 steps = int(sys.argv[1])

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.figures import about, arguments, figure
 from benchmarks.startup import OUR_COMMAND, in_a_process
-from trainwright.observe.end_time import STEPS
+from trainwright.monitoring.end_time import STEPS
 
 LENGTHS = {
     "demo": ("until=300steps", "until=12s"),

@@ -30,16 +30,16 @@ from benchmarks import nanogpt
 from benchmarks.figures import about, arguments, figure
 from benchmarks.nanogpt import BLOCK
 from benchmarks.processes import python
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.commands.demo import TASKS
 from trainwright.data.text import CharText, python_topics
 from trainwright.engine.step import StepResult
-from trainwright.observe.progress import Progress
+from trainwright.monitoring.progress import Progress
 from trainwright.recipe import load
 from trainwright.recipe.load import box
-from trainwright.runlog.folder import RunFolder
-from trainwright.state.train_state import TrainState
+from trainwright.runs.folder import RunFolder
 from trainwright.training.job import Job
 from trainwright.training.run import train
-from trainwright.verbs.demo import TASKS
 
 FRACTIONS = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2.5, 1 / 2, 1 / 1.5)
 

@@ -18,8 +18,8 @@ import sys
 import torch
 
 from tests.training.small_recipes import PRECISIONS, SMALL, WORKERS, small_trial
+from trainwright.commands.verify.resume import verify_resume
 from trainwright.errors import TrainwrightError
-from trainwright.verbs.verify.resume import verify_resume
 
 
 def verified(name: str, precision: str, workers: tuple[int, int], steps: int) -> bool:

@@ -10,10 +10,10 @@ from textwrap import dedent
 from typing import Any
 
 from trainwright import recipe
-from trainwright.build.optim.choose import accepted_args
-from trainwright.build.resolve import imported
 from trainwright.errors import install_remedy
+from trainwright.optim.choose import accepted_args
 from trainwright.plan.devices import Device, known_devices
+from trainwright.recipe.resolve import imported
 
 HEAD = """# Built-in models, data, losses and optimizers
 

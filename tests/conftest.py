@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from tests import forked, house
+from trainwright.distributed.memory import give_back
 from trainwright.recorder import hooks
 from trainwright.recorder.listener import listeners
-from trainwright.world.memory import give_back
 
 STARTED: list[str] = []
 gc.disable()  # until all tests are found: what is made till then is kept, and would be looked through many times

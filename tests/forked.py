@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
-from trainwright.verbs.verify.trial import TrialPart
+from trainwright.commands.verify.trial import TrialPart
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
@@ -114,7 +114,7 @@ def run(
 
 def run_part(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
     """As ``verify.resume.in_new_python``."""
-    code = "from trainwright.verbs.verify.trial import main; main()"
+    code = "from trainwright.commands.verify.trial import main; main()"
     process = Forked(code, json.dumps(asdict(part)), env=environment, together=True)
     code_of_exit = process.wait()
     output.write_text(process.stdout)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import kill_campaign
 from tests import forked
-from trainwright.state.manifest import verify, write_manifest
+from trainwright.checkpoint.manifest import verify, write_manifest
 
 STEPS = 12
 pytestmark = pytest.mark.slow

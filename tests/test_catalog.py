@@ -17,16 +17,15 @@ from torch.optim import Optimizer
 
 import trainwright as tw
 from tests import forked
-from trainwright.build.optim.choose import make_optimizer
-from trainwright.build.optim.guarded import GuardedOptimizer
-from trainwright.build.resolve import imported
 from trainwright.doctor.measure.mixed_precision import MOMENTS
 from trainwright.errors import RecipeError, UsageError, install_remedy
-from trainwright.forecast.run_forecast import forecast
+from trainwright.optim.choose import make_optimizer
+from trainwright.optim.guarded import GuardedOptimizer
 from trainwright.plan.devices import find_device, known_devices, load_devices
 from trainwright.plan.memory import memory_bytes
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.plan.resume_changes import compare_recipes
+from trainwright.plan.trace.run_forecast import forecast
 from trainwright.recipe import (
     DATASETS,
     LOSSES,
@@ -44,6 +43,7 @@ from trainwright.recipe import (
     json_schema,
     optimizer_row,
 )
+from trainwright.recipe.resolve import imported
 
 ROOT = Path(tw.__file__).parent.parent
 MLP = {"model": {"use": "mlp", "args": {"sizes": [64, 256, 256, 10]}}, "data": {"train": "digits"}}

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.forecast.models import make_lstm
-from trainwright.build.fp8 import convert_linear_layers
-from trainwright.forecast.traced_step import trace_step
+from tests.plan_trace.models import make_lstm
+from trainwright.assembly.fp8 import convert_linear_layers
+from trainwright.checkpoint.codec import same_bits
+from trainwright.distributed import low_precision
+from trainwright.distributed.memory import capacity_bytes, free_bytes, held_bytes
 from trainwright.plan.machine import read_machine
+from trainwright.plan.trace.traced_step import trace_step
 from trainwright.recipe.schema import Fp8
 from trainwright.recorder.ring import LEAST_BYTES, enough_bytes
-from trainwright.state.codec import same_bits
-from trainwright.world import low_precision
-from trainwright.world.memory import capacity_bytes, free_bytes, held_bytes
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

@@ -93,7 +93,7 @@ def test_a_patch_is_found(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tests.house.ROOT", tmp_path)
     file = tmp_path / "hooks.py"
     file.write_text(
-        f"from trainwright.engine import step\nfrom trainwright.state.scaler import LossScaler\n\n{code}\n"
+        f"from trainwright.engine import step\nfrom trainwright.checkpoint.scaler import LossScaler\n\n{code}\n"
         "setattr(torch.Tensor, 'backward', heard)\nself.step = step\nnames = ('a', 'b')\n"
     )
     (found,) = patches(file)

@@ -79,7 +79,7 @@ def test_verbs() -> None:
         "import trainwright.cli",
         "import trainwright.recipe",
         "import trainwright.plan.make, trainwright.plan.explain, trainwright.plan.machine",
-        "import trainwright.runlog.reader, trainwright.runlog.folder, trainwright.runlog.provenance",
+        "import trainwright.runs.reader, trainwright.runs.folder, trainwright.runs.provenance",
         "import trainwright.report.text, trainwright.report.chart, trainwright.report.environment",
     ],
 )

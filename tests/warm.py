@@ -6,14 +6,14 @@ import numpy.ma  # noqa: F401
 import rich._emoji_codes  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
 
-import trainwright.build.tensor_parallel
 import trainwright.cli
+import trainwright.distributed.tensor_parallel
 import trainwright.models.gpt
 import trainwright.training.fit
 import trainwright.training.run
 import trainwright.watching.watch  # noqa: F401
-from trainwright.pages.render import templates
-from trainwright.runlog.provenance import provenance
+from trainwright.report.pages.render import templates
+from trainwright.runs.provenance import provenance
 
 for name in templates().list_templates(extensions=["html"]):  # to compile them takes twice as long as a small run
     templates().get_template(name)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from trainwright.version import __version__ as __version__
 
 _HOME = {
-    "ChainedOptimizer": "trainwright.state.chained",
-    "Cursor": "trainwright.state.cursor",
-    "EarlyStopping": "trainwright.observe.early_stopping",
-    "Ema": "trainwright.state.average",
-    "Loading": "trainwright.build.data",
+    "ChainedOptimizer": "trainwright.checkpoint.chained",
+    "Cursor": "trainwright.checkpoint.cursor",
+    "EarlyStopping": "trainwright.monitoring.early_stopping",
+    "Ema": "trainwright.checkpoint.average",
+    "Loading": "trainwright.data.loading",
     "Loss": "trainwright.engine.loss",
-    "LossScaler": "trainwright.state.scaler",
-    "MicroBatch": "trainwright.state.cursor",
+    "LossScaler": "trainwright.checkpoint.scaler",
+    "MicroBatch": "trainwright.checkpoint.cursor",
     "Observer": "trainwright.engine.observer",
     "Outcome": "trainwright.engine.loop",
     "Precision": "trainwright.engine.precision",
@@ -24,62 +24,85 @@ _HOME = {
     "Recipe": "trainwright.recipe",
     "ReplaySession": "trainwright.replay.session",
     "Result": "trainwright.training.result",
-    "StepBatch": "trainwright.state.cursor",
-    "StepBatches": "trainwright.build.data",
+    "StepBatch": "trainwright.checkpoint.cursor",
+    "StepBatches": "trainwright.data.loading",
     "StepResult": "trainwright.engine.step",
     "Stop": "trainwright.engine.observer",
-    "TrainState": "trainwright.state.train_state",
+    "TrainState": "trainwright.checkpoint.train_state",
     "TrainwrightError": "trainwright.errors",
-    "bad_cases": "trainwright.verbs.bad_cases",
-    "batch_size": "trainwright.verbs.of_objects",
-    "check": "trainwright.verbs.of_objects",
-    "compare_optimizers": "trainwright.verbs.compare_optimizers",
-    "evaluate": "trainwright.verbs.evaluate",
-    "files": "trainwright.build.read_files",
+    "bad_cases": "trainwright.commands.bad_cases",
+    "batch_size": "trainwright.commands.of_objects",
+    "check": "trainwright.commands.of_objects",
+    "compare_optimizers": "trainwright.commands.compare_optimizers",
+    "evaluate": "trainwright.commands.evaluate",
+    "files": "trainwright.data.read_files",
     "fit": "trainwright.training.fit",
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
-    "init": "trainwright.verbs.init",
-    "convert": "trainwright.verbs.convert.convert",
-    "ladder": "trainwright.verbs.ladder.climb",
+    "init": "trainwright.commands.init",
+    "convert": "trainwright.commands.convert.convert",
+    "ladder": "trainwright.commands.ladder.climb",
     "load": "trainwright.recipe.load",
-    "load_checkpoint": "trainwright.state.checkpoint",
+    "load_checkpoint": "trainwright.checkpoint.checkpoint",
     "log": "trainwright.engine.user_log",
-    "lr_range": "trainwright.verbs.of_objects",
-    "make_clip": "trainwright.engine.clip",
-    "make_optimizer": "trainwright.build.optim.choose",
+    "lr_range": "trainwright.commands.of_objects",
+    "make_clip": "trainwright.optim.clip",
+    "make_optimizer": "trainwright.optim.choose",
     "make_own_step": "trainwright.engine.own_step",
-    "make_schedule": "trainwright.build.schedule",
+    "make_schedule": "trainwright.optim.schedule",
     "make_step": "trainwright.engine.step",
     "mix": "trainwright.data.mixture",
-    "mup_check": "trainwright.verbs.of_objects",
+    "mup_check": "trainwright.commands.of_objects",
     "pad": "trainwright.data.padding",
-    "plan": "trainwright.verbs.of_objects",
-    "predict": "trainwright.verbs.evaluate",
-    "profile": "trainwright.verbs.of_objects",
-    "replay": "trainwright.verbs.of_objects",
-    "save_checkpoint": "trainwright.state.checkpoint",
+    "plan": "trainwright.commands.of_objects",
+    "predict": "trainwright.commands.evaluate",
+    "profile": "trainwright.commands.of_objects",
+    "replay": "trainwright.commands.of_objects",
+    "save_checkpoint": "trainwright.checkpoint.checkpoint",
     "steps": "trainwright.engine.loop",
-    "sweep": "trainwright.verbs.sweep.call",
+    "sweep": "trainwright.commands.sweep.call",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
-    "verify_plain": "trainwright.verbs.verify.plain",
-    "verify_resume": "trainwright.verbs.of_objects",
+    "verify_plain": "trainwright.commands.verify.plain",
+    "verify_resume": "trainwright.commands.of_objects",
     "watch": "trainwright.watching.watch",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from trainwright.build.data import Loading as Loading
-    from trainwright.build.data import StepBatches as StepBatches
-    from trainwright.build.optim.choose import make_optimizer as make_optimizer
-    from trainwright.build.read_files import files as files
-    from trainwright.build.schedule import make_schedule as make_schedule
+    from trainwright.checkpoint.average import Ema as Ema
+    from trainwright.checkpoint.chained import ChainedOptimizer as ChainedOptimizer
+    from trainwright.checkpoint.checkpoint import load_checkpoint as load_checkpoint
+    from trainwright.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from trainwright.checkpoint.cursor import Cursor as Cursor
+    from trainwright.checkpoint.cursor import MicroBatch as MicroBatch
+    from trainwright.checkpoint.cursor import StepBatch as StepBatch
+    from trainwright.checkpoint.scaler import LossScaler as LossScaler
+    from trainwright.checkpoint.train_state import TrainState as TrainState
+    from trainwright.commands.bad_cases import bad_cases as bad_cases
+    from trainwright.commands.compare_optimizers import compare_optimizers as compare_optimizers
+    from trainwright.commands.convert.convert import convert as convert
+    from trainwright.commands.evaluate import evaluate as evaluate
+    from trainwright.commands.evaluate import predict as predict
+    from trainwright.commands.init import init as init
+    from trainwright.commands.ladder.climb import ladder as ladder
+    from trainwright.commands.of_objects import batch_size as batch_size
+    from trainwright.commands.of_objects import check as check
+    from trainwright.commands.of_objects import lr_range as lr_range
+    from trainwright.commands.of_objects import mup_check as mup_check
+    from trainwright.commands.of_objects import plan as plan
+    from trainwright.commands.of_objects import profile as profile
+    from trainwright.commands.of_objects import replay as replay
+    from trainwright.commands.of_objects import verify_resume as verify_resume
+    from trainwright.commands.sweep.call import sweep as sweep
+    from trainwright.commands.verify.plain import verify_plain as verify_plain
+    from trainwright.data.loading import Loading as Loading
+    from trainwright.data.loading import StepBatches as StepBatches
     from trainwright.data.mixture import mix as mix
     from trainwright.data.padding import pad as pad
+    from trainwright.data.read_files import files as files
     from trainwright.data.table import table as table
-    from trainwright.engine.clip import make_clip as make_clip
     from trainwright.engine.loop import Outcome as Outcome
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
@@ -94,39 +117,16 @@ if TYPE_CHECKING:
     from trainwright.engine.until import for_steps as for_steps
     from trainwright.engine.user_log import log as log
     from trainwright.errors import TrainwrightError as TrainwrightError
-    from trainwright.observe.early_stopping import EarlyStopping as EarlyStopping
+    from trainwright.monitoring.early_stopping import EarlyStopping as EarlyStopping
+    from trainwright.optim.choose import make_optimizer as make_optimizer
+    from trainwright.optim.clip import make_clip as make_clip
+    from trainwright.optim.schedule import make_schedule as make_schedule
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
     from trainwright.replay.session import ReplaySession as ReplaySession
-    from trainwright.state.average import Ema as Ema
-    from trainwright.state.chained import ChainedOptimizer as ChainedOptimizer
-    from trainwright.state.checkpoint import load_checkpoint as load_checkpoint
-    from trainwright.state.checkpoint import save_checkpoint as save_checkpoint
-    from trainwright.state.cursor import Cursor as Cursor
-    from trainwright.state.cursor import MicroBatch as MicroBatch
-    from trainwright.state.cursor import StepBatch as StepBatch
-    from trainwright.state.scaler import LossScaler as LossScaler
-    from trainwright.state.train_state import TrainState as TrainState
     from trainwright.training.fit import fit as fit
     from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train
-    from trainwright.verbs.bad_cases import bad_cases as bad_cases
-    from trainwright.verbs.compare_optimizers import compare_optimizers as compare_optimizers
-    from trainwright.verbs.convert.convert import convert as convert
-    from trainwright.verbs.evaluate import evaluate as evaluate
-    from trainwright.verbs.evaluate import predict as predict
-    from trainwright.verbs.init import init as init
-    from trainwright.verbs.ladder.climb import ladder as ladder
-    from trainwright.verbs.of_objects import batch_size as batch_size
-    from trainwright.verbs.of_objects import check as check
-    from trainwright.verbs.of_objects import lr_range as lr_range
-    from trainwright.verbs.of_objects import mup_check as mup_check
-    from trainwright.verbs.of_objects import plan as plan
-    from trainwright.verbs.of_objects import profile as profile
-    from trainwright.verbs.of_objects import replay as replay
-    from trainwright.verbs.of_objects import verify_resume as verify_resume
-    from trainwright.verbs.sweep.call import sweep as sweep
-    from trainwright.verbs.verify.plain import verify_plain as verify_plain
     from trainwright.watching.watch import watch as watch
 
 

@@ -17,7 +17,7 @@ import torch
 
 import trainwright as tw
 import zoo
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 from zoo.host import ENTRIES, Entry
 
 LATEST = {"N": 0, "S": 1, "B": 50, "P": 20, "M": 200}

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import trainwright as tw
 from trainwright.adapters import WatchChoices, required
 from trainwright.errors import MissingExtra
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Found
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Found
 
 pl = pytest.importorskip("lightning.pytorch")
 accelerate = pytest.importorskip("accelerate")

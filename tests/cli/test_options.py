@@ -45,7 +45,7 @@ def test_a_module_beside_the_recipe_is_found_from_anywhere(tmp_path: Path, monke
     )
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    from trainwright.build.resolve import find
+    from trainwright.recipe.resolve import find
 
     loaded = load(project / "r.yaml", environ={})
     assert find("beside_it:model", {}, "model", loaded.source)().in_features == 2

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.build.data import Loading, StepBatches
-from trainwright.build.read_files import OpenFiles, files
+from trainwright.checkpoint.cursor import Cursor
 from trainwright.data.fingerprint import fingerprint
+from trainwright.data.loading import Loading, StepBatches
 from trainwright.data.order import epoch_order
+from trainwright.data.read_files import OpenFiles, files
 from trainwright.errors import DataError, StorageError, UsageError
-from trainwright.state.cursor import Cursor
 
 SIZES = {"a": 5, "b": 0, "c": 11, "d": 3, "e": 18}
 opened: list[str] = []

@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 
 import trainwright as tw
 from tests.rows import each_row
-from trainwright.build.resolve import make
 from trainwright.data.images import Images
 from trainwright.data.mixture import Mixture
 from trainwright.data.padding import differ_in_length
@@ -25,6 +24,7 @@ from trainwright.data.tokens import Tokens, block_mask, packed
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.recipe import DATASETS
+from trainwright.recipe.resolve import make
 from trainwright.recipe.source import Source
 
 END = 9

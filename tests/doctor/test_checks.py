@@ -22,8 +22,8 @@ from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
 from trainwright.doctor.pages import codes, page, title
 from trainwright.doctor.remedies import TRIALS
 from trainwright.errors import UsageError
-from trainwright.runlog.findings import rank
-from trainwright.runlog.records import Examined, Watched, Where
+from trainwright.runs.findings import rank
+from trainwright.runs.records import Examined, Watched, Where
 
 ROOT = Path(__file__).parents[2]
 CODES = {each.code for each in all_checks()}

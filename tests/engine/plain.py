@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.cursor import Cursor, MicroBatch, StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult, make_step
-from trainwright.state.codec import same_bits
-from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
-from trainwright.state.train_state import TrainState
 
 
 def cut(data: Sequence[Tensor], micro: int, *, first_id: int = 0) -> StepBatch:

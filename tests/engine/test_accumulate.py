@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.engine.plain import assert_same_bits, bits, cut, gradients, one_micro, relative_error
-from trainwright.engine.clip import ClipName, make_clip
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.scaler import LossScaler, NoScaler
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Loss
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
 from trainwright.errors import UsageError
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.scaler import LossScaler, NoScaler
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import ClipName, make_clip
 
 ROWS, LENGTH, VOCAB = 13, 9, 11
 LENGTHS = (9, 1, 4, 7, 2, 9, 3, 1, 8, 5, 6, 1, 9)  # counted tokens of each sample

@@ -15,12 +15,12 @@ from torch.nn.utils import get_total_norm
 from torch.optim import SGD, AdamW
 
 from tests.engine.plain import cut
-from trainwright.engine.clip import AdaptiveClip, make_clip
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.spikes import SpikeGuard
 from trainwright.engine.step import make_step
 from trainwright.errors import UsageError
-from trainwright.state.codec import same_bits
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import AdaptiveClip, make_clip
 
 APPLIED = torch.tensor(False)
 SHAPES = ((5, 3), (5,), (4, 2, 3, 3), (1,))

@@ -16,6 +16,9 @@ from torch.fx import GraphModule
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.engine.plain import bits, cut, gradients, relative_error, train
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.scaler import LossScaler
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine import chunked
 from trainwright.engine.chunked import chunked_cross_entropy, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
@@ -27,9 +30,6 @@ from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
-from trainwright.state.cursor import StepBatch
-from trainwright.state.scaler import LossScaler
-from trainwright.state.train_state import TrainState
 
 N, D, V = 40, 16, 50
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making

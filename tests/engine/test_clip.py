@@ -12,13 +12,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import SGD
 
 from tests.engine.plain import cut
-from trainwright.engine.clip import make_clip
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.scaler import LossScaler
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step
 from trainwright.errors import UsageError
-from trainwright.state.codec import same_bits
-from trainwright.state.scaler import LossScaler
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import make_clip
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.plain import cut
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.isolation import NotIsolated
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.dry_run import ENOUGH, Mode, dry_run, time_evaluation
 from trainwright.engine.precision import FP32
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.isolation import NotIsolated
-from trainwright.state.train_state import TrainState
 
 REMEMBERED: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 """What is behind weak references is not restored."""

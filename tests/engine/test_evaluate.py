@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from tests.engine.plain import assert_same_bits, bits, cut
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.rng import RngBag
+from trainwright.checkpoint.scaler import LossScaler
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss
@@ -21,10 +25,6 @@ from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.step import make_step
 from trainwright.errors import DataError
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import RngBag
-from trainwright.state.scaler import LossScaler
-from trainwright.state.train_state import TrainState
 
 
 class Noisy(nn.Module):

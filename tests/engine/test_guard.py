@@ -14,16 +14,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.engine.plain import assert_same_bits, bits, cut
-from trainwright.build.optim import Lamb, Lars, Muon
-from trainwright.engine.clip import make_clip
+from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.scaler import LossScaler
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.guard import update_on_device
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
-from trainwright.state.codec import encode
-from trainwright.state.cursor import StepBatch
-from trainwright.state.scaler import LossScaler
-from trainwright.state.train_state import TrainState
+from trainwright.optim import Lamb, Lars, Muon
+from trainwright.optim.clip import make_clip
 
 ROWS, MICRO, BAD_ROW = 12, 4, 6
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch.optim import SGD
 
 from tests.engine.plain import cut
+from trainwright.checkpoint.cursor import BadSample, Cursor, StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import Solo
 from trainwright.engine.loop import Outcome, run, steps
 from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepFn, StepResult, make_step
 from trainwright.engine.until import for_seconds, for_steps
 from trainwright.errors import UsageError
-from trainwright.state.cursor import BadSample, Cursor, StepBatch
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import Solo
 
 Journal = list[tuple[str, int]]
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from tests.engine.plain import cut, gradients
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Loss, as_loss_fn, takes_model
 from trainwright.engine.losses import cross_entropy, hf_causal_lm, language_model, mse
 from trainwright.engine.step import make_step
 from trainwright.errors import DataError, UsageError
-from trainwright.state.train_state import TrainState
 
 
 def test_cross_entropy_is_the_sum_and_the_count() -> None:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD
 
 from tests.engine.plain import cut
-from trainwright.engine.clip import make_clip
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.lr_range import lr_range, suggest
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import make_clip
 
 CURVATURE = 10.0
 

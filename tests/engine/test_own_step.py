@@ -14,9 +14,9 @@ from torch.optim import optimizer as optimizer_module
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits, cut
+from trainwright.checkpoint.chained import ChainedOptimizer
 from trainwright.engine.own_step import OwnStep
 from trainwright.errors import UsageError
-from trainwright.state.chained import ChainedOptimizer
 
 
 class Pair(nn.Module):

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.plain import assert_same_bits, bits, cut, one_micro
+from trainwright.checkpoint.average import Ema
+from trainwright.checkpoint.cursor import BadSample, MicroBatch
+from trainwright.checkpoint.cut import cut as cut_batch
+from trainwright.checkpoint.cut import cut_micro
+from trainwright.checkpoint.scaler import LossScaler
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.guard import LARGEST_TABLE
@@ -24,12 +30,6 @@ from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32
 from trainwright.engine.step import make_step
 from trainwright.errors import OutOfMemoryError, UsageError
-from trainwright.state.average import Ema
-from trainwright.state.cursor import BadSample, MicroBatch
-from trainwright.state.cut import cut as cut_batch
-from trainwright.state.cut import cut_micro
-from trainwright.state.scaler import LossScaler
-from trainwright.state.train_state import TrainState
 
 TOO_MUCH = 2**50  # bytes; no machine has them, and torch's allocator says so
 

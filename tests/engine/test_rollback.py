@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.checkpoint.average import Swa
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.engine.spikes import SpikeGuard
-from trainwright.state.average import Swa
-from trainwright.state.cursor import MicroBatch, StepBatch
 
 SPIKE, NOT_FINITE = 44, 38
 

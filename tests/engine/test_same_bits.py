@@ -15,9 +15,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.engine.plain import assert_same_bits, bits, cut, train
-from trainwright.engine.clip import make_clip
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import FP32, Precision
+from trainwright.optim.clip import make_clip
 
 STEPS, MICRO = 50, 6
 CLIP_AT = 0.6

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.until import ByTheClock
-from trainwright.state.train_state import TrainState
 
 
 class Clock:

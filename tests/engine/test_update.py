@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import trainwright as tw
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.errors import OutOfMemoryError
-from trainwright.state.cursor import MicroBatch, StepBatch
 
 
 class Two(nn.Module):

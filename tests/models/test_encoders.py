@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.build.pipeline import keep_stage
-from trainwright.build.split_plan import split_plan
+from trainwright.assembly.pipeline import keep_stage
+from trainwright.distributed.split_plan import split_plan
 from trainwright.errors import UsageError
 from trainwright.models.bert import bert, bert_published
 from trainwright.models.vit import vit, vit_published

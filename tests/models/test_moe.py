@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits
-from tests.pages.reading import Page, curves_of
-from trainwright.build.split_plan import model_shape, split_plan
+from tests.report_pages.reading import Page, curves_of
+from trainwright.distributed.split_plan import model_shape, split_plan
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.moe import Experts, MoEConfig, moe_gpt
-from trainwright.pages.report import write_report
+from trainwright.report.pages.report import write_report
 
 SMALL = {"vocab_size": 11, "block_size": 6, "layers": 2, "heads": 2, "d_model": 8}
 

@@ -24,8 +24,8 @@ from trainwright.plan.resume_changes import (
 from trainwright.plan.resume_rules import RULES, UNKNOWN
 from trainwright.recipe import from_mapping
 from trainwright.recipe.outline import section_at
-from trainwright.runlog.provenance import modules_of
-from trainwright.runlog.provenance import provenance as written_provenance
+from trainwright.runs.provenance import modules_of
+from trainwright.runs.provenance import provenance as written_provenance
 
 DOCS = Path(__file__).parents[2] / "docs/how-to/resume.md"
 STEP = 400

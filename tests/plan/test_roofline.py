@@ -8,10 +8,10 @@ import pytest
 
 from tests.plan.traces import GIB, moment, scaled, trace
 from tests.rows import each_row
+from trainwright.plan.call_trace import Trace, Work
 from trainwright.plan.devices import Device
 from trainwright.plan.roofline import rate, scaled_time, step_time
 from trainwright.plan.scale import Scaled, accumulated, hull, tidy
-from trainwright.plan.trace import Trace, Work
 
 PLAIN = Device("plain", "cuda", 80 * GIB, 1e12, {"fp32": 1e13, "tf32": 5e13, "bf16": 1e14}, reach_flops=1.0)
 DEVICE = replace(PLAIN, reach_bandwidth=1.0, launch_s=0.0)

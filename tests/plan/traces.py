@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainwright.plan.call_trace import Kind, Moment, Phase, Trace, Work
 from trainwright.plan.scale import Scaled
-from trainwright.plan.trace import Kind, Moment, Phase, Trace, Work
 
 GIB = 1 << 30
 

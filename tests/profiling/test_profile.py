@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 import trainwright as tw
 from tests.profiling.planted import WAIT_S, Net, Rows, slow_callback
 from trainwright.cli import app
+from trainwright.commands.profile import ProfiledRun, profile
+from trainwright.commands.profile_trials import Trials, num_rounds
 from trainwright.errors import UsageError
-from trainwright.pages.profile import ProfilePanel
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import from_mapping
-from trainwright.runlog.files import UnreadableFile
+from trainwright.report.pages.profile import ProfilePanel
+from trainwright.runs.files import UnreadableFile
 from trainwright.training.prepare import prepare
 from trainwright.training.subject import Built, named
-from trainwright.verbs.profile import ProfiledRun, profile
-from trainwright.verbs.profile_trials import Trials, num_rounds
 
 pytestmark = pytest.mark.slow
 HERE = "tests.profiling.planted"

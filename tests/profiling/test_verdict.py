@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from trainwright.plan.call_trace import Work
 from trainwright.plan.devices import Device, known_devices
-from trainwright.plan.trace import Work
 from trainwright.profiling.facts import HostSync, Hot, ProfileFacts
 from trainwright.profiling.verdict import Bound, judge
 from trainwright.profiling.words import Profile

@@ -18,15 +18,15 @@ from torch.nn import functional as F
 import trainwright as tw
 from tests import forked
 from tests.replay.nets import KINDS, build
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.manifest import NAME as MANIFEST
+from trainwright.checkpoint.manifest import write_manifest
+from trainwright.commands.replay import rerun
 from trainwright.doctor.pages import page as explain
 from trainwright.errors import UsageError
 from trainwright.recorder.program import Operation
 from trainwright.replay import written
 from trainwright.replay.bundle import BundleError, keep, kind_of, prune, read_bundle
-from trainwright.state.codec import same_bits
-from trainwright.state.manifest import NAME as MANIFEST
-from trainwright.state.manifest import write_manifest
-from trainwright.verbs.replay import rerun
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 12
@@ -73,7 +73,7 @@ from trainwright.recorder.ring import Ring
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.bundle import read_bundle
 from trainwright.replay.replayer import Replayer
-from trainwright.verbs.replay import rerun, watched
+from trainwright.commands.replay import rerun, watched
 torch.manual_seed(99)
 torch.randn(7)
 told = []

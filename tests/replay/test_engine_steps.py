@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.engine.clip import ClipFn
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.snapshot import LiveObjects, entries_of
+from trainwright.optim.clip import ClipFn
 from trainwright.recorder.engine_source import EngineSource, engine_recorder
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.program import Backward, Call, ClipGradients, Multiply
@@ -19,8 +21,6 @@ from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.stage import NotReplayable
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.snapshot import LiveObjects, entries_of
 from trainwright.watching.experiments import names_of
 
 STEPS = 7

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import trainwright as tw
+from trainwright.checkpoint.chained import ChainedOptimizer
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.engine.own_step import OwnStep
 from trainwright.recorder.engine_source import EngineSource, called_parts, engine_recorder
 from trainwright.recorder.hooks import listening
@@ -20,8 +22,6 @@ from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.stage import NotReplayable
-from trainwright.state.chained import ChainedOptimizer
-from trainwright.state.snapshot import LiveObjects
 from trainwright.watching.experiments import names_of
 
 STEPS = 4

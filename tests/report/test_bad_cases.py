@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages.runs import ended, make_run, started, step
-from trainwright.pages.report import write_report
+from tests.report_pages.runs import ended, make_run, started, step
 from trainwright.report.bad_cases import NAME, BadCase, BadCases
+from trainwright.report.pages.report import write_report
 
 
 def cases(likely: int, others: int, unlisted: int = 0) -> BadCases:

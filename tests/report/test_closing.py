@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainwright.report.text import Ending, closing
-from trainwright.runlog.figures import figure
-from trainwright.runlog.records import Ended, Evaluated, RunVerdict
+from trainwright.runs.figures import figure
+from trainwright.runs.records import Ended, Evaluated, RunVerdict
 
 VERDICT = RunVerdict(word="no finding", sentence="finished without a finding: training loss 3.000 -> 1.500")
 ENDED = Ended(

@@ -10,9 +10,9 @@ import pytest
 
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.report.examination import while_it_trains
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Examined, Started, Unexamined, Watched
-from trainwright.runlog.writer import LogWriter
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Ended, Examined, Started, Unexamined, Watched
+from trainwright.runs.writer import LogWriter
 
 
 def run_with(tmp_path: Path, recipe: str | None) -> RunFolder:

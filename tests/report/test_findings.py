@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainwright.report.findings import lines_of
-from trainwright.runlog.records import Evidence, Found, Tried, Where
+from trainwright.runs.records import Evidence, Found, Tried, Where
 
 
 def found(code: str, severity: str) -> Found:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.rows import each_row
+from trainwright.plan.call_trace import Moment, Phase, Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import accumulated
-from trainwright.plan.trace import Moment, Phase, Trace
 from trainwright.report.forecast import by_block, held_lines, human_flops, timeline_svg, timeline_text, usable_line
 
 GIB = 1 << 30

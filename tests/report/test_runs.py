@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from trainwright.cli import app
 from trainwright.report.runs import list_runs
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.lock import RunLock, is_held
-from trainwright.runlog.records import Ended, Evaluated, Started, Watched, to_json
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.lock import RunLock, is_held
+from trainwright.runs.records import Ended, Evaluated, Started, Watched, to_json
 
 
 def make_run(root: Path, name: str, *, steps: int, ended: str | None) -> RunFolder:

@@ -12,8 +12,8 @@ import pytest
 
 from trainwright.doctor.finding import make_finding
 from trainwright.report.verdict import WORDS, VerdictFacts, judge, noise_of
-from trainwright.runlog.findings import Severity
-from trainwright.runlog.records import Evaluated, Found
+from trainwright.runs.findings import Severity
+from trainwright.runs.records import Evaluated, Found
 
 STEPS = 200
 Course = Callable[[float], float]

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import trainwright as tw
-from tests.pages.runs import BEGAN_S, found
+from tests.report_pages.runs import BEGAN_S, found
 from trainwright.profiling.facts import ModuleTime, OperatorTime, ProfileFacts
 from trainwright.report.bad_cases import BadCase, BadCases, ConfidenceBin, Confused, LossSlice, ShownSample
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import (
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import (
     Logged,
     NotSaved,
     OutOfMemory,

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 from tests.security.damaged import DAMAGES, make_whole_run, mutants, removed
 from trainwright.cli import app
-from trainwright.pages.compare import RunComparison
-from trainwright.pages.overview import RunShelf
-from trainwright.pages.render import overview_page
-from trainwright.pages.report import write_report
-from trainwright.pages.server import PageServer, Seen
-from trainwright.pages.view import RunView
 from trainwright.report.diagnosis import diagnosis_of
+from trainwright.report.pages.compare import RunComparison
+from trainwright.report.pages.overview import RunShelf
+from trainwright.report.pages.render import overview_page
+from trainwright.report.pages.report import write_report
+from trainwright.report.pages.view import RunView
 from trainwright.report.runs import list_runs
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.printing import printable
+from trainwright.report.server.server import PageServer, Seen
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.printing import printable
 
 pytestmark = pytest.mark.slow
 

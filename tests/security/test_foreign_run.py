@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tests.pages.serving import site_of
+from tests.report_pages.serving import site_of
 from trainwright.cli import app
 
 PAGE = Path(__file__).parents[2] / "SECURITY.md"

@@ -16,14 +16,14 @@ from torch import nn
 from torch.optim import AdamW
 
 import trainwright as tw
-from tests.pages.runs import BEGAN_S, ended, evaluated, make_run, started, step
+from tests.report_pages.runs import BEGAN_S, ended, evaluated, make_run, started, step
+from trainwright.checkpoint.checkpoint import CheckpointData, capture, commit
+from trainwright.checkpoint.manifest import step_of
+from trainwright.checkpoint.store import Best, Retention, checkpoints, newest_valid, prune, read_best, write_best
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import StorageError
-from trainwright.pages.report import write_report
-from trainwright.pages.view import RunView
-from trainwright.state.checkpoint import CheckpointData, capture, commit
-from trainwright.state.manifest import step_of
-from trainwright.state.store import Best, Retention, checkpoints, newest_valid, prune, read_best, write_best
-from trainwright.state.train_state import TrainState
+from trainwright.report.pages.report import write_report
+from trainwright.report.pages.view import RunView
 
 pytestmark = pytest.mark.slow
 RUN = "a" * 16

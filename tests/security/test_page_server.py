@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages.runs import make_run, started, step
-from tests.pages.serving import TOKEN, Site, site_of
-from trainwright.pages import connections
+from tests.report_pages.runs import make_run, started, step
+from tests.report_pages.serving import TOKEN, Site, site_of
+from trainwright.report.pages import connections
 
 pytestmark = pytest.mark.slow  # a server for each
 

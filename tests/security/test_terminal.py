@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.pages.runs import PLAN, ended, found, make_run, started, step
+from tests.report_pages.runs import PLAN, ended, found, make_run, started, step
 from trainwright.cli import app
-from trainwright.pages.overview import RunShelf
-from trainwright.pages.render import overview_page, runs_page
-from trainwright.pages.report import write_report
+from trainwright.report.pages.overview import RunShelf
+from trainwright.report.pages.render import overview_page, runs_page
+from trainwright.report.pages.report import write_report
 from trainwright.report.runs import list_runs
 
 EVIL = "\x1b[2J\x1b]0;gone\x07\u202e"
@@ -99,12 +99,14 @@ def test_a_run_that_breaks_the_reader_is_listed_with_the_reason(
         return "running"
 
     if where == "view":
-        monkeypatch.setattr("trainwright.pages.log.LogSoFar.advance", lambda log, for_s=0.0: breaks(log.path))
+        monkeypatch.setattr("trainwright.report.pages.log.LogSoFar.advance", lambda log, for_s=0.0: breaks(log.path))
         monkeypatch.setattr("trainwright.report.runs.state_of", lambda path, records: breaks(path))
         table = invoke("runs", "runs")
         assert "cannot be read: ZeroDivisionError: an odd file" in table and "runs/good" in table
     else:
-        monkeypatch.setattr("trainwright.pages.view.RunView.state", property(lambda view: breaks(view.folder.path)))
+        monkeypatch.setattr(
+            "trainwright.report.pages.view.RunView.state", property(lambda view: breaks(view.folder.path))
+        )
     page = overview_page(RunShelf([runs]).overview())
     assert 'data-name="bad" data-state="cannot be read"' in page and "ZeroDivisionError: an odd file" in page
     assert 'data-name="good" data-state="' in page

@@ -28,9 +28,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainwright.build.read_files import OpenFiles, files
 from trainwright.data.images import Images
 from trainwright.data.mixture import mix
+from trainwright.data.read_files import OpenFiles, files
 from trainwright.data.table import table
 from trainwright.data.tokens import Tokens
 

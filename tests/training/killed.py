@@ -27,9 +27,9 @@ from torch import Tensor, nn
 import tests.warm  # noqa: F401  before the forks
 import trainwright as tw
 from tests.training.data_kinds import KINDS, Kind, parts_of
-from trainwright.build.ready import ReadyBatches
-from trainwright.build.unwrap import Unwrapped, unwrap
-from trainwright.state.rng import seed_all
+from trainwright.checkpoint.rng import seed_all
+from trainwright.data.ready import ReadyBatches
+from trainwright.data.unwrap import Unwrapped, unwrap
 
 SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13
 """Steps: of an epoch of 5 batches, the checkpoint of step 8 lies in the middle, and so does the kill."""

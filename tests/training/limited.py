@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 import trainwright as tw
+from trainwright.checkpoint.rng import RngBag
+from trainwright.checkpoint.store import newest_valid
+from trainwright.distributed import SOLO, Ranks, World
+from trainwright.distributed.memory import give_back, mind_limits
 from trainwright.engine.loop import run
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.until import for_steps
 from trainwright.errors import TrainwrightError
-from trainwright.state.rng import RngBag
-from trainwright.state.store import newest_valid
-from trainwright.world import SOLO, Ranks, World
-from trainwright.world.memory import give_back, mind_limits
 
 WIDE = 1024
 BATCH, SMALL = 64, 4

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tests.forked import COMMAND_LINE, Forked
 from trainwright.cli import app
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Step
+from trainwright.runs.reader import read
+from trainwright.runs.records import Step
 
 SLOWLY = """\
 import time

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainwright.commands.verify.resume import ResumeTrial
 from trainwright.recipe.load import box
-from trainwright.verbs.verify.resume import ResumeTrial
 
 ONE = "evaluation.batches=1"
 SMALL = {

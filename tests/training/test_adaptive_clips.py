@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import ranks
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.manifest import name_of
 from trainwright.errors import RecipeError
 from trainwright.recipe import from_mapping
-from trainwright.state.codec import same_bits
-from trainwright.state.manifest import name_of
 
 SMALL: dict[str, Any] = {"model": "gpt", "data": {"train": "python-topics"}}
 CLIPS: dict[str, dict[str, object]] = {

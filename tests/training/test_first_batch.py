@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed import SOLO
 from trainwright.engine.precision import Precision
 from trainwright.plan.make import RunFacts, choose_mode, choose_precision
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.train_state import TrainState
 from trainwright.training.first_batch import try_batch
-from trainwright.world import SOLO
 
 FACTS = RunFacts(100, None, tokens_per_sample=0, parameters=9, trainable=9, device="cpu", device_name="a CPU")
 

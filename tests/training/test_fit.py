@@ -16,11 +16,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.observer import Stop
 from trainwright.engine.precision import FP32
 from trainwright.errors import RecipeError, UsageError
-from trainwright.state.cursor import MicroBatch, StepBatch
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import trainwright as tw
-from trainwright.build.assemble import Parts
-from trainwright.build.unwrap import unwrap
+from trainwright.assembly.assemble import Parts
+from trainwright.commands.check.samples import read
+from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
-from trainwright.forecast.blueprint import make_blueprint
+from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.recipe import from_mapping
-from trainwright.verbs.check.samples import read
 
 X = torch.randn(120, 4, generator=torch.Generator().manual_seed(0))
 Y = (torch.arange(120) % 12 == 0).long()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright as tw
 from trainwright.engine.chunked import logits_bytes
 from trainwright.models.gpt import gpt
-from trainwright.runlog.folder import RunFolder
+from trainwright.runs.folder import RunFolder
 
 pytestmark = pytest.mark.process  # each starts threads that read the machine
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from trainwright.checkpoint.store import checkpoints
 from trainwright.errors import UsageError
-from trainwright.state.store import checkpoints
 
 pytestmark = pytest.mark.process  # each starts threads that read the machine
 

@@ -14,8 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 import trainwright as tw
-from trainwright.build.assemble import Parts
-from trainwright.build.unwrap import Unwrapped
+from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.commands.demo import demo
+from trainwright.data.unwrap import Unwrapped
+from trainwright.distributed import SOLO, RankMesh
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.losses import language_model
@@ -24,10 +27,7 @@ from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.plan.parallel import AXES, Degrees
 from trainwright.recipe import from_mapping
-from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.training.layout import evaluation_loss, lay_out
-from trainwright.verbs.demo import demo
-from trainwright.world import SOLO, RankMesh
 
 IDS = torch.arange(32).view(4, 8) % 11
 SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}

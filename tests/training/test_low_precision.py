@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import trainwright as tw
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.weights import plain_state_dict
 from trainwright.errors import RecipeError
 from trainwright.recipe import from_mapping
-from trainwright.runlog.folder import RunFolder
-from trainwright.state.codec import same_bits
-from trainwright.state.weights import plain_state_dict
+from trainwright.runs.folder import RunFolder
 
 NO_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 pytestmark = [pytest.mark.process, pytest.mark.slow, NO_TORCHAO]

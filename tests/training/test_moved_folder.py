@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, NotSaved, Saved
-from trainwright.state.manifest import step_of
-from trainwright.state.store import checkpoints
+from trainwright.checkpoint.manifest import step_of
+from trainwright.checkpoint.store import checkpoints
+from trainwright.runs.reader import read
+from trainwright.runs.records import Ended, NotSaved, Saved
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from tests import ranks
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.manifest import name_of
+from trainwright.checkpoint.modes import averaged_weights, both_weights, use_averaged_weights, use_training_weights
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import TrainwrightError, UsageError
-from trainwright.state.codec import same_bits
-from trainwright.state.manifest import name_of
-from trainwright.state.modes import averaged_weights, both_weights, use_averaged_weights, use_training_weights
-from trainwright.state.train_state import TrainState
 
 process = [pytest.mark.process, pytest.mark.slow]  # each starts threads that read the machine
 STEPS, EVERY = 12, 4

@@ -14,8 +14,8 @@ import pytest
 from tests.forked import Forked
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Found, OutOfMemory, Watched
+from trainwright.runs.reader import read
+from trainwright.runs.records import Found, OutOfMemory, Watched
 
 pytestmark = [
     pytest.mark.process,

@@ -306,7 +306,7 @@ def test_a_recipe_names_the_same_objects(tmp_path: Path, monkeypatch: pytest.Mon
         "log": {"every": "1steps", "doctor": False},
     }
     from trainwright.recipe import from_mapping
-    from trainwright.runlog.folder import RunFolder
+    from trainwright.runs.folder import RunFolder
 
     first = tw.train(from_mapping(recipe), quiet=True)
     assert (first.step, first.reason) == (4, "seen enough")

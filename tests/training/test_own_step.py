@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.build.assemble import Parts, prepare
-from trainwright.build.unwrap import unwrap
+from trainwright.assembly.assemble import Parts, prepare
+from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import from_mapping
 from trainwright.training.own_step import require_own_step_fits

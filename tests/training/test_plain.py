@@ -18,9 +18,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import trainwright as tw
+from trainwright.commands.verify.plain import verify_plain_of
 from trainwright.recipe.catalog import OPTIMIZERS as BOX
 from trainwright.recipe.catalog import OptimizerRow
-from trainwright.verbs.verify.plain import verify_plain_of
 
 pytestmark = pytest.mark.process  # each starts threads that read the machine
 ROWS, BATCH = 40, 8

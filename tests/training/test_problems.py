@@ -12,10 +12,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import trainwright as tw
-from trainwright.build.resolve import require_arguments
 from trainwright.cli import app
 from trainwright.errors import Problems, RecipeError
 from trainwright.recipe import load
+from trainwright.recipe.resolve import require_arguments
 from trainwright.recipe.source import Source
 from trainwright.training.problems import problems_of
 

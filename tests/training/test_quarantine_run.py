@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import trainwright as tw
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.cli import app
 from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.recipe.load import load
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Quarantined, Step
-from trainwright.state.train_state import TrainState
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.reader import read
+from trainwright.runs.records import Quarantined, Step
 from trainwright.training.run import train
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from trainwright.runlog.findings import findings_in
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Found
+from trainwright.runs.findings import findings_in
+from trainwright.runs.reader import read
+from trainwright.runs.records import Found
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

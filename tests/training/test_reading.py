@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import trainwright as tw
-from trainwright.build.assemble import Parts
-from trainwright.build.unwrap import unwrap
+from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.data.unwrap import unwrap
 from trainwright.errors import DataError
 from trainwright.plan.explain import preflight
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe import from_mapping
-from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.training.prepare import prepare
 from trainwright.training.reading import MOST, time_workers
 from trainwright.training.run import train
@@ -173,8 +173,8 @@ def test_items_that_are_read_fast_need_no_workers() -> None:
 def test_tensors_that_are_read_several_steps_at_once_cost_each_step_its_part(tmp_path: Path) -> None:
     """The first batch of a TensorDataset is taken out of it together with the next ones."""
     asked = recipe(tmp_path)
-    asked["data"]["train"] = {"use": "tests.verbs.check.parts:blobs"}
-    asked["model"] = {"use": "tests.verbs.check.parts:net"}
+    asked["data"]["train"] = {"use": "tests.commands.check.parts:blobs"}
+    asked["model"] = {"use": "tests.commands.check.parts:net"}
     job = prepare(from_mapping(asked))
     assert job.measured.reading.wait_s == pytest.approx(job.measured.reading.start_s / 32)
 

@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 from typer.testing import CliRunner
 
 import trainwright as tw
+from trainwright.checkpoint.store import checkpoints
 from trainwright.cli import app
 from trainwright.errors import CheckpointError, RecipeError, UsageError
-from trainwright.state.store import checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Evaluated, Step
-from trainwright.state.store import read_best
+from trainwright.checkpoint.store import read_best
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.reader import read
+from trainwright.runs.records import Evaluated, Step
 
 
 class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

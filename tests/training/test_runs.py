@@ -19,10 +19,10 @@ from tests import forked
 from tests.forked import COMMAND_LINE
 from tests.training.processes import RECIPE, SLOWLY, invoke, start, wait_for_step
 from tests.training.small_recipes import SMALL
+from trainwright.checkpoint.store import checkpoints, newest_valid
 from trainwright.recipe.load import box
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started, Step
-from trainwright.state.store import checkpoints, newest_valid
+from trainwright.runs.reader import read
+from trainwright.runs.records import Ended, Evaluated, Saved, Skipped, Started, Step
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import ranks
 from tests.training.ranked import compare, killed_and_stopped, last_weights, make_project, train
-from trainwright.state.manifest import verify
+from trainwright.checkpoint.manifest import verify
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -22,7 +22,7 @@ import json, os, sys
 import torch
 from torch import nn
 import trainwright as tw
-from trainwright.state.shards import local
+from trainwright.checkpoint.shards import local
 
 class Block(nn.Module):
     def __init__(self, width):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import trainwright as tw
+from trainwright.checkpoint.spikes import Spike
 from trainwright.errors import TrainwrightError
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Found, Skipped
-from trainwright.state.spikes import Spike
+from trainwright.runs.reader import read
+from trainwright.runs.records import Found, Skipped
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ import torch
 import trainwright as tw
 from tests.forked import COMMAND_LINE, Forked
 from tests.training.processes import invoke, start, wait_for_step
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Started
-from trainwright.state.store import newest_valid
+from trainwright.checkpoint.store import newest_valid
+from trainwright.runs.reader import read
+from trainwright.runs.records import Started
 
 pytestmark = pytest.mark.slow
 

@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from tests import ranks
-from trainwright.build.stepped_schedule import unchanged
-from trainwright.build.swa_schedule import SwaSchedule
+from trainwright.checkpoint.average import Swa
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.manifest import name_of
+from trainwright.checkpoint.weights import plain_state_dict, read_weights
 from trainwright.engine.step import set_lr
 from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.optim.stepped_schedule import unchanged
+from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.plan.make import SwaPlan
-from trainwright.state.average import Swa
-from trainwright.state.codec import same_bits
-from trainwright.state.manifest import name_of
-from trainwright.state.weights import plain_state_dict, read_weights
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]  # each starts threads that read the machine
 

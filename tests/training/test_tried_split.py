@@ -18,8 +18,8 @@ import torch
 from torch import nn, distributed
 from torch.distributed.device_mesh import init_device_mesh
 import trainwright as tw
-from trainwright.build.split_plan import split_plan
-from trainwright.build.tensor_parallel import apply_tensor_parallelism
+from trainwright.distributed.split_plan import split_plan
+from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
 from trainwright.errors import UsageError
 from trainwright.training.tried_split import divide_and_try
 

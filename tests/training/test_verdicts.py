@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import trainwright as tw
 from trainwright.cli import app
 from trainwright.engine.observer import Stop
-from trainwright.runlog.records import RunVerdict
+from trainwright.runs.records import RunVerdict
 
 pytestmark = pytest.mark.slow
 CROSS_ENTROPY = nn.CrossEntropyLoss()

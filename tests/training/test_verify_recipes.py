@@ -20,8 +20,8 @@ import pytest
 
 from tests import forked
 from tests.training.small_recipes import PRECISIONS, WORKERS, small_trial
-from trainwright.verbs.verify import trial
-from trainwright.verbs.verify.resume import verify_resume
+from trainwright.commands.verify import trial
+from trainwright.commands.verify.resume import verify_resume
 
 KINDS = ("resnet-digits.yaml", "lstm-text.yaml", "demo.yaml", "gpt-lora.yaml")
 TURNS = dict(zip(KINDS, itertools.cycle((precision, each) for each in WORKERS for precision in PRECISIONS)))

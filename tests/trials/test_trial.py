@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainwright.errors import UsageError
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.lock import is_held
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.lock import is_held
 from trainwright.trials import TrialProcess, read_trial, run_trial
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

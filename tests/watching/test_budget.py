@@ -20,8 +20,8 @@ import trainwright as tw
 from trainwright.doctor.measure import REPLAYS
 from trainwright.replay.experiments import Experiment
 from trainwright.replay.session import ReplaySession
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Examined, Unexamined
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Examined, Unexamined
 from trainwright.watching import budget as budgets
 from trainwright.watching.budget import END_S, EVIDENCE_S, FREE_S, ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import trainwright as tw
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Watched
+from trainwright.runs.reader import read
+from trainwright.runs.records import Watched
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

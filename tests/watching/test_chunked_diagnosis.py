@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 import trainwright as tw
 from tests.watching.loops import exams
+from trainwright.commands.check.first_batch import LossRecorder
 from trainwright.engine import chunked
 from trainwright.engine.chunked import chunked_cross_entropy
 from trainwright.engine.losses import language_model
 from trainwright.errors import DataError
 from trainwright.models.gpt import gpt
 from trainwright.replay import classified
-from trainwright.verbs.check.first_batch import LossRecorder
 
 VOCABULARY, LENGTH, BATCH = 33, 16, 16
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.commands.replay import rerun
 from trainwright.engine import chunked
 from trainwright.engine.losses import Loss, hf_causal_lm, language_model
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.replay.bundle import keep
 from trainwright.replay.session import ReplaySession
-from trainwright.verbs.replay import rerun
 
 STEPS, KEEP, VOCABULARY = 6, 3, 40
 

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 
 import trainwright as tw
 from tests.watching.loops import Watching, X, Y, both, exams, net, plain_steps, replays, said, sgd, weights
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Examined
+from trainwright.runs.reader import read
+from trainwright.runs.records import Examined
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own, while it compiles
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.engine.step import StepFn
 from trainwright.recorder.program import RecordedStep, constants_of
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Examined, Found, Record, Watched
-from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Examined, Found, Record, Watched
 from trainwright.watching import budget
 from trainwright.watching.engine import EngineObserver, EngineSession
 

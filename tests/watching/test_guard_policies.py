@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.checkpoint.spikes import Spike
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import UsageError
 from trainwright.recorder.veto import ALWAYS
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Skipped
-from trainwright.state.spikes import Spike
+from trainwright.runs.reader import read
+from trainwright.runs.records import Skipped
 from trainwright.watching.session import NonFiniteStep
 
 

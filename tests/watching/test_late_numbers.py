@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import trainwright as tw
 from trainwright.doctor.measure.held import Memory
 from trainwright.recorder.veto import Veto
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 from trainwright.watching import session
 
 

@@ -14,7 +14,7 @@ from torch.distributions import Categorical
 
 import trainwright as tw
 from trainwright.recorder.light import FIRST, MIN_CALLS
-from trainwright.runlog.records import Examined, Watched
+from trainwright.runs.records import Examined, Watched
 from trainwright.watching.session import LIGHT_SNAPSHOTS
 
 STEPS, FEW = 66, 20

@@ -21,7 +21,7 @@ from trainwright.recorder.hooks import listening
 from trainwright.recorder.probes import Probe
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, _size_of
 from trainwright.replay.replayer import NotReplayable
-from trainwright.runlog.records import Examined
+from trainwright.runs.records import Examined
 
 
 class Mark:
@@ -148,7 +148,7 @@ from torch import nn
 import torch.nn.functional as F
 import trainwright as tw
 from trainwright.watching import experiments
-from trainwright.world.memory import held_bytes, keep_no_blocks, peak_bytes, start_peak
+from trainwright.distributed.memory import held_bytes, keep_no_blocks, peak_bytes, start_peak
 
 from trainwright.doctor.measure import REPLAYS
 EXPERIMENTS = {each.name: each for each in REPLAYS}

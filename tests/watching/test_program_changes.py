@@ -15,7 +15,7 @@ from trainwright.recorder.hooks import listening
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.program_changes import EVERY, ProgramChanges
 from trainwright.recorder.recording import LoopRecorder
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 
 ONSET, STEPS = 70, 82
 """By then the loop is calm, and only one step in 16 is heard whole: the first of these is 81."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.errors import UsageError
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, Watched
+from trainwright.runs.reader import read
+from trainwright.runs.records import Ended, Watched
 
 
 def remove(folder: Path) -> None:

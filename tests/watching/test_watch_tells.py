@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.observe.webhook import Hook
+from tests.monitoring.webhook import Hook
 from tests.watching.loops import X, Y, net, sgd, weights
 from trainwright.errors import RecipeError, UsageError
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Layers, Record, Watched
+from trainwright.runs.reader import read
+from trainwright.runs.records import Layers, Record, Watched
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
 from trainwright.adapters import WatchChoices, required
-from trainwright.runlog.records import Found
+from trainwright.runs.records import Found
 from trainwright.watching.watch import watch
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from trainwright.cli.app import (
     verb,
 )
 from trainwright.errors import UsageError
-from trainwright.runlog.printing import printable
+from trainwright.runs.printing import printable
 from trainwright.version import __version__
 
 ModelOf = Annotated[
@@ -50,11 +50,11 @@ def diagnose(
 ) -> None:
     """Say what is wrong with a run, dead or alive, from its records; exit 3 when a finding is critical."""
     from trainwright.report.diagnosis import diagnosis_of
-    from trainwright.runlog.folder import RunFolder
+    from trainwright.runs.folder import RunFolder
 
     folder = RunFolder.open(run)
     if deep:
-        from trainwright.verbs.deep import examine_later
+        from trainwright.commands.deep import examine_later
 
         examine_later(folder, model=model, say=say_to(as_json))
     elif model is not None:
@@ -75,10 +75,10 @@ def checks(
     """List the checks; of a run, what each found and which could not be made; new CODE begins one with its test."""
     from trainwright.report.checks import CheckList
     from trainwright.report.diagnosis import diagnosis_of
-    from trainwright.runlog.folder import RunFolder
+    from trainwright.runs.folder import RunFolder
 
     if run == Path("new") and code is not None:
-        from trainwright.verbs.new_check import new_check
+        from trainwright.commands.new_check import new_check
 
         answer(new_check(code), as_json)
     else:
@@ -105,7 +105,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Run a step again, bit for bit, and examine it; exit 1 when the result differs."""
-    from trainwright.verbs.replay import rerun
+    from trainwright.commands.replay import rerun
 
     answer(rerun(path, step, model=model, settings=settings or [], say=say_to(as_json)), as_json)
 
@@ -135,7 +135,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the weights of a run for other programs."""
-    from trainwright.verbs.export import export as write
+    from trainwright.commands.export import export as write
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
@@ -152,7 +152,7 @@ def average(
     as_json: Json = False,
 ) -> None:
     """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
-    from trainwright.verbs.average import average_checkpoints
+    from trainwright.commands.average import average_checkpoints
 
     answer(average_checkpoints(run, last=last, out=out), as_json)
 
@@ -167,7 +167,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure loss and metrics of a checkpoint of a run on a dataset."""
-    from trainwright.verbs.evaluate import evaluate_run
+    from trainwright.commands.evaluate import evaluate_run
 
     answer(evaluate_run(run, data, which=which, batch=batch, average=average), as_json)
 
@@ -183,7 +183,7 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Write what the model of a run gives for each sample of a dataset, in its order."""
-    from trainwright.verbs.evaluate import predict_run
+    from trainwright.commands.evaluate import predict_run
 
     answer(predict_run(run, data, out=out, which=which, batch=batch, average=average), as_json)
 
@@ -207,8 +207,8 @@ def errors(
     as_json: Json = False,
 ) -> None:
     """Say where the model of a run is wrong: worst samples, confusions, slices, calibration, labels likely wrong."""
+    from trainwright.commands.bad_cases import errors_in_folds, errors_of_run
     from trainwright.errors import UsageError
-    from trainwright.verbs.bad_cases import errors_in_folds, errors_of_run
 
     if folds is None:
         found = errors_of_run(run, data, by=by or (), count=count, which=which, batch=batch, average=average)
@@ -230,7 +230,7 @@ def verify_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Check every file, hash, tensor and value of checkpoints."""
-    from trainwright.verbs.verify.checkpoint import verify_checkpoint as verify
+    from trainwright.commands.verify.checkpoint import verify_checkpoint as verify
 
     found, say = verify(path), say_to(as_json)
     for each in found:
@@ -254,8 +254,8 @@ def verify_resume(
 ) -> None:
     """Prove on a recipe that a run which is killed and resumed gives the same bits as one that is not."""
     subject = subject_of(recipe, settings)
-    from trainwright.verbs.verify.resume import ResumeTrial
-    from trainwright.verbs.verify.resume import verify_resume as verify
+    from trainwright.commands.verify.resume import ResumeTrial
+    from trainwright.commands.verify.resume import verify_resume as verify
 
     say, trial = say_to(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
     proof = verify(trial, keep=keep, say=say, build=subject.build)
@@ -277,7 +277,7 @@ def verify_plain(
     as_json: Json = False,
 ) -> None:
     """Prove that the first steps have the bits of the loop by hand: zero_grad, forward, backward, step."""
-    from trainwright.verbs.verify.plain import verify_plain_of
+    from trainwright.commands.verify.plain import verify_plain_of
 
     with prints_aside(as_json):
         proof = verify_plain_of(what, steps=steps, settings=settings or ())
@@ -293,7 +293,7 @@ def verify_parallel(
     as_json: Json = False,
 ) -> None:
     """Prove on a recipe that its first steps on several ranks are those of one process; and say how fast they are."""
-    from trainwright.verbs.verify.parallel import verify_parallel as verify
+    from trainwright.commands.verify.parallel import verify_parallel as verify
 
     say = say_to(as_json)
     proof = verify(recipe, ranks=ranks, steps=steps, settings=settings or (), say=say)

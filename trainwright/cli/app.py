@@ -18,12 +18,12 @@ import typer
 from typer.core import TyperGroup
 
 from trainwright.report.failure import describe
-from trainwright.runlog.printing import printable
-from trainwright.runlog.secrets import masked
+from trainwright.runs.printing import printable
+from trainwright.runs.secrets import masked
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
-    from trainwright.observe.terminal import Console
+    from trainwright.monitoring.terminal import Console
     from trainwright.training.subject import Subject
 
 P = ParamSpec("P")
@@ -175,7 +175,7 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
     if not path.is_dir():
         return path, picture
     from trainwright.errors import StorageError, UsageError
-    from trainwright.runlog.folder import RunFolder
+    from trainwright.runs.folder import RunFolder
 
     run = RunFolder.open(path)
     if not run.recipe.is_file():
@@ -205,7 +205,7 @@ def prints_aside(as_json: bool) -> AbstractContextManager[object]:
 
 def console_for(as_json: bool) -> Console:
     """The console for progress: with --json it is stderr, as stdout is for the object."""
-    from trainwright.observe.terminal import Console
+    from trainwright.monitoring.terminal import Console
 
     return Console(stderr=as_json)
 

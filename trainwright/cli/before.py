@@ -23,7 +23,7 @@ from trainwright.cli.app import (
     subject_of,
     verb,
 )
-from trainwright.runlog.printing import printable
+from trainwright.runs.printing import printable
 
 
 @verb()
@@ -40,7 +40,7 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a small project that trains as it is into a new folder: recipe, model, data, a test and a README."""
-    from trainwright.verbs.init import init as write
+    from trainwright.commands.init import init as write
 
     answer(write(kind, folder), as_json)
 
@@ -60,7 +60,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Turn the settings of another trainer into a recipe, and name each key that it could not take."""
-    from trainwright.verbs.convert.convert import convert as run_convert
+    from trainwright.commands.convert.convert import convert as run_convert
 
     answer(run_convert(file, source=source, out=output), as_json)
 
@@ -69,7 +69,7 @@ def convert(
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Say whether a recipe would train: one line for each verdict, with its remedy; exit 3 when it would not."""
     subject = subject_of(recipe, settings)
-    from trainwright.verbs.check.check import check as look
+    from trainwright.commands.check.check import check as look
 
     with prints_aside(as_json):
         seen = look(*subject.build(()), tell=say_to(as_json))
@@ -97,15 +97,15 @@ def plan(
 
     recipe, svg = of_run(recipe, svg, "timeline.svg")
     if ranks is not None:
+        from trainwright.commands.plan_ranks import plan_ranks
         from trainwright.training.problems import all_at_once
-        from trainwright.verbs.plan_ranks import plan_ranks
 
         loaded = load(recipe, overrides=settings or [])
         with prints_aside(as_json), all_at_once(loaded, ranks=ranks):
             many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
         answer(many, as_json)
     subject = subject_of(recipe, settings)
-    from trainwright.verbs.plan import show_plan
+    from trainwright.commands.plan import show_plan
 
     with prints_aside(as_json):
         shown = show_plan(
@@ -135,8 +135,8 @@ def graph(
 
     recipe, svg = of_run(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
+    from trainwright.commands.graph import draw_graph, write_svg
     from trainwright.training.problems import all_at_once
-    from trainwright.verbs.graph import draw_graph, write_svg
 
     say = say_to(as_json)
     with prints_aside(as_json), all_at_once(loaded):
@@ -162,8 +162,8 @@ def batch_size(
     """Find the largest micro-batch that trains without running out of memory."""
     budget_s = seconds_of(budget, "--budget")
     subject = subject_of(recipe, settings)
+    from trainwright.commands.batch_size import find_batch_size
     from trainwright.recipe.byte_size import parse_bytes
-    from trainwright.verbs.batch_size import find_batch_size
 
     limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
     with prints_aside(as_json):
@@ -187,7 +187,7 @@ def lr_range(
 ) -> None:
     """Find a learning rate: grow it each step, watch the loss, draw the picture."""
     built = subject_of(recipe, settings).build(())
-    from trainwright.verbs.lr_range import find_lr
+    from trainwright.commands.lr_range import find_lr
 
     answer = find_lr(*built, steps=steps, lowest=lowest, highest=highest, out=out, console=console_for(as_json))
     if as_json:
@@ -215,7 +215,7 @@ def mup_check(
 ) -> None:
     """Say for each layer whether a step changes it as much in a wide model as in a narrow one; exit 3 when not."""
     subject_of(recipe, settings)
-    from trainwright.verbs.mup_check import WIDTHS, build_by_width, check_widths, draw
+    from trainwright.commands.mup_check import WIDTHS, build_by_width, check_widths, draw
 
     build = build_by_width(recipe, key, settings or [])
     with prints_aside(as_json):
@@ -235,7 +235,7 @@ def compare_optimizers(
     as_json: Json = False,
 ) -> None:
     """Train a recipe with several optimizers, each at the learning rate of a range test, and compare them."""
-    from trainwright.verbs.compare_optimizers import compare_optimizers as compared
+    from trainwright.commands.compare_optimizers import compare_optimizers as compared
 
     found = compared(
         recipe, optimizers, settings=settings or [], range_steps=range_steps, threads=threads, say=say_to(as_json)

@@ -12,8 +12,8 @@ import typer
 from trainwright.cli.app import Json, RecipePath, Settings, app, verb
 
 if TYPE_CHECKING:
-    from trainwright.verbs.launch import JobFile
-    from trainwright.verbs.sweep import Sweep
+    from trainwright.commands.launch import JobFile
+    from trainwright.commands.sweep import Sweep
 
 launch_app = typer.Typer(
     help="Write the job file by which a scheduler trains a recipe on several machines, or a sweep."
@@ -57,13 +57,13 @@ def launch_slurm(
     as_json: Json = False,
 ) -> None:
     """Write an sbatch script that saves before the time is over and is then queued again."""
+    from trainwright.commands.launch import Shape, slurm_job
     from trainwright.recipe import load
-    from trainwright.verbs.launch import Shape, slurm_job
 
     named = {"time": time, "partition": partition, "account": account}
     pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
     if sweep := _sweep(recipe, ranks, settings, image=image, stack=stack):
-        from trainwright.verbs.sweep.cluster import slurm_sweep
+        from trainwright.commands.sweep.cluster import slurm_sweep
 
         words = [str(recipe.absolute()), *(word for each in settings or [] for word in ("--set", each))]
         job = slurm_sweep(sweep, words, at_once=at_once, grace_s=grace, directives=pairs)
@@ -96,11 +96,11 @@ def launch_kubernetes(
     as_json: Json = False,
 ) -> None:
     """Write a manifest: an indexed Job and a headless Service, which need no operator."""
+    from trainwright.commands.launch import Shape, kubernetes_job
     from trainwright.recipe import load
-    from trainwright.verbs.launch import Shape, kubernetes_job
 
     if sweep := _sweep(recipe, ranks, settings, stack=stack):
-        from trainwright.verbs.sweep.cluster import kubernetes_sweep
+        from trainwright.commands.sweep.cluster import kubernetes_sweep
 
         manifest = kubernetes_sweep(sweep, image=image, volume=volume, at_once=at_once, grace_s=grace)
         _print(manifest.written(output), as_json)
@@ -123,8 +123,8 @@ def launch_kubeflow(
     as_json: Json = False,
 ) -> None:
     """Write a manifest for Kubeflow Trainer 2: a TrainingRuntime and a TrainJob."""
+    from trainwright.commands.launch import Shape, kubeflow_job
     from trainwright.recipe import load
-    from trainwright.verbs.launch import Shape, kubeflow_job
 
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = kubeflow_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
@@ -144,8 +144,8 @@ def launch_skypilot(
     as_json: Json = False,
 ) -> None:
     """Write a task of SkyPilot, for machines of a cloud or a Kubernetes cluster."""
+    from trainwright.commands.launch import Shape, skypilot_job
     from trainwright.recipe import load
-    from trainwright.verbs.launch import Shape, skypilot_job
 
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = skypilot_job(loaded, shape, image=image, volume=volume, gpu=gpu, settings=settings or [], stack=stack)
@@ -154,9 +154,9 @@ def launch_skypilot(
 
 def _sweep(path: Path, ranks: str, settings: list[str] | None, **refused: str | None) -> Sweep | None:
     """The sweep of a sweep file; None for a recipe. Raises UsageError for several ranks and options of recipes."""
+    from trainwright.commands.launch import Shape
+    from trainwright.commands.sweep.spec import is_sweep_file, read_sweep
     from trainwright.errors import UsageError
-    from trainwright.verbs.launch import Shape
-    from trainwright.verbs.sweep.spec import is_sweep_file, read_sweep
 
     if not is_sweep_file(path):
         return None

@@ -30,7 +30,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a run, or several side by side, as one HTML file that needs nothing else and can be sent."""
-    from trainwright.pages.report import write_report
+    from trainwright.report.pages.report import write_report
 
     answer(write_report(runs, out), as_json)
 
@@ -43,9 +43,9 @@ def compare(
 ) -> None:
     """Say what differs between runs: first what was asked, then what came of it, with the spread over seeds."""
     from trainwright.errors import UsageError
-    from trainwright.pages.compare import RunComparison
-    from trainwright.pages.report import write_report
-    from trainwright.pages.view import RunView
+    from trainwright.report.pages.compare import RunComparison
+    from trainwright.report.pages.report import write_report
+    from trainwright.report.pages.view import RunView
 
     if len(runs) < 2:
         raise UsageError("compare takes two runs or more", remedy="trainwright compare runs/a runs/b")
@@ -68,7 +68,7 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Show runs live in a browser on this machine: all of them, one, or some side by side. Ctrl-C ends it."""
-    from trainwright.pages.serve import serve as run_serve
+    from trainwright.report.server.serve import serve as run_serve
 
     run_serve(folders or [Path("runs")], port, host_names or (), say_to(as_json))
 
@@ -84,7 +84,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Say what bounds a step, by operator, module and phase of some steps in a run of its own; try what may help."""
-    from trainwright.runlog.folder import RunFolder
+    from trainwright.runs.folder import RunFolder
 
     budget_s = seconds_of(budget, "--budget")
     is_run = (recipe / "recipe.yaml").is_file()
@@ -93,7 +93,7 @@ def profile(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of memory that is older than itself
     subject = subject_of(path, settings, environ)
     with importing_torch():
-        from trainwright.verbs.profile import profile as run_profile
+        from trainwright.commands.profile import profile as run_profile
 
     seen = run_profile(subject.build, for_s=seconds, budget_s=budget_s, console=console_for(as_json))
     answer(seen, as_json)

@@ -45,12 +45,12 @@ def demo(
 ) -> None:
     """Train a small model offline, on data that ships with Python; or plant a fault and see the doctor name it."""
     if broken is not None:
-        from trainwright.verbs.demo_faults import show
+        from trainwright.commands.demo_faults import show
 
         answer(show(broken, say_to(as_json), budget=budget), as_json)
         return
     with importing_torch():
-        from trainwright.verbs.demo import demo as run_demo
+        from trainwright.commands.demo import demo as run_demo
 
     console = console_for(as_json)
     finish(run_demo(task, budget=budget or "60s", settings=settings or [], console=console), as_json)
@@ -117,7 +117,7 @@ def ladder(
 
     Exit 3 when a rung breaks; the best recipe below it is written all the same.
     """
-    from trainwright.verbs.ladder.climb import ladder as climb
+    from trainwright.commands.ladder.climb import ladder as climb
 
     budget_s = math.inf if budget is None else seconds_of(budget, "--budget")
     found = climb(
@@ -147,7 +147,7 @@ def resume(
     """Continue a run from its newest checkpoint that verifies. It runs the callables that the run's recipe names."""
     from trainwright.recipe import load
     from trainwright.recipe.trust import require_allowed
-    from trainwright.runlog.folder import RunFolder
+    from trainwright.runs.folder import RunFolder
 
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, overrides=settings or [], environ={})
@@ -196,7 +196,7 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Train a recipe with other settings, several at once, and rank the results. The same command resumes a sweep."""
-    from trainwright.verbs.sweep import over_of, read_sweep, run_one, run_sweep
+    from trainwright.commands.sweep import over_of, read_sweep, run_one, run_sweep
 
     found = read_sweep(
         what,

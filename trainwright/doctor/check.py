@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from trainwright.doctor.context import Measurement, RunContext
 from trainwright.doctor.docstring import Page, parse_page
 from trainwright.doctor.finding import ExperimentRequest, Finding
-from trainwright.runlog.findings import Severity, Stage
+from trainwright.runs.findings import Severity, Stage
 
 State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, Unpack
 
 from trainwright.doctor.finding import Details, Finding, make_finding
-from trainwright.runlog.findings import Severity
-from trainwright.runlog.records import Examined, Record, Watched, Where, construct
+from trainwright.runs.findings import Severity
+from trainwright.runs.records import Examined, Record, Watched, Where, construct
 
 if TYPE_CHECKING:
     from trainwright.doctor.check import Check

@@ -11,8 +11,8 @@ from trainwright.doctor.discovery import default_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, make_finding
 from trainwright.doctor.own_checks import own_states
 from trainwright.errors import text_of
-from trainwright.runlog.findings import rank
-from trainwright.runlog.records import Where
+from trainwright.runs.findings import rank
+from trainwright.runs.records import Where
 
 FAILED = "doctor.failed"
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypedDict, Unpack
 
-from trainwright.runlog.findings import Severity as Severity
-from trainwright.runlog.findings import Stage as Stage
-from trainwright.runlog.json_values import JsonValue
-from trainwright.runlog.records import Evidence, Found, Where
+from trainwright.runs.findings import Severity as Severity
+from trainwright.runs.findings import Stage as Stage
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.records import Evidence, Found, Where
 
 Measured: TypeAlias = tuple[str, JsonValue] | tuple[str, JsonValue, JsonValue]
 """A line of evidence: what was measured, what was seen, and what would be expected (left out where nothing is)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainwright.doctor.check import NotApplicable, Passed, Result
 from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
-from trainwright.runlog.records import Examined, construct
+from trainwright.runs.records import Examined, construct
 
 OWN = "own."
 """What their codes begin with, which are also the names of their experiments."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainwright.runlog.json_values import Event
-from trainwright.runlog.records import Watched
+from trainwright.runs.json_values import Event
+from trainwright.runs.records import Watched
 
 
 def kinds(step: Watched, *wanted: str) -> list[Event]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 NOTHING_IS_LEARNED = (
     "data.label_feature_misaligned",

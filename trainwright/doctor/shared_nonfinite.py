@@ -11,7 +11,7 @@ from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import FirstNonfinite, SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Stage, in_words
-from trainwright.runlog.records import Examined, Where
+from trainwright.runs.records import Examined, Where
 
 CONSEQUENCES = ("precision.nonfinite_step", "resources.not_reproducible")
 """What follows from any operation that makes a step non-finite."""

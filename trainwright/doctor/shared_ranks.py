@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import Disagreement, RanksFacts
 from trainwright.doctor.finding import listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 def ranks_of(run: RunContext) -> RanksFacts:

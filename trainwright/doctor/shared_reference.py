@@ -15,8 +15,8 @@ from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.doctor.facts.reference import ReferenceFacts, StepNumbers, Traits
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import Measured
-from trainwright.runlog.json_values import JsonValue
-from trainwright.runlog.records import Watched
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.records import Watched
 
 WORDS = {
     "forward": "forward",

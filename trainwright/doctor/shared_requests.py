@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.context import Measurement, RunContext
-from trainwright.runlog.records import Examined
+from trainwright.runs.records import Examined
 
 LONGER = 3
 """An experiment is due again when the run is so many times as long."""

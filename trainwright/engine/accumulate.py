@@ -9,14 +9,14 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.shards import is_sharded
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Loss, LossFn, call_loss
 from trainwright.engine.precision import Precision
 from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import UsageError
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.shards import is_sharded
-from trainwright.state.train_state import TrainState
 
 N = TypeVar("N", Tensor, Tensor | float)
 

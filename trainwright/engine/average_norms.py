@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from trainwright.checkpoint.average import Swa
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.shards import reshard
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.user_log import LoggedMeans, collecting
-from trainwright.state.average import Swa
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import preserved_rng
-from trainwright.state.shards import reshard
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import SOLO, World
 
 
 def measure_norms_of(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import OutOfMemoryError
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
 
 
 class Periodic(Protocol):

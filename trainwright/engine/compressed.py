@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from trainwright.state.codec import StateDict, Tree
-from trainwright.state.shards import row_of_each_rank
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import Ranks, World
+from trainwright.checkpoint.codec import StateDict, Tree
+from trainwright.checkpoint.shards import row_of_each_rank
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import Ranks, World
 
 CompressionName = Literal["none", "bf16", "powersgd"]
 

@@ -15,8 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.cut import cut_micro
+from trainwright.checkpoint.isolation import isolated
+from trainwright.checkpoint.reach import ReachableState, hooks_of_tensors, hooks_of_the_process
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.scaler import NoScaler
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
 from trainwright.engine.accumulate import accumulate
-from trainwright.engine.clip import global_norm
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.head import head_of
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
@@ -27,15 +35,7 @@ from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.refusals import explaining
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
-from trainwright.state.chained import parts_of
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.cut import cut_micro
-from trainwright.state.isolation import isolated
-from trainwright.state.reach import ReachableState, hooks_of_tensors, hooks_of_the_process
-from trainwright.state.rng import preserved_rng
-from trainwright.state.scaler import NoScaler
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import SOLO, World
+from trainwright.optim.clip import global_norm
 
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
 SLOW_S = 2.0  # of all modes together; two further times of each would cost more than they tell

@@ -13,6 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import MicroBatch
+from trainwright.checkpoint.cut import cut_micro
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.shards import holds_parts, reshard
+from trainwright.distributed.group import SOLO, World
+from trainwright.distributed.memory import give_back
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory
@@ -20,12 +26,6 @@ from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.refusals import explaining
 from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
-from trainwright.state.cursor import MicroBatch
-from trainwright.state.cut import cut_micro
-from trainwright.state.rng import preserved_rng
-from trainwright.state.shards import holds_parts, reshard
-from trainwright.world.group import SOLO, World
-from trainwright.world.memory import give_back
 
 
 @dataclass(frozen=True, repr=False)

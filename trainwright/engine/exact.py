@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.rng import reseed, seed_of
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import World
 from trainwright.engine.accumulate import Accumulated, run_divided
 from trainwright.engine.loss import LossFn
 from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
 from trainwright.errors import UsageError
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import reseed, seed_of
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import World
 
 
 class Slice(NamedTuple):

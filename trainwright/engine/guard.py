@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.state.chained import parts_of
-from trainwright.state.shards import is_divided
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.shards import is_divided
 
 LARGEST_TABLE = 64 * 2**20
 APPLIED, SKIPPED = torch.tensor(False, device="cpu"), torch.tensor(True, device="cpu")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from trainwright.checkpoint.shards import is_sharded
 from trainwright.engine.evaluate import evaluating
-from trainwright.state.shards import is_sharded
 
 _HF_SOFTCAPS: WeakKeyDictionary[nn.Module, float | None] = WeakKeyDictionary()
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import World
 from trainwright.engine.accumulate import weighing_nothing
 from trainwright.engine.loss import Batch, Loss, LossFn, call_loss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError, UsageError
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import World
 
 StageLoss = Callable[[Tensor, Tensor], Tensor]
 """``loss(output, index)`` of the micro-batch whose number is the one element of ``index``."""

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.modes import use_averaged_weights
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
 from trainwright.engine.between import NEVER, Evaluator, LastGood, Saver, Whole, each_batch
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
-from trainwright.state.cursor import StepBatch
-from trainwright.state.modes import use_averaged_weights
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import SOLO, World
 
 
 class StopRequest(BaseException):

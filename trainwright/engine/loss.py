@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import MicroBatch
+from trainwright.checkpoint.shards import is_sharded
 from trainwright.engine.user_log import count_for
 from trainwright.errors import DataError, UsageError, text_of
-from trainwright.state.cursor import MicroBatch
-from trainwright.state.shards import is_sharded
 
 _NO_METRICS: Mapping[str, Tensor] = MappingProxyType({})
 

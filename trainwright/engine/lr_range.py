@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainwright.engine.clip import ClipFn, no_clip
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loop import steps
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import ClipFn, no_clip
 
 SMOOTHING = 0.9
 DIVERGED = 4.0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from trainwright.distributed.group import SOLO, World
 from trainwright.engine.loss import Batch, Loss, LossFn, scored
 from trainwright.errors import RankError, UsageError, text_of
-from trainwright.world.group import SOLO, World
 
 T = TypeVar("T")
 _FORMS = (

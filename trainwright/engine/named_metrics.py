@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.distributed.group import SOLO, World
 from trainwright.engine.chunked import IGNORE
 from trainwright.engine.loss import Loss
 from trainwright.engine.metric_task import (
@@ -33,7 +34,6 @@ from trainwright.engine.metric_task import (
 from trainwright.engine.metrics import synchronized
 from trainwright.engine.user_log import widest
 from trainwright.errors import MissingExtra, UsageError, require_choice, text_of
-from trainwright.world.group import SOLO, World
 
 LOGITS_BY_LOSS = {
     "BCEWithLogitsLoss": True,

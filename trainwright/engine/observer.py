@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
-from trainwright.state.train_state import TrainState
 
 
 class Stop(NamedTuple):

@@ -13,11 +13,11 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.shards import local
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.memory import capacity_bytes, held_bytes, reserved_bytes
 from trainwright.errors import OomReport, text_of
-from trainwright.state.cursor import StepBatch
-from trainwright.state.shards import local
-from trainwright.state.train_state import TrainState
-from trainwright.world.memory import capacity_bytes, held_bytes, reserved_bytes
 
 _SAYINGS = (
     "can't allocate memory",  # torch's allocator on the CPU: posix_memalign

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.rng import reseed, seed_of
+from trainwright.checkpoint.shards import is_divided
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import World
 from trainwright.engine.accumulate import Accumulated
 from trainwright.errors import DataError
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import reseed, seed_of
-from trainwright.state.shards import is_divided
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import World
 
 
 class Counted(NamedTuple):

@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.engine.clip import norm_on_host
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard
 from trainwright.engine.loss import Loss, checked
 from trainwright.engine.metrics import OutputKeeper
@@ -33,10 +36,7 @@ from trainwright.engine.step import (
 from trainwright.engine.update import tell_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import UsageError
-from trainwright.state.chained import parts_of
-from trainwright.state.cursor import StepBatch
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import norm_on_host
 
 OwnStep = Callable[[TrainState, StepBatch], Loss | Tensor]
 """``step(state, batch)``: any number of backward passes and updates. Returns the loss that is logged: a mean, or a

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Batch, Loss
 from trainwright.errors import MissingExtra, UsageError
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
 
 MIN_ADVANTAGE_STD = 1e-6
 """Advantages with a smaller standard deviation are divided by this instead."""

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from trainwright.checkpoint.scaler import LossScaler, NoScaler
 from trainwright.errors import require_choice
-from trainwright.state.scaler import LossScaler, NoScaler
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "mxfp8": torch.bfloat16}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from trainwright.distributed.group import SOLO, World
 from trainwright.engine.compressed import GradientSum, sum_whole
 from trainwright.engine.in_stages import StagedPasses
 from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
-from trainwright.world.group import SOLO, World
 
 
 class RankLayout(NamedTuple):

@@ -15,16 +15,16 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.cut import cut
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
+from trainwright.distributed.memory import give_back, keep_no_blocks
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, UsageError
-from trainwright.state.cursor import StepBatch
-from trainwright.state.cut import cut
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import SOLO, World
-from trainwright.world.memory import give_back, keep_no_blocks
 
 T = TypeVar("T")
 Passes = Callable[[TrainState, StepBatch], T]

@@ -13,6 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.shards import is_divided, is_sharded, units
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import World
 from trainwright.engine.accumulate import Accumulated, run_divided
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
@@ -22,10 +26,6 @@ from trainwright.engine.recover import given_up, make_room
 from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError
-from trainwright.state.cursor import StepBatch
-from trainwright.state.shards import is_divided, is_sharded, units
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import World
 
 T = TypeVar("T")
 

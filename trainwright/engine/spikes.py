@@ -13,15 +13,15 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.codec import StateDict
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.ledger import SkippedStep
+from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, put_back
+from trainwright.checkpoint.spikes import Spike
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.accumulate import Accumulated
 from trainwright.errors import UsageError, require_choice
-from trainwright.state.chained import parts_of
-from trainwright.state.codec import StateDict
-from trainwright.state.cursor import StepBatch
-from trainwright.state.ledger import SkippedStep
-from trainwright.state.snapshot import LiveObjects, Snapshot, put_back
-from trainwright.state.spikes import Spike
-from trainwright.state.train_state import TrainState
 
 SpikeAction = Literal["warn", "skip", "rollback"]
 SpikePolicy = Callable[[Spike], SpikeAction]

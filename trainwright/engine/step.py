@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.shards import is_sharded, locals_of
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.accumulate import Accumulated, accumulate, divided_before, run_divided
-from trainwright.engine.clip import AdaptiveClip, ClipFn, global_norm, no_clip
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
@@ -35,10 +38,7 @@ from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.update import Update, tell_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, UsageError
-from trainwright.state.cursor import StepBatch
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.shards import is_sharded, locals_of
-from trainwright.state.train_state import TrainState
+from trainwright.optim.clip import AdaptiveClip, ClipFn, global_norm, no_clip
 
 
 @dataclass(repr=False)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainwright.distributed.group import SOLO, World
 from trainwright.errors import UsageError
-from trainwright.world.group import SOLO, World
 
 
 class BatchStatistics(torch.autograd.Function):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import UsageError
-from trainwright.state.train_state import TrainState
 
 Until = Callable[[TrainState], float]
 """The share of the run that is used: 0 at its start, done at 1."""

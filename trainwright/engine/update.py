@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.codec import StateDict
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.guard import update_unless
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError
-from trainwright.state.chained import parts_of
-from trainwright.state.codec import StateDict
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
 
 _VERSION = operator.attrgetter("_version")
 COUNTED = ("torch", "trainwright")

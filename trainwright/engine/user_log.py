@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trainwright.distributed.group import SOLO, World
 from trainwright.errors import UsageError
-from trainwright.world.group import SOLO, World
 
 
 def widest(value: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.engine.clip import ClipFn
-from trainwright.state.cursor import StepBatch
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.train_state import TrainState
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.optim.clip import ClipFn
 
 
 class StepWitness(Protocol):

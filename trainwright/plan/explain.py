@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trainwright.plan.call_trace import KINDS
 from trainwright.plan.header import TOPICS
-from trainwright.plan.trace import KINDS
 
 if TYPE_CHECKING:
     from trainwright.plan.make import Plan

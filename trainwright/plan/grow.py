@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from trainwright.plan.call_trace import Kind, Moment, Trace, Work
 from trainwright.plan.scale import PASSES, Scaled
-from trainwright.plan.trace import Kind, Moment, Trace, Work
 
 Held = Mapping[Kind, float]
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from trainwright.plan.call_trace import Phase
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.make import Note
 from trainwright.plan.offload import Offload, offload_of, without_optimizer
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
-from trainwright.plan.trace import Phase
 
 AS_FAST = 0.02
 MOST_SIZES = 40

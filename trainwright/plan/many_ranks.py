@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainwright.errors import RecipeError, UsageError
+from trainwright.plan.call_trace import Kind
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.grow import Blocks, grown_layout
@@ -18,7 +19,6 @@ from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
-from trainwright.plan.trace import Kind
 from trainwright.plan.traffic import WHOLE, Activations, Compression, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, sharded_layout
 from trainwright.recipe import Recipe

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from trainwright.plan.call_trace import Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import Scaled
-from trainwright.plan.trace import Trace
 from trainwright.recipe import optimizer_row
 
 HOST_FLOPS = 1e12

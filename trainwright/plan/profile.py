@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from trainwright.plan.trace import Trace
+from trainwright.plan.call_trace import Trace
 
 LOSS = "(loss)"
 """The path that stands for what is computed after the model."""

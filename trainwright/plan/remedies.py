@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from trainwright.plan.call_trace import Kind
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.offload import Offload
-from trainwright.plan.trace import Kind
 
 Means = Literal["here", "elsewhere", "devices"]
 """here: built in; elsewhere: by another package through the recipe, not tested here; devices: by several of them."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from trainwright.plan.call_trace import Phase, Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import PASSES, Scaled
-from trainwright.plan.trace import Phase, Trace
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 

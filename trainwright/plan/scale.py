@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from trainwright.plan.trace import KINDS, Kind, Moment, Phase, Trace, Work
+from trainwright.plan.call_trace import KINDS, Kind, Moment, Phase, Trace, Work
 
 PASSES: tuple[Phase, ...] = ("forward", "checkpointing", "backward")
 Line = tuple[float, float]

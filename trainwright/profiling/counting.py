@@ -11,11 +11,11 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.forecast.fake_tensors import in_backward
-from trainwright.forecast.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
-from trainwright.forecast.tracker import ModulePaths
-from trainwright.forecast.work import WorkLog
-from trainwright.plan.trace import Phase, Work
+from trainwright.plan.call_trace import Phase, Work
+from trainwright.plan.trace.fake_tensors import in_backward
+from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
+from trainwright.plan.trace.tracker import ModulePaths
+from trainwright.plan.trace.work import WorkLog
 from trainwright.profiling.facts import HostSync
 from trainwright.profiling.stack import place_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainwright.plan.trace import Work
+from trainwright.plan.call_trace import Work
 
 COMPUTE = ("forward", "backward", "update")
 PHASES = ("data", *COMPUTE, "exchange", "evaluation", "saving", "looking", "loop")

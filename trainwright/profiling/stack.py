@@ -22,7 +22,7 @@ _LOOP = f"{_OURS}engine/loop.py"
 """Calls ``observe`` of each observer."""
 _FILES = {
     f"{_OURS}engine/between.py:each_batch": "data",
-    f"{_OURS}engine/clip.py": "update",
+    f"{_OURS}optim/clip.py": "update",
     f"{_OURS}engine/guard.py": "update",
     f"{_OURS}engine/update.py": "update",
     f"{_OURS}engine/over_ranks.py": "exchange",
@@ -31,9 +31,9 @@ _FILES = {
     f"{_OURS}engine/step.py:set_lr": "update",
     f"{_OURS}engine/step.py:clear_grads": "update",
     f"{_OURS}engine/evaluate.py": "evaluation",
-    f"{_OURS}observe/evaluation.py": "evaluation",
-    f"{_OURS}observe/saving.py": "saving",
-    f"{_OURS}observe/saving_together.py": "saving",
+    f"{_OURS}monitoring/evaluation.py": "evaluation",
+    f"{_OURS}monitoring/saving.py": "saving",
+    f"{_OURS}monitoring/saving_together.py": "saving",
     f"{_OURS}recorder/": "looking",
     f"{_OURS}watching/": "looking",
     f"{_OURS}watching/experiments.py": "looks",

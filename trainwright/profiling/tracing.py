@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainwright.profiling.facts import ModuleTime, OperatorTime
-from trainwright.runlog.storage import make_subfolder
+from trainwright.runs.storage import make_subfolder
 
 MARK = "module: "
 POINTS = 300

@@ -9,7 +9,7 @@ from trainwright.plan.explain import human_seconds
 from trainwright.profiling.facts import ProfileFacts
 from trainwright.profiling.pairs import SpeedUp
 from trainwright.profiling.verdict import Advice, BoundVerdict
-from trainwright.runlog.json_values import strict
+from trainwright.runs.json_values import strict
 
 FEW = 8
 """Operators and modules that are printed."""

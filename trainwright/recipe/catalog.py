@@ -172,7 +172,7 @@ OPTIMIZERS = _by_name(
     ),
     OptimizerRow(
         "adamw8bit",
-        "trainwright.build.optim.quantized:AdamW8bit",
+        "trainwright.optim.quantized:AdamW8bit",
         "AdamW with moments of 8 bits and a scale per block of 256 values.",
         state_per_weight=2 * (1 + 4 / 256) / 4,
         decoupled=True,
@@ -182,7 +182,7 @@ OPTIMIZERS = _by_name(
     ),
     OptimizerRow(
         "adamw4bit",
-        "trainwright.build.optim.quantized:AdamW4bit",
+        "trainwright.optim.quantized:AdamW4bit",
         "AdamW with moments of 4 bits and a scale per block of 128 values.",
         state_per_weight=2 * (1 / 2 + 4 / 128) / 4,
         decoupled=True,
@@ -201,26 +201,26 @@ OPTIMIZERS = _by_name(
     ),
     OptimizerRow(
         "muon",
-        "trainwright.build.optim.muon:Muon",
+        "trainwright.optim.muon:Muon",
         "Momentum with orthogonalised updates for hidden matrices, AdamW for all else.",
         state_per_weight=1,
         decoupled=True,
         lr=0.02,
         splits_state=("head",),
-        groups="trainwright.build.optim.muon:groups_of_recipe",
+        groups="trainwright.optim.muon:groups_of_recipe",
         group_args=("head", "adamw_lr", "adamw_betas", "adamw_eps"),
         why_not_offloaded="its matrix products would run on the host, hundreds of times slower than on a GPU",
     ),
     OptimizerRow(
         "lamb",
-        "trainwright.build.optim.lamb:Lamb",
+        "trainwright.optim.lamb:Lamb",
         "Adam whose update of each matrix is scaled to the norm of the matrix, for very large batches.",
         state_per_weight=2,
         decoupled=True,
     ),
     OptimizerRow(
         "lars",
-        "trainwright.build.optim.lars:Lars",
+        "trainwright.optim.lars:Lars",
         "Momentum whose learning rate per layer follows the norm of the weights, for very large batches.",
         state_per_weight=1,
         decoupled=False,
@@ -259,19 +259,19 @@ OPTIMIZER_NAMES: Mapping[str, Row] = ChainMap[str, Row](OPTIMIZER_ALIASES, OPTIM
 """All short names; those in the box come first."""
 
 SCHEDULES = _by_name(
-    Row("constant", "trainwright.build.schedule:ConstantSchedule", "The peak learning rate to the end."),
-    Row("cosine", "trainwright.build.schedule:Cosine", "Half a cosine from the peak to the floor."),
-    Row("restarts", "trainwright.build.schedule:Restarts", "Cosines from the peak, again and again."),
-    Row("polynomial", "trainwright.build.schedule:Polynomial", "A power of the share of the run that is left."),
-    Row("linear", "trainwright.build.schedule:Linear", "A straight line from the peak to the floor."),
-    Row("step", "trainwright.build.schedule:StepDecay", "Multiplied by gamma after each equal span."),
-    Row("wsd", "trainwright.build.schedule:WSD", "Warm-up, the peak for most of the run, a decay at its end."),
+    Row("constant", "trainwright.optim.schedule:ConstantSchedule", "The peak learning rate to the end."),
+    Row("cosine", "trainwright.optim.schedule:Cosine", "Half a cosine from the peak to the floor."),
+    Row("restarts", "trainwright.optim.schedule:Restarts", "Cosines from the peak, again and again."),
+    Row("polynomial", "trainwright.optim.schedule:Polynomial", "A power of the share of the run that is left."),
+    Row("linear", "trainwright.optim.schedule:Linear", "A straight line from the peak to the floor."),
+    Row("step", "trainwright.optim.schedule:StepDecay", "Multiplied by gamma after each equal span."),
+    Row("wsd", "trainwright.optim.schedule:WSD", "Warm-up, the peak for most of the run, a decay at its end."),
 )
 
 OBSERVERS = _by_name(
     Row(
         "early_stopping",
-        "trainwright.observe.early_stopping:EarlyStopping",
+        "trainwright.monitoring.early_stopping:EarlyStopping",
         "Ends the run when the validation no longer improves.",
     ),
 )
@@ -279,35 +279,37 @@ OBSERVERS = _by_name(
 SINKS = _by_name(
     SinkRow(
         "tensorboard",
-        "trainwright.observe.sinks.tensorboard:TensorBoard",
+        "trainwright.monitoring.sinks.tensorboard:TensorBoard",
         "Event files in the run folder.",
         package="tensorboard",
     ),
     SinkRow(
         "wandb",
-        "trainwright.observe.sinks.wandb:WeightsAndBiases",
+        "trainwright.monitoring.sinks.wandb:WeightsAndBiases",
         "Weights & Biases, offline unless WANDB_MODE says otherwise.",
         package="wandb",
     ),
     SinkRow(
         "mlflow",
-        "trainwright.observe.sinks.mlflow:MLflow",
+        "trainwright.monitoring.sinks.mlflow:MLflow",
         "MLflow, in mlflow.db beside the runs unless MLFLOW_TRACKING_URI says otherwise.",
         package="mlflow",
     ),
     SinkRow(
         "trackio",
-        "trainwright.observe.sinks.trackio:Trackio",
+        "trainwright.monitoring.sinks.trackio:Trackio",
         "Trackio, in trackio/ beside the runs unless TRACKIO_DIR says otherwise.",
         package="trackio",
     ),
     SinkRow(
         "openmetrics",
-        "trainwright.observe.sinks.openmetrics:OpenMetrics",
+        "trainwright.monitoring.sinks.openmetrics:OpenMetrics",
         "An endpoint for Prometheus on this machine, port 9464.",
         package="prometheus_client",
     ),
-    SinkRow("csv", "trainwright.observe.sinks.csv_file:CsvFile", "metrics.csv in the run folder: step, name, value."),
+    SinkRow(
+        "csv", "trainwright.monitoring.sinks.csv_file:CsvFile", "metrics.csv in the run folder: step, name, value."
+    ),
 )
 
 SPIKE_POLICIES: tuple[str, ...] = ("warn", "skip", "rollback", "off")

@@ -18,7 +18,7 @@ from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.suggest import closest_choice, for_unknown_key
 from trainwright.recipe.yaml_core import core_tag
-from trainwright.runlog.secrets import MASK, is_secret, masked
+from trainwright.runs.secrets import MASK, is_secret, masked
 
 # The rule for each error type of pydantic; {names} are filled from the context of the error.
 _RULES = {

@@ -17,7 +17,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
-from trainwright.runlog.secrets import masked
+from trainwright.runs.secrets import masked
 
 MAX_BYTES = 1_000_000
 _SUFFIXES = (".yaml", ".yml")

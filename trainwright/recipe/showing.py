@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainwright.runlog.printing import readable as readable
+from trainwright.runs.printing import readable as readable
 
 LARGEST_INT = 2**63 - 1
 _LONGEST = 60

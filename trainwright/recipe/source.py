@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.runlog.secrets import masked_paths
+from trainwright.runs.secrets import masked_paths
 
 
 class Place(NamedTuple):

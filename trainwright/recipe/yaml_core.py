@@ -16,7 +16,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from trainwright.errors import Problem
 from trainwright.recipe.showing import LARGEST_INT, readable, shown
 from trainwright.recipe.source import Place, joined
-from trainwright.runlog.secrets import masked
+from trainwright.runs.secrets import masked
 
 MAX_NODES = 10_000  # counted after aliases are expanded, against the "billion laughs"
 MAX_DEPTH = 100

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
+from trainwright.checkpoint.rng import preserved_rng
 from trainwright.errors import text_of
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.plain_tensors import num_bytes as bytes_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Loader
-from trainwright.runlog.json_values import Facts
-from trainwright.state.rng import preserved_rng
+from trainwright.runs.json_values import Facts
 
 COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
 """A data set that holds more than this is not copied."""

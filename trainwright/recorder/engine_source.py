@@ -9,8 +9,12 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.engine.clip import AdaptiveClip, ClipFn, GradientClip
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
+from trainwright.optim.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.gradients import parameters_of
@@ -18,10 +22,6 @@ from trainwright.recorder.listener import tell
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.veto import Veto
-from trainwright.state.chained import parts_of
-from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.train_state import TrainState
 
 
 def called_roots(state: TrainState) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from trainwright.recorder.datasets import base_of, length_of
 from trainwright.recorder.user_types import Loader
-from trainwright.runlog.json_values import Facts
+from trainwright.runs.json_values import Facts
 
 MARKS = 4096
 """Batches of an epoch whose order is remembered."""

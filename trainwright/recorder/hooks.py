@@ -22,6 +22,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.recorder.calls import call_hooks, leave_out_of_pickles
 from trainwright.recorder.function_hooks import hear_functions
 from trainwright.recorder.listener import Listener as Listener
@@ -41,7 +42,6 @@ from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
-from trainwright.state.transforms import innermost_transform
 
 Before: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
 After: TypeAlias = Callable[[nn.Module, Args, object], None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.recorder.datasets import length_of, peek
 from trainwright.recorder.epochs import Epoch, PendingBatch
 from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of
-from trainwright.runlog.json_values import Facts
+from trainwright.runs.json_values import Facts
 
 LABELLED = 64
 """Batches whose labels are counted."""

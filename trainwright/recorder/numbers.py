@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Watched
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Watched
 
 _IS_CUDA = operator.attrgetter("is_cuda")
 LATE = 2

@@ -9,14 +9,14 @@ from types import CodeType
 
 from torch import nn
 
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.recorder.comparisons import EvaluationSites
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.listener import call_each
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Record
-from trainwright.state.snapshot import LiveObjects
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.reach import ReachableState, is_followed
 from trainwright.recorder.plain_tensors import version_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
-from trainwright.runlog.json_values import Event, Facts
-from trainwright.state.reach import ReachableState, is_followed
+from trainwright.runs.json_values import Event, Facts
 
 Ids = tuple[int, ...] | None
 """Dataset positions of one batch; None where they are not known."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.reach import ReachableState
 from trainwright.recorder.call_state import CallState
 from trainwright.recorder.fetched import FetchedBatches
 from trainwright.recorder.gradients import GradientRecorder, owned_by
@@ -20,7 +21,6 @@ from trainwright.recorder.program import Call, OptimizerStep, RecordedStep, othe
 from trainwright.recorder.ranks import num_collectives
 from trainwright.recorder.tape import autocast_now
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.state.reach import ReachableState
 
 LONGEST = 4096
 """Calls, operations, events, ... that one step may have."""

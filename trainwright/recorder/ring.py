@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
+from trainwright.distributed.memory import free_bytes
 from trainwright.recorder.program import RecordedStep
-from trainwright.state.snapshot import LiveObjects, Snapshot
-from trainwright.world.memory import free_bytes
 
 KEEP, LEAST_BYTES = 32, 256 * 2**20
 """Of the flight recorder: steps, and what they and their snapshots may hold where memory is not short."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.spikes import Spike, SpikeDetector
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.spikes import OnSpike, SpikeAction, action_for
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import has_others, own_part
-from trainwright.state.spikes import Spike, SpikeDetector
 
 OnNonfinite = Literal["skip", "stop", "observe"]
 _LOW = (torch.float16, torch.bfloat16)

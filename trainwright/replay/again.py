@@ -8,10 +8,10 @@ from statistics import fmean, stdev
 
 from torch import Tensor
 
+from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.recorder.program import RecordedStep, alive
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
 from trainwright.replay.session import ReplaySession, without_veto
-from trainwright.state.snapshot import Snapshot
 
 SURE = 2.0
 """Standard errors."""

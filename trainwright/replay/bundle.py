@@ -24,6 +24,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.manifest import NOT_WHAT_WE_WRITE, fsync, name_of, step_of, verify, write_manifest
+from trainwright.checkpoint.rng import RngBag, preserved_rng
+from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, is_plain
+from trainwright.checkpoint.staging import on_host
+from trainwright.checkpoint.tensor_file import write_tensors
 from trainwright.errors import CheckpointError, UsageError, text_of
 from trainwright.recorder.program import (
     Call,
@@ -40,15 +46,9 @@ from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
-from trainwright.runlog.files import BUNDLE, UnreadableFile, read_json
-from trainwright.runlog.json_values import Facts, plain, strict
-from trainwright.runlog.storage import make_subfolder, storage_error
-from trainwright.state.codec import decode, encode
-from trainwright.state.manifest import NOT_WHAT_WE_WRITE, fsync, name_of, step_of, verify, write_manifest
-from trainwright.state.rng import RngBag, preserved_rng
-from trainwright.state.snapshot import LiveObjects, Snapshot, is_plain
-from trainwright.state.staging import on_host
-from trainwright.state.tensor_file import write_tensors
+from trainwright.runs.files import BUNDLE, UnreadableFile, read_json
+from trainwright.runs.json_values import Facts, plain, strict
+from trainwright.runs.storage import make_subfolder, storage_error
 
 KIND, CRASH_LOOP = "step", "crash-loop"
 FORMAT = 1

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.state.snapshot import LiveObjects
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from trainwright.replay.session import ReplaySession
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 When: TypeAlias = Literal["checkup", "first", "incident", "requested"]
 Run: TypeAlias = Callable[[ReplaySession], Facts]

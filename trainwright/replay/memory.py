@@ -8,12 +8,12 @@ import traceback
 import torch
 from torch import Tensor
 
+from trainwright.distributed.memory import free_bytes, give_back
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.recorder.plain_tensors import is_dense, num_bytes
 from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.replay.session import ReplaySession
-from trainwright.world.memory import free_bytes, give_back
 
 NO_ROOM = "not looked at, for want of memory"
 MAX_TIMES_OF_STEP = 2.0

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.overrides import TorchFunctionMode
 
-from trainwright.engine.clip import make_clip
+from trainwright.checkpoint.isolation import NotIsolated
+from trainwright.checkpoint.reach import ReachableState
+from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, copied
 from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.optim.clip import make_clip
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.program import (
     Autocast,
@@ -39,9 +42,6 @@ from trainwright.replay.dtypes import DTYPES, cast_to
 from trainwright.replay.functions import InputHandler, OpHandler
 from trainwright.replay.stage import NotReplayable as NotReplayable
 from trainwright.replay.stage import staged
-from trainwright.state.isolation import NotIsolated
-from trainwright.state.reach import ReachableState
-from trainwright.state.snapshot import LiveObjects, Snapshot, copied
 
 Upto: TypeAlias = Literal["forward", "backward", "step"]
 ParamGroup: TypeAlias = dict[str, Any]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.names import named_modules
+from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.recorder.program import Ids, RecordedStep, alive, constants_of
 from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable, Replayer, ReplayResult, Upto, batch_size
-from trainwright.state.names import named_modules
-from trainwright.state.snapshot import Snapshot
 
 
 class ReplaySession:

@@ -15,13 +15,13 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from trainwright.checkpoint.isolation import NotIsolated, isolated
+from trainwright.checkpoint.reach import ReachableState
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, copied
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.ranks import COMMUNICATES, has_others, own_part
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.state.isolation import NotIsolated, isolated
-from trainwright.state.reach import ReachableState
-from trainwright.state.rng import preserved_rng
-from trainwright.state.snapshot import LiveObjects, Snapshot, copied
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Where torch registers the operators of its communication library."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.state.snapshot import LiveObjects
+from trainwright.checkpoint.snapshot import LiveObjects
 
 
 @dataclass(frozen=True)

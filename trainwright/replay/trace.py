@@ -23,12 +23,12 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from trainwright.checkpoint.names import plain_name
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.mechanism import Range, in_fp32, pooled
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.storages import is_float
 from trainwright.replay.suspects import Bad, Op, SuspectOp, Suspects
-from trainwright.state.names import plain_name
 
 __all__ = ["Bad", "Op", "Range", "Tracing"]
 

@@ -35,7 +35,7 @@ from trainwright.recorder.program import (
     tensors_of,
 )
 from trainwright.recorder.user_types import Kwargs, TorchFunction
-from trainwright.runlog.json_values import Facts
+from trainwright.runs.json_values import Facts
 
 ALIGNED = 64
 """The alignment of torch's allocations in bytes. Kernels may sum in another order at other addresses."""

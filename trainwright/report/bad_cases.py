@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from trainwright.runlog.files import BUNDLE, UnreadableFile, read_json
-from trainwright.runlog.json_values import JsonValue, strict
+from trainwright.runs.files import BUNDLE, UnreadableFile, read_json
+from trainwright.runs.json_values import JsonValue, strict
 
 NAME = "errors.json"
 IN_WORDS = 10

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainwright.doctor.check import Check, CheckState
 from trainwright.doctor.discovery import all_checks
-from trainwright.runlog.json_values import JsonValue
+from trainwright.runs.json_values import JsonValue
 
 _MARKS = {"found": "FOUND", "passed": "passed", "not applicable": "-", "not examined": "?"}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from trainwright.doctor.check import CheckState
 from trainwright.plan.explain import human_seconds
-from trainwright.runlog.files import UnreadableFile, read_text
-from trainwright.runlog.json_values import JsonValue
-from trainwright.runlog.records import Examined, Record, Unexamined, Watched
-from trainwright.runlog.shapes import ProvenanceFile, read_as
+from trainwright.runs.files import UnreadableFile, read_text
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.records import Examined, Record, Unexamined, Watched
+from trainwright.runs.shapes import ProvenanceFile, read_as
 
 _OF_EACH_EXAMINATION = {"casts", "batch", "again"}
 """Experiments of which each examination of a step runs one or more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from trainwright.runlog.records import Evidence, Found, Where
+from trainwright.runs.records import Evidence, Found, Where
 
 CRITICAL = 3
 """The exit code of a verb, or of a run that is otherwise well, with a critical finding."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
+from trainwright.plan.call_trace import KINDS, Kind, Moment, Phase, Trace
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
-from trainwright.plan.trace import KINDS, Kind, Moment, Phase, Trace
 from trainwright.report.svg import INK, TITLE, root, text
 
 SIGNS: Mapping[Kind, str] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainwright.plan.call_trace import KINDS
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.many_ranks import Placement, against
-from trainwright.plan.trace import KINDS
 
 
 def placement_lines(placed: Placement, device: Device, title: str) -> list[str]:

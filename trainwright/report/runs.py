@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainwright.report.verdict import evaluations_in, verdict_of
-from trainwright.runlog.ending import state_of
-from trainwright.runlog.figures import figure
-from trainwright.runlog.files import reason_of
-from trainwright.runlog.folder import RunFolder, runs_in
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.reader import read_begin_s, read_end
-from trainwright.runlog.records import Ended, RunVerdict, Step, Watched
+from trainwright.runs.ending import state_of
+from trainwright.runs.figures import figure
+from trainwright.runs.files import reason_of
+from trainwright.runs.folder import RunFolder, runs_in
+from trainwright.runs.json_values import strict
+from trainwright.runs.reader import read_begin_s, read_end
+from trainwright.runs.records import Ended, RunVerdict, Step, Watched
 
 
 @dataclass(frozen=True)

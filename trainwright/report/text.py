@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.figures import figure
-from trainwright.runlog.records import Ended, Evaluated
+from trainwright.runs.figures import figure
+from trainwright.runs.records import Ended, Evaluated
 
 
 @dataclass(frozen=True)

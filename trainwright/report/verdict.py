@@ -14,12 +14,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from trainwright.doctor.trend import slope_in_errors
-from trainwright.runlog.ending import KILLED, RUNNING, UNKNOWN, state_of
-from trainwright.runlog.figures import figure
-from trainwright.runlog.findings import Severity, findings_in
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.reader import read_course, read_end
-from trainwright.runlog.records import (
+from trainwright.runs.ending import KILLED, RUNNING, UNKNOWN, state_of
+from trainwright.runs.figures import figure
+from trainwright.runs.findings import Severity, findings_in
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.reader import read_course, read_end
+from trainwright.runs.records import (
     Ended,
     Evaluated,
     Found,
@@ -84,7 +84,7 @@ class VerdictFacts:
     """What a verdict is made of.
 
     Args:
-        state: How the run stands (``runlog/ending.py``).
+        state: How the run stands (``runs/ending.py``).
         reason: Why it ended.
         step: Steps that were taken, of ``planned_steps``.
         losses: Training losses by step. Those of a long run may be means over spans of steps.

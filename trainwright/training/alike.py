@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainwright.distributed import World
 from trainwright.errors import DataError, UsageError
-from trainwright.world import World
 
 T = TypeVar("T")
 

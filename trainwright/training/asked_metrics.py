@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.build.resolve import LIVE
 from trainwright.engine.metrics import MetricSet, metric_set
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
+from trainwright.recipe.resolve import LIVE
 from trainwright.training.own_objects import named_metrics
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Record
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Record
 from trainwright.training.job import Job
 from trainwright.watching.ranks_observer import RanksObserver
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
+from trainwright.checkpoint.average import Swa
 from trainwright.engine.average_norms import measure_norms_of
-from trainwright.state.average import Swa
 from trainwright.training.job import Job
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainwright.build.assemble import build_loading, validation_sets
-from trainwright.build.data import EvaluationBatches
-from trainwright.build.stepped_schedule import SteppedSchedule
-from trainwright.build.unwrap import Unwrapped
+from trainwright.assembly.assemble import build_loading, validation_sets
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.data.loading import EvaluationBatches
+from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.evaluate import EvaluationResult
-from trainwright.observe.cadence import Every
-from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
+from trainwright.monitoring.cadence import Every
+from trainwright.monitoring.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
+from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval
 from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
-from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
 from trainwright.training.layout import evaluation_loss
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed import World
+from trainwright.distributed.memory import rlimits
 from trainwright.engine.dry_run import DryRun, Mode, dry_run
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.plan.make import RunFacts, candidates, choose_mode
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
 from trainwright.training.alike import first_of
-from trainwright.world import World
-from trainwright.world.memory import rlimits
 
 
 def try_batch(

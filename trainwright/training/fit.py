@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.build.assemble import Parts, build_loss
-from trainwright.build.model import require_ready
-from trainwright.build.ready import AGAIN, ReadyBatches
-from trainwright.build.resolve import imported
-from trainwright.build.unwrap import Unwrapped, unwrap
+from trainwright.assembly.assemble import Parts, build_loss
+from trainwright.assembly.model import require_ready
+from trainwright.checkpoint.rng import RngBag
+from trainwright.data.ready import AGAIN, ReadyBatches
+from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import OfModel, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
-from trainwright.observe.signals import hand_over
+from trainwright.monitoring.signals import hand_over
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
+from trainwright.recipe.resolve import imported
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
-from trainwright.runlog.folder import RunFolder
-from trainwright.state.rng import RngBag
+from trainwright.runs.folder import RunFolder
 from trainwright.training.arguments import naming_remedies, require_known
 from trainwright.training.asked_metrics import MetricsLike, split_metrics
 from trainwright.training.made_by import PASSED, Rebuild, made_by, seeded
@@ -37,11 +37,11 @@ from trainwright.training.result import Result
 from trainwright.training.run import train
 
 if TYPE_CHECKING:
+    from trainwright.checkpoint.train_state import TrainState
     from trainwright.engine.observer import Observer, Stop
     from trainwright.engine.own_step import OwnStep
     from trainwright.engine.step import StepResult
     from trainwright.recipe.override import Setting
-    from trainwright.state.train_state import TrainState
 
 OptimizerLike: TypeAlias = Optimizer | Sequence[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]]
 ScheduleLike: TypeAlias = (

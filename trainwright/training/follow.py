@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from trainwright.build.assemble import Parts
+from trainwright.assembly.assemble import Parts
+from trainwright.distributed import Launch, World
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, StopRequest, run
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StoppedError
-from trainwright.observe.evaluation import PeriodicEvaluation
-from trainwright.observe.log_window import LogWindow, NotLogging
-from trainwright.observe.saving_together import SavingTogether
-from trainwright.observe.signals import Signals
+from trainwright.monitoring.evaluation import PeriodicEvaluation
+from trainwright.monitoring.log_window import LogWindow, NotLogging
+from trainwright.monitoring.saving_together import SavingTogether
+from trainwright.monitoring.signals import Signals
 from trainwright.recipe import Loaded
-from trainwright.runlog.folder import RunFolder
+from trainwright.runs.folder import RunFolder
 from trainwright.training.compare import make_ranks_observer
 from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
@@ -26,7 +27,6 @@ from trainwright.training.job import Job, make_advance, spike_handler, until_of
 from trainwright.training.layers import layer_observers
 from trainwright.training.prepare import prepare
 from trainwright.training.resume import follow_earlier, interrupted_run
-from trainwright.world import Launch, World
 
 T = TypeVar("T")
 

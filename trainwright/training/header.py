@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from trainwright.build.optim.own import makes_own_groups
-from trainwright.build.ready import ReadyBatches
-from trainwright.build.stepped_schedule import SteppedSchedule
-from trainwright.build.swa_schedule import SwaSchedule
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.cursor import StepBatch, count_tokens
+from trainwright.checkpoint.modes import names_with_modes, with_modes
+from trainwright.data.ready import ReadyBatches
 from trainwright.engine.chunked import logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
+from trainwright.optim.own import makes_own_groups
+from trainwright.optim.stepped_schedule import SteppedSchedule
+from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
 from trainwright.recipe import OPTIMIZERS, SCHEDULES, Loaded
-from trainwright.state.chained import parts_of
-from trainwright.state.cursor import StepBatch, count_tokens
-from trainwright.state.modes import names_with_modes, with_modes
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from trainwright.build.assemble import Parts, draws_as_a_loop, is_live
-from trainwright.build.resolve import find
+from trainwright.assembly.assemble import Parts, draws_as_a_loop, is_live
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed import ONE, RankMesh, World
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
@@ -25,12 +27,10 @@ from trainwright.plan.reading import ReadingPace
 from trainwright.plan.run_time import LAST_EVALUATION, EvaluationCost, training_time_s
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
+from trainwright.recipe.resolve import find
 from trainwright.training.layout import rank_layout
 from trainwright.training.own_objects import Live
 from trainwright.watching.budget import predicted_end_s
-from trainwright.world import ONE, RankMesh, World
 
 ENDING_S = 0.5
 """About the time that the last save and the end of the process take."""

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.build.retain_grad import retained_modules
-from trainwright.engine.clip import summed_over_parts
-from trainwright.observe.layer_stats import LayerLog, LayerObserver, LayerStats, scalars_of
-from trainwright.observe.logbook import Logbook
-from trainwright.observe.output_grads import OutputGradObserver, OutputGradStats
-from trainwright.runlog.records import Layers, OutputGrads
-from trainwright.state.chained import parts_of
-from trainwright.state.shards import is_divided
-from trainwright.state.train_state import TrainState
+from trainwright.assembly.retain_grad import retained_modules
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.shards import is_divided
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.monitoring.layer_stats import LayerLog, LayerObserver, LayerStats, scalars_of
+from trainwright.monitoring.logbook import Logbook
+from trainwright.monitoring.output_grads import OutputGradObserver, OutputGradStats
+from trainwright.optim.clip import summed_over_parts
+from trainwright.runs.records import Layers, OutputGrads
 from trainwright.training.job import Job
 
 

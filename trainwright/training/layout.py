@@ -10,13 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_model
-from trainwright.build.data import to_device
-from trainwright.build.first_samples import first_samples
-from trainwright.build.ready import ReadyBatches
-from trainwright.build.resolve import LIVE
-from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
-from trainwright.build.stage_plan import StagedModel, stage_plan
+from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_model
+from trainwright.assembly.stage_plan import StagedModel, stage_plan
+from trainwright.checkpoint.shards import local
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.data.first_samples import first_samples
+from trainwright.data.loading import to_device
+from trainwright.data.ready import ReadyBatches
+from trainwright.distributed import RankMesh, World
+from trainwright.distributed.group import Ranks
+from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
 from trainwright.engine.in_stages import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
@@ -31,12 +34,9 @@ from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel
-from trainwright.state.shards import local
-from trainwright.state.train_state import TrainState
+from trainwright.recipe.resolve import LIVE
 from trainwright.training.own_step import require_own_step_fits
 from trainwright.training.tried_split import divide_and_try
-from trainwright.world import RankMesh, World
-from trainwright.world.group import Ranks
 
 POWERSGD = "powersgd"
 NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
@@ -107,8 +107,8 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
     ask, degrees, model = loaded.recipe.parallel, mesh.degrees, parts.model
     if degrees.ranks == degrees.data:
         return None
-    from trainwright.build.pipeline import Stages, stage_blocks  # torch loads much for these
-    from trainwright.build.tensor_parallel import apply_tensor_parallelism
+    from trainwright.assembly.pipeline import Stages, stage_blocks  # torch loads much for these
+    from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = _require_shape(model, loaded, degrees)
     by_table = None
@@ -161,7 +161,7 @@ def _require_no_statistics(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]:
-    from trainwright.build.sharding import shard_model
+    from trainwright.distributed.sharding import shard_model
 
     degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
     if degrees.pipeline > 1 and (single := [name for name, each in model.named_parameters() if each.dim() == 0]):
@@ -182,7 +182,7 @@ def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: Ra
     """
     if mesh.degrees.context == 1:
         return loss
-    from trainwright.build.context_parallel import ContextPart
+    from trainwright.distributed.context_parallel import ContextPart
 
     part = ContextPart(mesh.along("context"))
     model.take_part(part)  # type: ignore[operator]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import nn
 
-from trainwright.build.resolve import find
+from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.errors import UsageError
 from trainwright.recipe import Source
-from trainwright.state.rng import preserved_rng, seed_all
+from trainwright.recipe.resolve import find
 
 if TYPE_CHECKING:
     from trainwright.training.fit import FitOptions

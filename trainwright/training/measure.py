@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainwright.build.assemble import build_loading, validation_sets
-from trainwright.build.data import Loading
+from trainwright.assembly.assemble import build_loading, validation_sets
+from trainwright.checkpoint.average import WeightAverage
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.isolation import NotIsolated
+from trainwright.checkpoint.shards import locals_of
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.data.loading import Loading
+from trainwright.distributed import SOLO
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.guard import LARGEST_TABLE
-from trainwright.forecast.local_device import known_device
-from trainwright.forecast.peak_pace import peak_samples_s
 from trainwright.plan.explain import EXAMINATIONS
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, with_dry_run
 from trainwright.plan.memory import memory_bytes
@@ -26,11 +30,8 @@ from trainwright.plan.run_time import (
     training_time_s,
     without_whole,
 )
-from trainwright.state.average import WeightAverage
-from trainwright.state.cursor import StepBatch
-from trainwright.state.isolation import NotIsolated
-from trainwright.state.shards import locals_of
-from trainwright.state.train_state import TrainState
+from trainwright.plan.trace.local_device import known_device
+from trainwright.plan.trace.peak_pace import peak_samples_s
 from trainwright.training.alike import first_of
 from trainwright.training.first_batch import try_batch
 from trainwright.training.job import Job, Measured, is_watched, until_of
@@ -39,7 +40,6 @@ from trainwright.training.own_objects import measured_state, memory_note
 from trainwright.training.own_step import untried
 from trainwright.training.reading import time_workers
 from trainwright.watching.budget import predicted_from_start_s
-from trainwright.world import SOLO
 
 PLAIN_MEAN = "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
 

@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
-from trainwright.build.assemble import Parts, at_recipe, build_schedule, build_state
-from trainwright.build.optim.own import not_trained
-from trainwright.build.resolve import find, imported, make, parameters_of
-from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule
-from trainwright.build.swa_schedule import SwaSchedule
-from trainwright.engine.clip import AdaptiveClip, ClipFn, make_clip
+from trainwright.assembly.assemble import Parts, at_recipe, build_schedule, build_state
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.moments import parameter_names
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
 from trainwright.engine.named_metrics import LossPerplexity, stated_by
 from trainwright.engine.observer import Observer, as_observer
 from trainwright.errors import Problem, RecipeError, UsageError
+from trainwright.optim.clip import AdaptiveClip, ClipFn, make_clip
+from trainwright.optim.own import not_trained
+from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule
+from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
-from trainwright.state.chained import parts_of
-from trainwright.state.moments import parameter_names
-from trainwright.state.train_state import TrainState
+from trainwright.recipe.resolve import find, imported, make, parameters_of
 
 CROSS_ENTROPIES = ("cross_entropy", "language_model", "hf_causal_lm")
 """Losses in the box whose mean is the logarithm of the perplexity."""

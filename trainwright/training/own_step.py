@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from trainwright.build.assemble import Parts
+from trainwright.assembly.assemble import Parts
 from trainwright.engine.loss import Batch, Loss
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note, Plan

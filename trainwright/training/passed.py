@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.build.optim.own import makes_own_groups, takes_first
-from trainwright.build.resolve import LIVE
-from trainwright.build.stepped_schedule import function_of_step
 from trainwright.errors import UsageError
+from trainwright.optim.own import makes_own_groups, takes_first
+from trainwright.optim.stepped_schedule import function_of_step
+from trainwright.recipe.resolve import LIVE
 
 ALWAYS_PASSED = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))
 """Sections of the recipe that ``fit`` is given as objects: neither ``use`` nor ``args`` may be set."""

@@ -23,26 +23,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.build.assemble import Parts, at_recipe, build_loading, build_parts, gather_facts, training_batches
-from trainwright.build.assemble import prepare as prepare_parts
-from trainwright.build.count_epoch import with_epoch_counted
-from trainwright.build.resolve import parameters_of
+from trainwright.assembly.assemble import Parts, at_recipe, build_loading, build_parts, gather_facts, training_batches
+from trainwright.assembly.assemble import prepare as prepare_parts
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import seed_all, set_deterministic
+from trainwright.checkpoint.spikes import SpikeDetector
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.data.count_epoch import with_epoch_counted
+from trainwright.distributed import ALONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
+from trainwright.distributed.memory import free_bytes, keep_blocks, mind_limits, rlimits
 from trainwright.engine.in_stages import PipelineStages
 from trainwright.engine.precision import MatmulMode, Precision
 from trainwright.errors import DataError, UsageError
-from trainwright.forecast.local_device import local_device, nominal_cpu
-from trainwright.forecast.resolve import Resolved, is_for, left_open, resolve, resolved_before
-from trainwright.observe.sinks.factories import sink_factories
+from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, make_plan
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.parallel import solve_layout
+from trainwright.plan.trace.local_device import local_device, nominal_cpu
+from trainwright.plan.trace.resolve import Resolved, is_for, left_open, resolve, resolved_before
 from trainwright.recipe import Loaded, Recipe
-from trainwright.state.cursor import StepBatch
-from trainwright.state.rng import seed_all, set_deterministic
-from trainwright.state.spikes import SpikeDetector
-from trainwright.state.train_state import TrainState
+from trainwright.recipe.resolve import parameters_of
 from trainwright.training.alike import begin_alike, first_of, require_same_data
 from trainwright.training.header import run_header
 from trainwright.training.job import Hardware, Job, Measured, until_of
@@ -52,8 +54,6 @@ from trainwright.training.own_objects import Live, build_live
 from trainwright.training.problems import all_at_once
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.world import ALONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
-from trainwright.world.memory import free_bytes, keep_blocks, mind_limits, rlimits
 
 SPACIOUS = 16
 """Multiple of the planned memory. A limit that leaves more than this is not reached by a fragmented heap."""

@@ -15,8 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from trainwright.build import schedule as schedules
-from trainwright.build.assemble import (
+from trainwright.assembly.assemble import (
     Parts,
     build_dataset,
     build_loss,
@@ -25,25 +24,26 @@ from trainwright.build.assemble import (
     make_dataset,
     require_in_set,
 )
-from trainwright.build.checkpointing import find_blocks
-from trainwright.build.model import freeze, require_ready, unmatched_patterns
-from trainwright.build.optim.choose import make_optimizer, wrong_args
-from trainwright.build.optim.groups import GroupRule, unmatched_rules
-from trainwright.build.optim.own import wrong_arguments
-from trainwright.build.resolve import LIVE, find, parameters_of, require_arguments, search_beside
-from trainwright.build.retain_grad import retain_grad_problems
-from trainwright.build.unwrap import Unwrapped
+from trainwright.assembly.checkpointing import find_blocks
+from trainwright.assembly.model import freeze, require_ready, unmatched_patterns
+from trainwright.assembly.retain_grad import retain_grad_problems
+from trainwright.checkpoint.rng import preserved_rng, seed_all
+from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
-from trainwright.forecast.blueprint import Blueprint
-from trainwright.forecast.fake_tensors import fake_tensors
 from trainwright.models.lora import add_lora
-from trainwright.observe.alerts.asked import require_channels
-from trainwright.observe.sinks.factories import sink_factories
+from trainwright.monitoring.alerts.asked import require_channels
+from trainwright.monitoring.sinks.factories import sink_factories
+from trainwright.optim import schedule as schedules
+from trainwright.optim.choose import make_optimizer, wrong_args
+from trainwright.optim.groups import GroupRule, unmatched_rules
+from trainwright.optim.own import wrong_arguments
 from trainwright.plan.machine import read_machine
 from trainwright.plan.make import arrange, make_plan
+from trainwright.plan.trace.blueprint import Blueprint
+from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.recipe import DATASETS, LOSSES, METRICS, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, Loaded, Part, Row
 from trainwright.recipe.catalog import SPIKE_POLICIES
-from trainwright.state.rng import preserved_rng, seed_all
+from trainwright.recipe.resolve import LIVE, find, parameters_of, require_arguments, search_beside
 from trainwright.training.layout import require_layout
 from trainwright.training.own_step import no_loss
 

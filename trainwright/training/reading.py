@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from trainwright.checkpoint.cursor import StepBatch
 from trainwright.errors import DataError
 from trainwright.plan.reading import ReadingPace
-from trainwright.state.cursor import StepBatch
 
 BUDGET_S = 0.3
 """Time for the measurement, where more than the fewest steps would fit into it."""

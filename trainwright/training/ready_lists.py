@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.errors import UsageError, text_of
-from trainwright.forecast.blueprint import fake_copy
-from trainwright.forecast.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
+from trainwright.plan.trace.blueprint import fake_copy
+from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
 
 REMEDY = "give ready batches as a function, lambda: batches, and samples as DataLoader(samples, batch_size=32)"
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.identity import identity_of
-from trainwright.state.manifest import name_of
-from trainwright.state.store import read_best
-from trainwright.state.weights import load_plain_state_dict, read_weights
+from trainwright.checkpoint.manifest import name_of
+from trainwright.checkpoint.store import read_best
+from trainwright.checkpoint.weights import load_plain_state_dict, read_weights
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.identity import identity_of
 from trainwright.training.job import Job
 
 

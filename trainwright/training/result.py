@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Found, RunVerdict
-from trainwright.state.train_state import TrainState
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import Found, RunVerdict
 from trainwright.training.follow import Followed
 
 

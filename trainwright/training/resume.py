@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from trainwright.build.resolve import LIVE
+from trainwright.checkpoint.checkpoint import load_checkpoint, misfits, read_run_metadata
+from trainwright.checkpoint.contents import require_whole
+from trainwright.checkpoint.cursor import Cursor
+from trainwright.checkpoint.manifest import not_ours, raising_checkpoint_error, read_state, step_of
+from trainwright.checkpoint.rules import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, wrong
+from trainwright.checkpoint.store import checkpoints, newest_valid, set_aside_newer
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed import Launch
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
 from trainwright.plan.batch import batch_of
 from trainwright.plan.make import Kept, RunFacts, Spent, SwaPlan, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Duration, Recipe, load
-from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
-from trainwright.runlog.files import UnreadableFile
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.identity import identity_of
-from trainwright.runlog.lock import NoLock, RunLock
-from trainwright.runlog.secrets import masked
-from trainwright.runlog.shapes import PlanFile, ProvenanceFile, read_as, read_object
-from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
-from trainwright.state.contents import require_whole
-from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import not_ours, raising_checkpoint_error, read_state, step_of
-from trainwright.state.rules import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, wrong
-from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
-from trainwright.state.train_state import TrainState
-from trainwright.world import Launch
+from trainwright.recipe.resolve import LIVE
+from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
+from trainwright.runs.files import UnreadableFile
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.identity import identity_of
+from trainwright.runs.lock import NoLock, RunLock
+from trainwright.runs.secrets import masked
+from trainwright.runs.shapes import PlanFile, ProvenanceFile, read_as, read_object
 
 _OF_VALIDATION = (("data", "val"), ("evaluation", "batches"), ("evaluation", "batch"))
 """Keys of a recipe that decide what an evaluation takes."""

@@ -13,39 +13,41 @@ from pathlib import Path
 
 import torch
 
-from trainwright.build.assemble import Parts
+from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.store import Retention
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed import SOLO, Launch, World, joined
+from trainwright.distributed.memory import mind_limits
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
 from trainwright.engine.precision import MatmulMode
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
-from trainwright.observe.alerts.asked import alerting, require_channels
-from trainwright.observe.end_time import EndTime
-from trainwright.observe.evaluation import PeriodicEvaluation
-from trainwright.observe.heartbeat import Heartbeat
-from trainwright.observe.log_window import LogWindow, NotLogging
-from trainwright.observe.logbook import Logbook
-from trainwright.observe.progress import Progress
-from trainwright.observe.remaining import TimeSpent
-from trainwright.observe.saving import SHARES_APART_S, SavePolicy, Saving
-from trainwright.observe.saving_together import SavingTogether
-from trainwright.observe.signals import Signals, grace_s
-from trainwright.observe.sinks.factories import sink_factories
-from trainwright.observe.terminal import Console
-from trainwright.pages.report import leave_report
-from trainwright.pages.serve import serve_beside
+from trainwright.monitoring.alerts.asked import alerting, require_channels
+from trainwright.monitoring.end_time import EndTime
+from trainwright.monitoring.evaluation import PeriodicEvaluation
+from trainwright.monitoring.heartbeat import Heartbeat
+from trainwright.monitoring.log_window import LogWindow, NotLogging
+from trainwright.monitoring.logbook import Logbook
+from trainwright.monitoring.progress import Progress
+from trainwright.monitoring.remaining import TimeSpent
+from trainwright.monitoring.saving import SHARES_APART_S, SavePolicy, Saving
+from trainwright.monitoring.saving_together import SavingTogether
+from trainwright.monitoring.signals import Signals, grace_s
+from trainwright.monitoring.sinks.factories import sink_factories
+from trainwright.monitoring.terminal import Console
 from trainwright.plan.explain import corrected, preflight
 from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
+from trainwright.report.pages.report import leave_report
+from trainwright.report.server.serve import serve_beside
 from trainwright.report.text import Ending, closing
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.identity import ensure_identity
-from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import Ended, Found, RunVerdict
-from trainwright.state.rng import preserved_rng
-from trainwright.state.store import Retention
-from trainwright.state.train_state import TrainState
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.identity import ensure_identity
+from trainwright.runs.lock import RunLock
+from trainwright.runs.records import Ended, Found, RunVerdict
 from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
@@ -63,8 +65,6 @@ from trainwright.training.time_left import left_over
 from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
 from trainwright.watching.engine import EngineObserver
-from trainwright.world import SOLO, Launch, World, joined
-from trainwright.world.memory import mind_limits
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
 """Makes a further observer of a run, once everything else of it exists."""

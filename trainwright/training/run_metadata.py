@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainwright.build.assemble import Parts
+from trainwright.assembly.assemble import Parts
 from trainwright.data.fingerprint import fingerprint
-from trainwright.observe.module_tree import model_facts
+from trainwright.monitoring.module_tree import model_facts
 from trainwright.plan.make import Note
 from trainwright.recipe import Recipe, dump_masked
-from trainwright.runlog.drafts import remove_leftovers
-from trainwright.runlog.files import read_text
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.identity import keep_identity
-from trainwright.runlog.lock import RunLock
-from trainwright.runlog.provenance import module_of, modules_of, provenance
-from trainwright.runlog.secrets import masked
+from trainwright.runs.drafts import remove_leftovers
+from trainwright.runs.files import read_text
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.identity import keep_identity
+from trainwright.runs.lock import RunLock
+from trainwright.runs.provenance import module_of, modules_of, provenance
+from trainwright.runs.secrets import masked
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from trainwright.build.assemble import Parts, is_live
+from trainwright.assembly.assemble import Parts, is_live
+from trainwright.checkpoint.rng import RngBag
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe import Loaded, load
-from trainwright.runlog.files import UnreadableFile
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.shapes import ProvenanceFile, read_as
-from trainwright.state.rng import RngBag
+from trainwright.runs.files import UnreadableFile
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.shapes import ProvenanceFile, read_as
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
 from trainwright.training.made_by import LET_A_FUNCTION, Rebuild
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.until import ByTheClock, Until
-from trainwright.observe.remaining import Measured
+from trainwright.monitoring.remaining import Measured
 from trainwright.plan.run_time import EvaluationCost, foretold, training_time_s
-from trainwright.state.train_state import TrainState
 from trainwright.training.job import ENDING_S, Job, is_watched, until_of
 from trainwright.watching.budget import predicted_end_s, predicted_s
 

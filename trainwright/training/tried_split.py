@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainwright.checkpoint.rng import reseed
+from trainwright.checkpoint.shards import is_divided
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.errors import UsageError, text_of
-from trainwright.state.rng import reseed
-from trainwright.state.shards import is_divided
 
 TRIED_POSITIONS = 16
 FEW_ROUNDINGS = 1000

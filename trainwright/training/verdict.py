@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from torch.utils.data import IterableDataset
 
-from trainwright.build.ready import ReadyBatches
+from trainwright.data.ready import ReadyBatches
 from trainwright.engine.loss import measures_progress, takes_model
-from trainwright.observe.step_log import StepLog
-from trainwright.pages.log import LogSoFar
+from trainwright.monitoring.step_log import StepLog
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe.catalog import LOSSES
+from trainwright.report.pages.log import LogSoFar
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Evaluated, Found, Logged, RunVerdict
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Ended, Evaluated, Found, Logged, RunVerdict
 from trainwright.training.job import Job
 
 MIN_WAIT_FRACTION, MIN_WAIT_S = 0.3, 1e-3

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.errors import StorageError, UsageError
-from trainwright.runlog.ending import state_of
-from trainwright.runlog.files import UnreadableFile, read_end_of_text
-from trainwright.runlog.findings import findings_in
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.reader import read_course
-from trainwright.runlog.records import Ended, Evaluated, Found, Record, Started, Step
+from trainwright.runs.ending import state_of
+from trainwright.runs.files import UnreadableFile, read_end_of_text
+from trainwright.runs.findings import findings_in
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.reader import read_course
+from trainwright.runs.records import Ended, Evaluated, Found, Record, Started, Step
 from trainwright.trials.child import STOPPED
 
 GRACE_S = 60.0

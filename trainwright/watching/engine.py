@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import TrainwrightError
-from trainwright.observe.journal import Journal
+from trainwright.monitoring.journal import Journal
 from trainwright.recorder.engine_source import EngineSource, called_roots
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.ring import enough_bytes
 from trainwright.replay.memory import free_what_it_holds
 from trainwright.report.findings import lines_of
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Found, Record
-from trainwright.runlog.writer import LogWriter
-from trainwright.state.chained import parts_of
-from trainwright.state.cursor import StepBatch
-from trainwright.state.train_state import TrainState
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Found, Record
+from trainwright.runs.writer import LogWriter
 from trainwright.watching.budget import Examine
 from trainwright.watching.session import WatchOptions, WatchSession
 

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from trainwright.checkpoint.names import named_parameters
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.doctor.measure import REPLAYS
 from trainwright.doctor.own_checks import OWN, OwnCheckFacts
@@ -29,10 +31,8 @@ from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, RegisteredTrial
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Tried
-from trainwright.state.names import named_parameters
-from trainwright.state.snapshot import LiveObjects
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Tried
 from trainwright.watching.budget import ExaminationBudget
 
 OwnCheck: TypeAlias = Callable[[ReplaySession], str | None]

@@ -18,11 +18,11 @@ from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.report.examination import Examination
-from trainwright.runlog import records
-from trainwright.runlog.findings import FindingsWriter
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.reader import without_half_of_the_steps
-from trainwright.runlog.records import Found, Record
+from trainwright.runs import records
+from trainwright.runs.findings import FindingsWriter
+from trainwright.runs.json_values import Facts
+from trainwright.runs.reader import without_half_of_the_steps
+from trainwright.runs.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024

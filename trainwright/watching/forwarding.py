@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from trainwright.errors import UsageError
-from trainwright.observe.alerts.asked import alerting, require_channels
-from trainwright.observe.layer_stats import scalars_of
-from trainwright.observe.sinks import Sink, close_sinks, open_sinks
-from trainwright.observe.sinks.factories import sink_factories
+from trainwright.monitoring.alerts.asked import alerting, require_channels
+from trainwright.monitoring.layer_stats import scalars_of
+from trainwright.monitoring.sinks import Sink, close_sinks, open_sinks
+from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.recipe import from_mapping
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Layers, Logged, Record, Watched
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Layers, Logged, Record, Watched
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
 """Makes a whole recipe of two sections, so that these are checked as those of a recipe are."""

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainwright.checkpoint.snapshot import LiveObjects, put_back
 from trainwright.errors import StorageError
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.replay.bundle import prune
-from trainwright.runlog import records
-from trainwright.runlog.records import Record
-from trainwright.state.snapshot import LiveObjects, put_back
+from trainwright.runs import records
+from trainwright.runs.records import Record
 from trainwright.watching.budget import ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner
 

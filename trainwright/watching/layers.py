@@ -9,13 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainwright.observe.layer_stats import LayerLog, LayerStats
+from trainwright.monitoring.layer_stats import LayerLog, LayerStats
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.probes import Probe, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args
-from trainwright.runlog.records import Layers
+from trainwright.runs.records import Layers
 
 
 class LayerProbe(Probe):

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainwright.errors import UsageError
-from trainwright.forecast.local_device import local_device
+from trainwright.plan.trace.local_device import local_device
 from trainwright.profiling.session import ProfileSession
 from trainwright.profiling.verdict import judge
 from trainwright.profiling.words import Profile
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
-from trainwright.runlog.folder import RunFolder
+from trainwright.runs.folder import RunFolder
 
 AFTER = 50
 """Steps before a profile begins, unless it is said: the watch looks closely more often at first."""

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.snapshot import LiveObjects
+from trainwright.checkpoint.train_state import TrainState
 from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm, record_of
 from trainwright.doctor.measure.ranks.engine import EngineRows
@@ -16,12 +19,9 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import text_of
 from trainwright.report.findings import lines_of
-from trainwright.runlog.findings import FindingsWriter
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Found, Record
-from trainwright.state.chained import parts_of
-from trainwright.state.snapshot import LiveObjects
-from trainwright.state.train_state import TrainState
+from trainwright.runs.findings import FindingsWriter
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Found, Record
 
 
 class RanksObserver:

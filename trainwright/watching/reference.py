@@ -9,10 +9,10 @@ from trainwright.doctor.facts.reference import ReferenceFacts
 from trainwright.doctor.shared_reference import MIN_STEPS, traits_of
 from trainwright.errors import UsageError
 from trainwright.recorder.probes import Probe
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.runlog.reader import read_newest
-from trainwright.runlog.records import Examined, Watched
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.json_values import Facts, strict
+from trainwright.runs.reader import read_newest
+from trainwright.runs.records import Examined, Watched
 
 
 class ReferenceProbe(Probe):

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.snapshot import LiveObjects
+from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.doctor.check import Check
 from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS
 from trainwright.doctor.measure.loss_calls import LossListener
@@ -43,10 +45,8 @@ from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.report.findings import lines_of
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Found, Record
-from trainwright.state.snapshot import LiveObjects
-from trainwright.state.spikes import SpikeDetector
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Found, Record
 from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner, OwnCheck
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.weights import require_python
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import DEFAULT, choose_checks
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import StorageError, UsageError, require_choice, text_of
-from trainwright.observe.journal import Journal
-from trainwright.observe.module_tree import model_facts
-from trainwright.observe.terminal import Console
-from trainwright.pages.report import NAME as REPORT_NAME
-from trainwright.pages.report import leave_report
+from trainwright.monitoring.journal import Journal
+from trainwright.monitoring.module_tree import model_facts
+from trainwright.monitoring.terminal import Console
 from trainwright.recorder.comparisons import EvaluationSites
 from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.optimizers import optimizers_in, unwrapped
@@ -33,16 +32,17 @@ from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
 from trainwright.report.findings import lines_of
+from trainwright.report.pages.report import NAME as REPORT_NAME
+from trainwright.report.pages.report import leave_report
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge, losses_in
-from trainwright.runlog import records
-from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.lock import RunLock
-from trainwright.runlog.printing import printable
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Found, Record
-from trainwright.runlog.secrets import masked
-from trainwright.runlog.writer import LogWriter
-from trainwright.state.weights import require_python
+from trainwright.runs import records
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.lock import RunLock
+from trainwright.runs.printing import printable
+from trainwright.runs.reader import read
+from trainwright.runs.records import Found, Record
+from trainwright.runs.secrets import masked
+from trainwright.runs.writer import LogWriter
 from trainwright.version import __version__
 from trainwright.watching.budget import Examine
 from trainwright.watching.caller_source import CallerSource

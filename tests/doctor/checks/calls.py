@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.doctor.checks.loops import made_of
 from trainwright.doctor.discovery import check_of
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 
 F = ("forward", [0, True, True])
 B = ("backward", {"carried": False, "cut": False, "retain": False})

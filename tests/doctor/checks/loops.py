@@ -13,8 +13,8 @@ from trainwright.doctor.check import Check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.finding import ExperimentRequest
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Examined, Found, Watched
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import Examined, Found, Watched
 
 CLASSES, WIDTH, BATCH = 4, 8, 16
 

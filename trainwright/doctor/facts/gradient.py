@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainwright.runlog.records import Values
+from trainwright.runs.records import Values
 
 
 @dataclass(frozen=True)

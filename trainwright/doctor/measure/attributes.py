@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_modules, named_parameters
+from trainwright.runs.json_values import Facts, strict
 
 FREEZES = "requires_grad"
 CUTOFF = 0.88

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
 from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.comparisons import Site
@@ -20,8 +21,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.runs.json_values import Facts, strict
 
 SEARCHED_AT, SEARCHED_AT_IF_RESUMED, FOLLOWED = 24, 8, 16
 """After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
@@ -18,8 +19,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Loader, TorchFunction
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_parameters
+from trainwright.runs.json_values import Facts, strict
 
 ROUNDED = 1e-5
 """Fraction of the largest gradient below which one is 0 but for rounding, as of a bias before a normalisation."""

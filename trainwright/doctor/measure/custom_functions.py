@@ -17,7 +17,7 @@ from trainwright.recorder.user_types import Args
 from trainwright.replay.experiments import replay
 from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.session import ReplaySession
-from trainwright.runlog.json_values import Facts
+from trainwright.runs.json_values import Facts
 
 DIRECTIONS = 4
 _Calls: TypeAlias = dict[type[Function], tuple[str, Args]]

@@ -20,7 +20,7 @@ from trainwright.recorder.plain_tensors import plain, rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 EACH = 4
 """Passes of each site that are followed; then every one whose number is a power of two."""

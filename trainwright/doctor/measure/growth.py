@@ -9,12 +9,12 @@ import time
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.names import named_modules
+from trainwright.distributed.memory import unfreed_bytes
 from trainwright.doctor.facts.resources import GrowthFacts, HeldResources
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_modules
-from trainwright.world.memory import unfreed_bytes
+from trainwright.runs.json_values import Facts, strict
 
 EVERY, KEPT = 16, 64
 """Steps between two readings at the least, which double when there are more than KEPT."""

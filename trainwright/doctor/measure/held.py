@@ -17,7 +17,7 @@ from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 REMEMBERED = 64
 YOUNG = 3  # steps for which a loop may well keep its last losses

@@ -12,7 +12,7 @@ from trainwright.doctor.facts.calls import KeptFacts, KeptState
 from trainwright.recorder.callers import caller
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 REMEMBERED = 64
 COMPARED = 4

@@ -36,7 +36,7 @@ from trainwright.replay.functions import argument, function_name
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 RELUS = {"relu", "relu_", "threshold", "threshold_", "relu6"}
 MAPS = {"linear", "conv1d", "conv2d", "conv3d"}

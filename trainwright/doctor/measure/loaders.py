@@ -28,7 +28,7 @@ from trainwright.recorder.labels import LabelCounts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 OFTEN = 8
 """Iterators of a loader with workers after which restarts are reported at once."""

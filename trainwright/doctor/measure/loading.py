@@ -16,7 +16,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 SAMPLED = 512
 """Values of each weight that are remembered from a load to the first forward call."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.pausable import without_modes
@@ -15,7 +16,6 @@ from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.modules import ModuleStack
-from trainwright.state.names import named_modules, named_parameters
 
 EARLY = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
 """Steps that are looked at. Later it is one in EVERY: about 10 us for each module then."""

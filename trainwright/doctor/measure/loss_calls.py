@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.snapshot import LiveObjects
+from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
 from trainwright.doctor.measure.compared import (
     BINARY,
@@ -40,9 +42,7 @@ from trainwright.replay.experiments import replay
 from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import terms_of
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.snapshot import LiveObjects
-from trainwright.state.transforms import innermost_transform
+from trainwright.runs.json_values import Facts, strict
 
 ALWAYS, OFTEN, OFTEN_EVERY, LATER, LATER_EVERY, EVERY = 8, 64, 4, 256, 16, 64
 """Every step is examined until step 8, every 4th until step 64, every 16th until step 256, then every 64th."""

@@ -19,7 +19,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import Backward, RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.mechanism import HALF_DTYPES
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 8, 256
 ALWAYS, EVERY, KEPT = 64, 16, 64

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainwright.checkpoint.names import named_modules
 from trainwright.doctor.facts.modes import Drop, DropsFacts, EvalModule, ModesFacts
 from trainwright.doctor.measure.evaluations import source_of
 from trainwright.doctor.measure.layers import DROPOUTS
@@ -22,8 +23,7 @@ from trainwright.replay.functions import argument, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_modules
+from trainwright.runs.json_values import Facts, strict
 
 EARLY = 4
 """Steps before which it is not known whether a pass without gradients belongs to every step."""

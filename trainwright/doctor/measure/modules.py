@@ -23,7 +23,7 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 FLAT = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
 """Nodes of the graph whose derivative is 0 everywhere."""

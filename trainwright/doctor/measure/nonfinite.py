@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.names import named_modules, named_parameters, named_roots
 from trainwright.doctor.facts.nonfinite import BadInput, FirstNonfinite, SeenNonfinite, TraceFacts, ValueRange
 from trainwright.doctor.measure.formats import has_half_parameters
 from trainwright.recorder.numbers import Numbers
@@ -23,8 +24,7 @@ from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResul
 from trainwright.replay.session import ReplaySession, without_veto
 from trainwright.replay.suspects import Bad, Op
 from trainwright.replay.trace import Tracing
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_modules, named_parameters, named_roots
+from trainwright.runs.json_values import Facts, strict
 
 MAX_NAMES = 64
 SMALLEST_FP16_EPS = 3e-8

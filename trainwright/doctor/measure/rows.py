@@ -24,7 +24,7 @@ from trainwright.recorder.epochs import shuffles
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 ALL, PERIOD = 128, 16
 """Every step is read until the first number, then every so many-th and the one after it."""

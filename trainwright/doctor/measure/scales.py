@@ -9,13 +9,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.weights import Neighbours, ScalesFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_modules, named_parameters
+from trainwright.runs.json_values import Facts, strict
 
 FEWEST, APART, MOST = 4, 10.0, 16
 """Weights in a group, the largest over the smallest in one that is reported, and groups that are reported."""

@@ -16,7 +16,7 @@ from trainwright.recorder.optimizers import same_optimizer, share_groups
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 KEPT = 64
 STRAY_AFTER = 20

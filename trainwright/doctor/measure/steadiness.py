@@ -15,7 +15,7 @@ from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 REPEATS = 4
 """Repeats after which the facts do not wait for the next examination."""

@@ -13,7 +13,7 @@ from trainwright.recorder.plain_tensors import is_plain, rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.replay.classified import CLASSIFYING
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runs.json_values import Facts, strict
 
 ALL, PERIOD = 64, 16
 """Every step is read until the first number, then every so many-th."""

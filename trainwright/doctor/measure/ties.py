@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from trainwright.checkpoint.names import named_roots
 from trainwright.doctor.facts.weights import TiesFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_roots
+from trainwright.runs.json_values import Facts, strict
 
 
 class TiesProbe(Probe):

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.checksums import start_checksums
+from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.weights import MAX_NAMES, WeightsFacts
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import OptimizerStep, RecordedStep
 from trainwright.recorder.ranks import own_part
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.checksums import start_checksums
-from trainwright.state.names import named_parameters
+from trainwright.runs.json_values import Facts, strict
 
 WRITES_OF_TRAINING = 16
 """Writes to a weight before the first step: to make, initialise and load one takes fewer."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.updates import LoadedMomentsFacts, WritesFacts
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.names import named_parameters
+from trainwright.runs.json_values import Facts, strict
 
 SAMPLED, MAX_ELEMENTS = 2, 4096
 """Weights that are compared: the smallest, because they are copied after every update."""

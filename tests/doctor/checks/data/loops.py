@@ -13,8 +13,8 @@ import trainwright as tw
 from trainwright.doctor.check import Check, NotApplicable
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import ExperimentRequest, Finding
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Examined, Watched
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import Examined, Watched
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 

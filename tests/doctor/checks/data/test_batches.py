@@ -24,7 +24,7 @@ from trainwright.doctor.facts.data import (
     StandardizedFacts,
     TargetsFacts,
 )
-from trainwright.runlog.records import Examined
+from trainwright.runs.records import Examined
 
 
 def spread(mean: float, std: float, *, constant: bool = False, shape: tuple[int, ...] = (64, 20)) -> InputSpread:

@@ -15,7 +15,7 @@ from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.nonfinite import SeenNonfinite
 from trainwright.doctor.facts.wiring import SavedFacts, WiringFacts
-from trainwright.runlog.records import Examined, Watched
+from trainwright.runs.records import Examined, Watched
 
 
 def of(name: str) -> Check:

@@ -13,7 +13,7 @@ from trainwright.doctor.checks.loss.no_shift import no_shift
 from trainwright.doctor.checks.model.future_leak import future_leak
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, TextEnds, TokenLoss, TokensFacts
 from trainwright.doctor.measure.batches import padding
-from trainwright.runlog.records import Examined
+from trainwright.runs.records import Examined
 
 
 def tokens(offset: int, **more: Any) -> Examined:

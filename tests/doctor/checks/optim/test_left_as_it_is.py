@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.runlog.records import Found
+from trainwright.runs.records import Found
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 

@@ -16,8 +16,8 @@ from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import ScalerFacts
 from trainwright.doctor.facts.nonfinite import BadInput, FirstNonfinite, SeenNonfinite, TraceFacts, ValueRange
 from trainwright.doctor.facts.precision import Aliased, Emptied, FormatFacts, LossInFp32Facts, MixedPrecisionFacts
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Examined, Found, Watched
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import Examined, Found, Watched
 
 RANGE = ValueRange("float32", (4, 3), 0.0, 1.0, 0, 0, 1)
 FIRST = FirstNonfinite(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainwright as tw
-from trainwright.runlog.records import Found
+from trainwright.runs.records import Found
 from zoo.host import cnn, images, loader, mlp, table
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,8 @@ from trainwright.doctor.facts.ranks import (
     WeightsChange,
 )
 from trainwright.doctor.measure.ranks.compare import Comparison
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Examined, Found, construct
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import Examined, Found, construct
 
 NAMES = ("a.weight", "b.weight")
 PROGRAM = {"modes": "3 of 3 modules in training mode", "changes of the gradients": "clipped by norm at 1"}

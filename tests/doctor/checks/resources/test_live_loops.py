@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.doctor.checks.loops import alarms, mlp, watched
 from tests.rows import each_row
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
@@ -20,8 +21,7 @@ from trainwright.doctor.measure.growth import EVERY, FIRST, Growth
 from trainwright.doctor.measure.held import _python_objects
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.runlog.records import Examined
-from trainwright.state.snapshot import LiveObjects
+from trainwright.runs.records import Examined
 
 
 def growth() -> Growth:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import KeptFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 USES = {"load": "loaded back", "save": "saved", "": "still kept at the end"}
 

@@ -9,8 +9,8 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 from trainwright.doctor.finding import Finding
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Examined, Where
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Examined, Where
 
 IGNORE = -100
 ERROR = re.compile(

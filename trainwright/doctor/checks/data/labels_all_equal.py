@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts, TargetsFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 BATCHES, TARGETS = 16, 128
 """Batches whose labels are equal, and targets of the loss."""

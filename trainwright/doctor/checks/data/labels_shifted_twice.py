@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="label", severity="critical", confidence=0.9, needs=BatchFacts, explains=("loss.no_shift",))

@@ -16,7 +16,7 @@ from trainwright.doctor.shared_nonfinite import (
     traced_at,
     traces,
 )
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="input", severity="critical", confidence=0.97, explains=CONSEQUENCES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 FEW = 16
 """Samples whose random order repeats by chance once in 16! times."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 OFTEN, DRAWS = 32, 256
 """Draws of each sample that was drawn, and draws of all, after which the others would have come."""

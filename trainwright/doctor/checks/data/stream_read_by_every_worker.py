@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import RowsFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 GROUPS = 4
 """Groups of equal batches, each of other rows, that are no chance."""

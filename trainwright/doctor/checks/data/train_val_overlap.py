@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 FEW, NEW = 0.01, 0.05
 """Fractions of samples that may be in both, and of rows that are new to a training that has read all of its data."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runlog.records import Tried, Where
+from trainwright.runs.records import Tried, Where
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)

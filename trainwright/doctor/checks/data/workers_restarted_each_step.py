@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 OFTEN = 8
 """Iterators that are no test, and no short epochs."""

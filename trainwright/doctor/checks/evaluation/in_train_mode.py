@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modes import ModesFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 MAX_FRACTION = 0.25
 """Of the steps: passes without gradients that are more frequent belong to the steps (targets, pseudo labels)."""

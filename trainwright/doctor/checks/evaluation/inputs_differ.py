@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.evaluation import EvaluationFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 SHIFT, SCALE = 1.0, 2.0
 """Standard deviations between the means, and a factor between the deviations: augmentation changes both by less."""

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.gradient import AccumulationFacts
 from trainwright.doctor.shared_calls import has_closure, optimizers_of
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 
 
 @check(

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_nonfinite import CONSEQUENCES, traced_at
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(points_at="clip", stage="clip", severity="critical", confidence=0.9, explains=CONSEQUENCES)

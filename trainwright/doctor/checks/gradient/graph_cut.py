@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import WiringFacts
 from trainwright.doctor.finding import RemedyTrial, listed
 from trainwright.doctor.shared_standing import is_left_as_it_is, standing
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="backward", confidence=0.95, needs=WiringFacts, explains=("optim.weights_never_move",))

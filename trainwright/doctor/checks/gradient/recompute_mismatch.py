@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import SavedFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="backward", severity="critical", confidence=0.97, needs=SavedFacts)

@@ -9,7 +9,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import DepthFacts, LayerGradient, LayersFacts
 from trainwright.doctor.finding import ExperimentRequest
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="backward", confidence=0.9, needs=LayersFacts, explains=("model.output_same_for_all_samples",))

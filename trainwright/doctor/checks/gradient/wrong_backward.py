@@ -8,8 +8,8 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import WiringFacts
 from trainwright.doctor.finding import ExperimentRequest, Finding
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Examined, Where
+from trainwright.runs.json_values import Facts
+from trainwright.runs.records import Examined, Where
 
 BEYOND_CHANCE = 4.0
 """Standard errors: a mean is as far off by chance once in ten thousand times."""

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modules import ModulesFacts
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import AttributesFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="loop", confidence=0.9, needs=AttributesFacts)

@@ -8,7 +8,7 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
 from trainwright.doctor.finding import listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="loop", severity="critical", confidence=0.95, needs=ModesFacts, explains=("model.excess_dropout",))

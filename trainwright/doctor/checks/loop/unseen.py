@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext, by_experiment
-from trainwright.runlog.json_values import Facts
+from trainwright.runs.json_values import Facts
 
 NO_STEP = {
     "": "neither the model nor the optimizer that the watch was given was used in its thread",

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="loss", severity="critical", confidence=0.97, needs=LossFacts, explains=("model.*", *NOTHING_IS_LEARNED))

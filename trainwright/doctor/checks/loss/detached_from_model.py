@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 
 LASTING = 2
 """Steps after one without gradients that have none either, before it is more than a single batch."""

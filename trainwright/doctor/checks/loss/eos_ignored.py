@@ -8,7 +8,7 @@ from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TokensFacts
 from trainwright.doctor.finding import Finding
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="label", needs=TokensFacts)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 SEEN = 1e-3
 """Change of a score, in standard deviations of the scores, that is too large for rounding."""

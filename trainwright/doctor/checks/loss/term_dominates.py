@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 MAX_RATIO = 1000.0
 """Between the gradients of two terms. Above it the smaller one has practically no effect."""

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.finding import in_words
 from trainwright.doctor.trend import still_falls
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 MAX_EVENNESS = 0.2
 """Entropy of attention weights, as a fraction of that of equal weights, below which each row attends to few keys."""

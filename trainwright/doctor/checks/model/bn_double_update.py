@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="buffers", confidence=0.95, needs=LayersFacts)

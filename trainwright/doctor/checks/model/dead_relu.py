@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
 from trainwright.doctor.finding import in_words
 from trainwright.doctor.trend import FALLS, slope_in_errors
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 MANY = 0.4
 """Fraction of dead units."""

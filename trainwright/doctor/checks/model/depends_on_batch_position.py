@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.finding import in_words, listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.9, explains=("loss.no_better_than_constant",))

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, in_words
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modules import ModulesFacts
 from trainwright.doctor.finding import listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=ModulesFacts)

@@ -9,7 +9,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import FirstLossFacts
 from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 GAINED, LEARNED = 0.7, 0.02
 """Of the loss that is left on one batch: with activations at most so much of it; below that nothing is left to gain."""

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.modules import ModulesFacts
 from trainwright.doctor.finding import in_words
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 FELT = 0.02
 """Standard deviations of the outputs: a statistic of the batch that is one feature of many changes less."""

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import in_words
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 MIN_UPDATES = 8
 

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts, StandingNorm
 from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.doctor.finding import in_words, listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 LOOKS = 3
 """At other inputs than the first one."""

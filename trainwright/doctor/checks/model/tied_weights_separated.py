@@ -8,7 +8,7 @@ from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import TiesFacts
 from trainwright.doctor.finding import listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="update", confidence=0.95, needs=TiesFacts)

@@ -9,7 +9,7 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import Neighbours, ScalesFacts
 from trainwright.doctor.finding import listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 APART = 10.0
 """Times the size of the nearest neighbour."""

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.lr_too_low", "optim.weights_never_move"))

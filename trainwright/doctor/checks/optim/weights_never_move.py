@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_standing import is_left_as_it_is
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 FIRST, ENOUGH, LATE = 4, 12, 40
 """Updates after which something has moved, every matrix has, and which show that all weights stand still lately."""

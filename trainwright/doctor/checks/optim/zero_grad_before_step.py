@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.shared_calls import has_closure, kinds
-from trainwright.runlog.records import Watched
+from trainwright.runs.records import Watched
 
 
 @check(

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import FormatFacts, LossInFp32Facts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, listed
 from trainwright.doctor.shared_requests import is_due
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 OFF = 0.05
 """Relative distance of the gradients."""

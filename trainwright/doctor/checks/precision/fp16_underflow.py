@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import FormatFacts, MixedPrecisionFacts
 from trainwright.doctor.finding import RemedyTrial, in_words
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 FEW_STEPS = 64
 """Six bits: rounding costs a percent of the weights' gradients, and more of those of activations, which are smaller."""

@@ -10,7 +10,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_nonfinite import Way, finding_of, skipped_by_scaler, traced_at, traces
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(names_cause=False, stage="backward", severity="critical", confidence=0.5)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import FormatFacts
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.95, needs=FormatFacts)

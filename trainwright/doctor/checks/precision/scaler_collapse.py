@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.shared_nonfinite import traces, where_of
-from trainwright.runlog.records import Watched, Where
+from trainwright.runs.records import Watched, Where
 
 COLLAPSED = 20
 """Skips in a row after which a scaler finds no scale: it has been divided by 2**20."""

@@ -9,7 +9,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="loop", needs=RanksFacts)

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_ranks import in_ranks, one_rank, ranks_of, since
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 ORDER = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
 """The first cause first."""

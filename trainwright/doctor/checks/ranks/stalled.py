@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts, RankStatus
 from trainwright.doctor.shared_ranks import in_ranks, ranks_of
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="input", needs=RanksFacts)

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(

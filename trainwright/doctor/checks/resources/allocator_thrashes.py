@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.runlog.records import Telemetry
+from trainwright.runs.records import Telemetry
 
 OFTEN, IN_A_ROW = 0.25, 3
 """Flushes in a step: fewer may come from a single large batch; and intervals that each show them."""

@@ -8,7 +8,7 @@ from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
 from trainwright.doctor.shared_growth import READINGS, has_grown
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 MIN_HOOKS = 4
 

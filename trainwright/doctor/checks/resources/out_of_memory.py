@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.runlog.records import OutOfMemory, Where
+from trainwright.runs.records import OutOfMemory, Where
 
 
 def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:

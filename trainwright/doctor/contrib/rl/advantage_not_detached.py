@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.shared_loss import over_most_steps
-from trainwright.runlog.records import Where
+from trainwright.runs.records import Where
 
 
 @check(stage="loss", confidence=0.85, needs=LossFacts)

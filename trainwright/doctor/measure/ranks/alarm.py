@@ -9,9 +9,9 @@ from dataclasses import replace
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.runlog import records
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Found, Record
+from trainwright.runs import records
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import Found, Record
 
 
 def record_of(facts: RanksFacts, step: int) -> records.Examined:

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.checksums import no_checksums
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import exchanged_s
 from trainwright.doctor.facts.ranks import ExchangeFacts, NonfiniteFacts, RankStep
 from trainwright.doctor.measure.ranks.exchange import Exchange
 from trainwright.doctor.measure.ranks.replica import EVERY, Replica, RowSums, is_due
-from trainwright.engine.clip import ClipFn
 from trainwright.engine.step import StepResult
+from trainwright.optim.clip import ClipFn
 from trainwright.recorder.numbers import late, lateness
-from trainwright.state.checksums import no_checksums
-from trainwright.state.cursor import StepBatch
-from trainwright.state.rng import TorchGenerators
-from trainwright.state.train_state import TrainState
-from trainwright.world.group import exchanged_s
 
 
 class EngineRows:

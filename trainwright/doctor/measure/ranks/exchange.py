@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainwright.distributed.board import open_board
+from trainwright.distributed.threads import small_stacks
 from trainwright.doctor.facts.ranks import NonfiniteFacts, RanksFacts, RankStatus, RankStep, WeightsChange
 from trainwright.doctor.measure.ranks.gather import KEPT, Gathering, as_text
 from trainwright.recorder.ranks import num_collectives
-from trainwright.runlog.records import construct
-from trainwright.world.board import open_board
-from trainwright.world.threads import small_stacks
+from trainwright.runs.records import construct
 
 TICK_S, TICK_RANK_S = 0.05, 0.002
 """How often the thread reads the board, and how much less often for each rank."""

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trainwright.distributed.board import Board
 from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, RankStep
 from trainwright.doctor.measure.ranks.compare import Comparison
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import construct
-from trainwright.world.board import Board
+from trainwright.runs.json_values import strict
+from trainwright.runs.records import construct
 
 JOIN_S, SILENT_S = 10.0, 15.0
 """How long it waits for ranks to join before it compares those that have; and how long a rank may say nothing."""

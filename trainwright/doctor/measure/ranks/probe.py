@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.checksums import Checksums, no_checksums, start_checksums
 from trainwright.doctor.facts.ranks import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
 from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm
 from trainwright.doctor.measure.ranks.exchange import Exchange, Site
@@ -30,8 +31,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, constants_of, tensors_of
 from trainwright.recorder.ranks import has_others, num_collectives, own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
-from trainwright.runlog.json_values import Facts, strict
-from trainwright.state.checksums import Checksums, no_checksums, start_checksums
+from trainwright.runs.json_values import Facts, strict
 
 MANY_DRAWS = 16
 """Random numbers: fewer may be a choice that all ranks make together."""

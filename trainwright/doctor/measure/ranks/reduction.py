@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, distributed
 
+from trainwright.checkpoint.checksums import Checksums, no_checksums, start_checksums
 from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
-from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 
 MEANS = frozenset(
     {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}

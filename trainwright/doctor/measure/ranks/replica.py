@@ -13,13 +13,13 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from trainwright.checkpoint.checksums import Checksums, no_checksums, start_checksums
+from trainwright.checkpoint.names import named_parameters
+from trainwright.checkpoint.shards import divides_layers
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.facts.ranks import FOLDS, RankStep, WeightsChange
 from trainwright.doctor.measure.ranks.compare import is_power_of_two
 from trainwright.doctor.measure.ranks.exchange import Meeting
-from trainwright.state.checksums import Checksums, no_checksums, start_checksums
-from trainwright.state.names import named_parameters
-from trainwright.state.shards import divides_layers
-from trainwright.state.snapshot import LiveObjects
 
 EARLY, EVERY, RARELY = (1, 2, 3, 4, 6, 8, 12, 24), 16, 64
 """Steps that every rank reports; also every 16th, after 512 every 64th: known to all without an exchange. Steps 12, 16

@@ -1,0 +1,41 @@
+"""``checks new``: the files of a check that can be filled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.commands.new_check import new_check
+from trainwright.errors import UsageError
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "trainwright" / "doctor").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "check", "test"),
+    [
+        ("optim.lost", "checks/optim/lost.py", "checks/optim/test_lost.py"),
+        ("rl.lost", "contrib/rl/lost.py", "contrib/test_lost.py"),
+    ],
+)
+def test_both_files_lie_where_such_files_lie(checkout: Path, code: str, check: str, test: str) -> None:
+    made = new_check(code, checkout)
+    assert made.check == checkout / "trainwright" / "doctor" / check
+    assert made.test == checkout / "tests" / "doctor" / test
+    for path in (made.check, made.test):
+        text = path.read_text()
+        compile(text, str(path), "exec")
+        assert max(map(len, text.splitlines())) <= 120
+    assert "def lost(run: RunContext)" in made.check.read_text() and f'"{code}"' in made.test.read_text()
+
+
+@pytest.mark.parametrize("code", ["optim.Lost", "optim", "qqq.lost", "optim.lr_too_high"])
+def test_what_is_no_new_code_is_refused(checkout: Path, code: str) -> None:
+    root = Path(__file__).parents[2] if code == "optim.lr_too_high" else checkout
+    with pytest.raises(UsageError):
+        new_check(code, root)

@@ -1,0 +1,205 @@
+"""Sweeps with their processes: kills, pruning, budgets, and what they leave in their folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import trainwright as tw
+from benchmarks.sweep import command, killed, prepare, table
+from trainwright.commands.sweep import SweepResult, read_sweep, run_one, run_sweep
+from trainwright.commands.sweep.spec import SPEC, SweepBudget
+from trainwright.commands.sweep.study import StudyTrials, TrialRow, quiet_optuna, trial_folder
+from trainwright.commands.sweep.values import ValueReader
+from trainwright.errors import UsageError
+from trainwright.recipe import from_mapping
+from trainwright.recipe.yaml_core import read
+from trainwright.runs.folder import runs_in
+from trainwright.trials import read_trial
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+RANDOM = ("--sampler", "random")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> SweepResult:
+    over = {"optimizer.lr": "log:1e-3..1", "seed": "0..100"}
+    return tw.sweep(
+        recipe, over, trials=2, sampler="random", jobs=2, name="undisturbed", folder=recipe.parent, quiet=True
+    )
+
+
+def test_a_trial_is_a_run_that_other_verbs_read(undisturbed: SweepResult) -> None:
+    assert [row.ended for row in undisturbed.rows] == ["finished"] * 2
+    assert [run.name for run in runs_in(undisturbed.folder / "trials")] == ["trial-000", "trial-001"]
+    best = undisturbed.best
+    assert best is not None
+    trial = read_trial(undisturbed.folder / best.folder)
+    assert (trial.val_loss, trial.steps) == (best.value, best.steps)
+    assert f"optimizer.lr={json.dumps(best.params['optimizer.lr'])}" in trial.settings
+
+
+def one_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_the_best_recipe_trains_to_the_best_value(undisturbed: SweepResult, tmp_path: Path) -> None:
+    assert undisturbed.best is not None and undisturbed.best_recipe is not None
+    best = from_mapping(read(undisturbed.best_recipe.read_text(), "best.yaml").value)
+    assert best.recipe.optimizer.lr == undisturbed.best.params["optimizer.lr"]
+    words = shlex.split(undisturbed.train_best)[1:]  # the modules of the recipe are found from any folder
+    arguments = [sys.executable, "-m", "trainwright", *words, "--set", f"folder={tmp_path}"]
+    subprocess.run(arguments, cwd=tmp_path, env=one_thread(), stdout=subprocess.DEVNULL, check=True)
+    assert read_trial(tmp_path / "undisturbed-best").val_loss == undisturbed.best.value
+
+
+def test_the_page_needs_nothing_else(undisturbed: SweepResult) -> None:
+    page = (undisturbed.folder / "sweep.html").read_text()
+    assert "Parallel coordinates" in page
+    assert "trials/trial-000/report.html" in page
+    assert "optimizer:" in page  # the best recipe
+    assert 'src="http' not in page and 'href="http' not in page
+
+
+def test_sweeps_that_are_killed_have_the_table_of_one_that_is_not(undisturbed: SweepResult, recipe: Path) -> None:
+    arguments = command(recipe, "killed", 2, *RANDOM, "--jobs", "2")
+    assert killed(arguments, 2, seed=0, longest_s=6.0) > 0
+    assert table(recipe.parent / "killed") == table(undisturbed.folder)
+
+
+def test_a_sweep_that_is_over_trains_nothing_again(undisturbed: SweepResult, recipe: Path) -> None:
+    log = undisturbed.folder / "trials" / "trial-000" / "log.jsonl"
+    before = log.stat().st_mtime_ns
+    again = run_sweep(read_sweep(undisturbed.folder, environ={}), say=lambda line: None)
+    assert again.rows == undisturbed.rows
+    assert log.stat().st_mtime_ns == before
+
+
+def test_a_bad_trial_is_stopped_early_and_counts_with_its_value_there(recipe: Path) -> None:
+    over = {"optimizer.lr": "log:1e-3..1"}
+    sweep = read_sweep(
+        recipe,
+        over=over,
+        settings=["until=100000steps", "evaluation.every=50steps", "checkpoint.every=null"],
+        environ={},
+        pruner="median",
+        trials=6,
+        jobs=1,
+        name="pruned",
+        folder=str(recipe.parent),
+    )
+    sweep.folder.mkdir()
+    (sweep.folder / SPEC).write_text(sweep.to_yaml())
+    with quiet_optuna():
+        trials = StudyTrials(sweep)
+        for _ in range(5):  # five better trials
+            trial = trials.ask()
+            trials.report(trial, 50, 1e-9)
+            trials.finish(trial, TrialRow(trial.number, trial.params, 1e-9, 100_000, 1.0, "finished"))
+    result = run_sweep(sweep, say=lambda line: None)
+    pruned = result.rows[-1]
+    assert (pruned.trial, pruned.ended, pruned.steps) == (5, "pruned", 50)
+    run = read_trial(trial_folder(sweep, 5))
+    assert run.evaluations[0].loss == pruned.value
+    assert run.ended == "stopped" and run.steps < 100_000
+
+
+def test_the_end_of_the_budget_stops_trials_and_they_go_on_with_the_next_call(recipe: Path) -> None:
+    arguments = {"over": {"seed": [1]}, "settings": ["until=300steps"], "environ": {}, "jobs": 1, "name": "budget"}
+    first = read_sweep(recipe, folder=str(recipe.parent), budget="0.5s", **arguments)  # type: ignore[arg-type]
+    result = run_sweep(first, say=lambda line: None)
+    assert [row.ended for row in result.rows] == ["stopped"]
+    assert "is spent" in result.why_ended and result.exit_code == 1
+    later = run_sweep(read_sweep(first.folder, environ={}), say=lambda line: None)
+    assert [(row.ended, row.steps) for row in later.rows] == [("finished", 300)]
+
+
+def test_two_processes_do_not_run_one_sweep(recipe: Path) -> None:
+    arguments = command(recipe, "twice", 2, *RANDOM, "--jobs", "1", "--set", "until=1000000steps")
+    first = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        lock, end_s = recipe.parent / "twice" / "sweep.lock", time.monotonic() + 60
+        while not (lock.is_file() and lock.stat().st_size) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert f"another process runs this sweep: process {first.pid}" in done.stderr
+    finally:
+        first.terminate()
+    assert first.wait() == 75
+
+
+def test_jobs_of_a_cluster_share_the_journal(undisturbed: SweepResult, recipe: Path) -> None:
+    arguments = [command(recipe, "cluster", 2, *RANDOM, "--trial", str(number)) for number in (1, 0)]
+    jobs = [subprocess.Popen(each, stdout=subprocess.DEVNULL) for each in arguments]
+    assert [job.wait() for job in jobs] == [0, 0]
+    run_sweep(read_sweep(recipe.parent / "cluster", environ={}), say=lambda line: None)  # the table of all jobs
+    assert table(recipe.parent / "cluster") == table(undisturbed.folder)
+
+
+def test_a_trial_that_another_job_runs_is_not_run_again(undisturbed: SweepResult) -> None:
+    sweep = read_sweep(undisturbed.folder, environ={})
+    with (sweep.folder / "trials" / "trial-001.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        lock.flush()
+        with pytest.raises(UsageError, match="another process runs trial 1"):
+            run_one(sweep, 1, say=lambda line: None)
+
+
+def test_a_budget_in_usd_counts_the_time_of_earlier_processes(undisturbed: SweepResult) -> None:
+    used_s = sum(row.seconds for row in undisturbed.rows)
+    sweep = replace(read_sweep(undisturbed.folder, environ={}), budget=SweepBudget(usd=used_s / 4), usd_per_hour=3600.0)
+    result = run_sweep(sweep, say=lambda line: None)
+    assert "USD is spent" in result.why_ended
+
+
+def test_trials_that_all_fail_end_the_sweep_with_the_reason(recipe: Path) -> None:
+    over = {"model.args.activation": ["rely", "relo", "relp", "relq"]}
+    result = tw.sweep(recipe, over, jobs=2, name="failing", folder=recipe.parent, quiet=True)
+    assert result.exit_code == 1
+    assert "activation must be one of" in result.why_ended
+    ends = [row.ended for row in result.rows]  # the one beside the last was stopped, if it had not failed yet
+    assert ends in (["failed"] * 4, ["failed"] * 3 + ["stopped"], ["failed"] * 3)
+
+
+def test_a_metric_that_is_not_measured_is_named(undisturbed: SweepResult) -> None:
+    log = undisturbed.folder / "trials" / "trial-000" / "log.jsonl"
+    with pytest.raises(UsageError, match="the validation has no metric 'f2'"):
+        ValueReader(log, "f2").read()
+
+
+def test_a_sweep_in_a_thread_takes_no_signals(undisturbed: SweepResult) -> None:
+    found: list[SweepResult] = []
+    sweep = read_sweep(undisturbed.folder, environ={})
+    thread = threading.Thread(target=lambda: found.append(run_sweep(sweep, say=lambda line: None)))
+    thread.start()
+    thread.join()
+    assert found[0].rows == undisturbed.rows
+
+
+def test_without_optuna_the_remedy_is_its_package(recipe: Path) -> None:
+    code = (
+        "import sys; sys.modules['optuna'] = None\n"
+        "import trainwright as tw\n"
+        f"tw.sweep({str(recipe)!r}, {{'seed': [1]}}, folder={str(recipe.parent)!r}, name='without')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert 'pip install "optuna>=5.0"' in done.stderr

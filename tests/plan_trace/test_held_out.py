@@ -1,0 +1,67 @@
+"""The simulator against real steps of models that none of its rules was written by (``benchmarks/held_out.py``)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.held_out import MODELS
+from tests.plan_trace.measured import measured_peak
+from trainwright.plan.trace import kernel_memory
+from trainwright.plan.trace.fake_tensors import fake_tensors
+from trainwright.plan.trace.kernel_memory import Rows
+from trainwright.plan.trace.traced_step import trace_step
+
+HELD_OUT = (
+    "conv5x5_odd conv_groups conv3x3_one_row depthwise_separable conv1d transposed_stride2 unet vit t5 "
+    "lstm_time_first lstm_bidirectional_layers2 lstm_no_bias_odd lstm_projected gru gpt_dropout_qk_norm gpt_lora_query"
+)
+ALSO_IN_16_BITS = "conv5x5_odd unet vit lstm_bidirectional_layers2 gru gpt_lora_query"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "fp32") for name in HELD_OUT.split()), *((name, "bf16") for name in ALSO_IN_16_BITS.split())],
+)
+def test_the_peak_is_that_of_a_real_step(name: str, precision: str) -> None:
+    if name == "t5":
+        pytest.importorskip("transformers")
+    if "lora" in name:
+        pytest.importorskip("peft")
+    real = measured_peak(MODELS[name], precision=precision)  # type: ignore[arg-type]
+    trace = trace_step(MODELS[name], device="cpu", precision=precision)  # type: ignore[arg-type]
+    bound = sum(each.bound_bytes or 0 for each in trace.unseen if each.op == "mm")
+    assert 0.99 * real - bound < trace.peak.total < 1.01 * real
+
+
+def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would allocate is the same, by the two smaller calls; and within one without the other."""
+    x, weight = torch.zeros(24, 37, 20, 20), torch.zeros(45, 37, 3, 3)
+    args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    op, rows = torch.ops.aten.convolution.default, Rows((0,), 1e6)
+    whole = kernel_memory.measure_kernel_memory(op, args, rows)
+    assert whole is not None and whole.left == 4 * 24 * 45 * 400
+    assert whole.scratch > x.nbytes  # channels are padded
+    monkeypatch.setattr(kernel_memory, "MOST_FLOPS", 8e6)
+    assert kernel_memory.measure_kernel_memory(op, args, rows) == whole
+
+
+def test_another_profiler_may_be_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the trace names a bound instead of the measured size."""
+    monkeypatch.setattr(kernel_memory, "_recorded", lambda call: None)
+    kernel_memory._allocations.cache_clear()
+    trace = trace_step(MODELS["conv_dilated"], device="cpu")
+    kernel_memory._allocations.cache_clear()
+    (row,) = [each for each in trace.unseen if each.op == "convolution_backward"]
+    assert row.bound_bytes and "cannot be seen" in row.why
+
+
+def test_views_of_a_copied_parameter_are_of_its_memory() -> None:
+    with fake_tensors():
+        layer = copy.deepcopy(nn.Linear(8, 4))
+        assert layer.weight.t().untyped_storage()._cdata == layer.weight.untyped_storage()._cdata

@@ -1,0 +1,56 @@
+"""A server of pages in a thread of the test, and requests to it over a real socket."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.report.server.serve import address, listening, make_server
+
+TOKEN = "the-token"
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where it listens; ``url`` has the token."""
+
+    port: int
+    url: str
+
+    def ask(self, path: str, *, headers: Mapping[str, str] | None = None, method: str = "GET") -> Answer:
+        """A request with the cookie, unless other headers are given."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        link.request(method, path, headers=self.cookie if headers is None else dict(headers))
+        reply = link.getresponse()
+        answer = Answer(
+            reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read().decode()
+        )
+        link.close()
+        return answer
+
+    @property
+    def cookie(self) -> dict[str, str]:
+        return {"Cookie": f"trainwright-{self.port}={TOKEN}"}
+
+
+@contextmanager
+def site_of(*folders: Path) -> Iterator[Site]:
+    with listening(0) as listener:
+        server, _ = make_server(folders, listener, TOKEN)
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+        thread.start()
+        yield Site(listener.getsockname()[1], address(listener, TOKEN))
+        server.should_exit = True
+        thread.join(timeout=60)
+        assert not thread.is_alive()

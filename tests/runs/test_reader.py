@@ -1,0 +1,141 @@
+"""Reading logs of dead, living and resumed runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.errors import UsageError
+from trainwright.runs.reader import MOST, follow, read, read_newest, steps
+from trainwright.runs.records import Ended, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
+from trainwright.runs.writer import LogWriter
+
+
+def started(step: int) -> Started:
+    return Started(time_s=0.0, step=step, version="0.1.0", pid=1)
+
+
+def step(number: int, loss: float = 1.0) -> Step:
+    floats: dict[str, Any] = dict.fromkeys(("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s"), 1.0)
+    counts: dict[str, Any] = dict.fromkeys(("samples", "tokens", "skipped", "mem_bytes"), 1)
+    return Step(step=number, loss=loss, ids_hash="", **floats, **counts)
+
+
+def ended(at: int) -> Ended:
+    return Ended(time_s=0.0, ending="finished", reason="", step=at, loss=1.0, val_loss=None, skipped=0, seconds=1.0)
+
+
+def test_broken_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    good = [to_json(step(1)).encode(), to_json(step(2)).encode()]
+    garbage = [b"\0" * 4096, b"\xff\xfe", b"[" * 100_000, b'{"kind":"step"}', good[0][:50], b""]
+    log.write_bytes(b"\n".join([good[0], *garbage, good[1], good[1][:20]]))
+    contents = read(log)
+    assert contents.records == (step(1), step(2))
+    assert (contents.broken_lines, contents.torn) == (len(garbage) - 1, True)  # an empty line lost nothing
+
+
+def test_unknown_kinds_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"kind":"hologram","time_s":4.5,"colour":"red"}\n')
+    assert read(log).records == (Unknown(kind="hologram", time_s=4.5, fields={"colour": "red"}),)
+
+
+def test_no_log_and_a_folder_are_usage_errors(tmp_path: Path) -> None:
+    for path in (tmp_path / "log.jsonl", tmp_path, tmp_path / "a" / "b"):
+        with pytest.raises(UsageError, match="is not a log"):
+            read(path)
+
+
+def test_an_empty_log_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").touch()
+    assert read(tmp_path / "log.jsonl").records == ()
+
+
+def test_steps_keeps_the_last_of_each_in_order() -> None:
+    records: list[Record] = [
+        started(0),
+        *(step(n) for n in (1, 2, 3, 4)),
+        started(2),
+        step(3, 9.0),
+        step(4, 9.0),
+    ]
+    assert [(s.step, s.loss) for s in steps(records)] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)]
+
+
+def test_steps_leaves_out_a_past_that_was_given_up() -> None:
+    records: list[Record] = [started(0), *(step(n) for n in (1, 2, 3, 4)), started(1), step(2, 9.0)]
+    assert [(s.step, s.loss) for s in steps(records)] == [(1, 1.0), (2, 9.0)]
+
+
+class Script:
+    """Plays the training while the follower sleeps: one action a nap. Its clock runs only then."""
+
+    def __init__(self, *actions: bytes, log: Path) -> None:
+        self.actions = list(actions)
+        self.log = log
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.actions:
+            with self.log.open("ab") as file:
+                file.write(self.actions.pop(0))
+
+
+def test_follow_sees_what_is_there_and_what_comes_until_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    writer = LogWriter(log)
+    writer.write(step(1))
+    writer.close()
+    line, last = (to_json(record).encode() + b"\n" for record in (step(2), ended(2)))
+    script = Script(line[:9], b"", line[9:], b"not a record\n", last, log=log)
+    assert list(follow(log, clock=script.clock, sleep=script.sleep)) == [step(1), step(2), ended(2)]
+    assert not script.actions
+
+
+def test_follow_goes_on_past_an_end_that_was_resumed(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    records = [started(0), ended(0), started(0), step(1), ended(1)]
+    log.write_text("".join(to_json(record) + "\n" for record in records))
+    script = Script(log=log)
+    assert list(follow(log, clock=script.clock, sleep=script.sleep)) == records
+
+
+def test_follow_gives_up_on_a_silent_run(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(to_json(step(1)) + "\n" + to_json(step(2))[:10])
+    script = Script(log=log)
+    seen = list(follow(log, clock=script.clock, sleep=script.sleep, poll_s=1.0, idle_s=30.0))
+    assert (seen, script.now_s) == ([step(1)], 30.0)
+
+
+def test_saved_is_not_a_step() -> None:
+    assert steps([Saved(time_s=0.0, step=1, path="", bytes=0, seconds=0.0)]) == []
+
+
+def watched(number: int) -> Watched:
+    return Watched(time_s=0.0, step=number, loss=1.0, grad_norm=1.0, lr=0.1, events=[], values={})
+
+
+@pytest.mark.slow
+def test_of_a_long_log_the_newest_process_is_read_with_fewer_steps(tmp_path: Path) -> None:
+    log, examined = tmp_path / "log.jsonl", Examined(time_s=0.0, step=1, experiment="rates", values={"a": 1})
+    with log.open("w") as file:
+        for record in (started(0), watched(1), ended(1), started(1), examined):
+            file.write(to_json(record) + "\n")
+        file.write('not a record\n{"kind":"step","torn in the middle\n')
+        for number in range(2, 30_000):
+            file.write(to_json(watched(number)) + "\n" + to_json(step(number)) + "\n")
+        file.write(to_json(ended(30_000)) + "\n" + '{"kind":"watched","step":30')
+    found = read_newest(log, (Watched, Examined, Ended))
+    of_steps = [each.step for each in found.records if isinstance(each, Watched)]
+    assert [each for each in found.records if not isinstance(each, Watched)] == [started(1), examined, ended(30_000)]
+    assert (found.broken_lines, found.torn) == (2, True)
+    assert MOST // 2 < len(of_steps) <= MOST and of_steps == sorted(set(of_steps)) and of_steps[0] < 100
+    assert of_steps[-MOST // 4 :] == list(range(30_000 - MOST // 4, 30_000))  # the newest are all there

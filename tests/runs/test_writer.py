@@ -1,0 +1,210 @@
+"""What the log keeps when the process is killed, the disk fills up or the folder disappears."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainwright.errors import StorageError
+from trainwright.runs.reader import read
+from trainwright.runs.records import Saved, Step
+from trainwright.runs.writer import LogWriter
+
+
+def saved(step: int, path: str = "checkpoints/x") -> Saved:
+    return Saved(time_s=0.0, step=step, path=path, bytes=1, seconds=0.0)
+
+
+def test_appends_across_openings(tmp_path: Path) -> None:
+    for step in (1, 2):
+        writer = LogWriter(tmp_path / "log.jsonl")
+        writer.write(saved(step))
+        writer.sync()
+        writer.close()
+        writer.close()
+    assert read(tmp_path / "log.jsonl").records == (saved(1), saved(2))
+
+
+def test_a_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "log.jsonl")
+    writer.write(saved(1))
+    assert read(tmp_path / "log.jsonl").records == (saved(1),)
+    writer.close()
+
+
+def test_a_torn_last_line_is_closed_before_the_next_record(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    writer = LogWriter(log)
+    writer.write(saved(1))
+    writer.write(saved(2))
+    writer.close()
+    os.truncate(log, log.stat().st_size - 5)
+    before = read(log)
+    assert (before.records, before.broken_lines, before.torn) == ((saved(1),), 0, True)
+    writer = LogWriter(log)
+    writer.write(saved(3))
+    writer.close()
+    after = read(log)
+    assert (after.records, after.broken_lines, after.torn) == ((saved(1), saved(3)), 1, False)
+
+
+def test_a_last_line_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    writer = LogWriter(log)
+    writer.write(saved(1))
+    writer.close()
+    os.truncate(log, log.stat().st_size - 1)
+    writer = LogWriter(log)
+    writer.write(saved(2))
+    writer.close()
+    after = read(log)
+    assert (after.records, after.broken_lines) == ((saved(1), saved(2)), 0)
+
+
+# The parent learns over the pipe what write() has returned from: this much must be in the log.
+WRITE_FOREVER = """
+import os, sys
+from trainwright.runs.records import Step
+from trainwright.runs.writer import LogWriter
+writer = LogWriter(sys.argv[1])
+step = 0
+while True:
+    step += 1
+    loss = float("nan") if step % 3 else 1.0
+    writer.write(Step(time_s=0.0, step=step, loss=loss, grad_norm=1.0, lr=1e-3, weight=1.0, samples=1,
+        tokens=1, step_s=0.0, wait_s=0.0, skipped=0, mem_bytes=0, ids_hash="x" * (step * 977 % 20000)))
+    os.write(1, step.to_bytes(8, "little"))
+"""
+
+
+def kill_while_writing(log: Path, after_s: float) -> int:
+    """Kill a process in the middle of its writing; what it was told was written."""
+    child = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(log)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    told = os.read(child.stdout.fileno(), 8)  # it is writing now
+    deadline_s = time.monotonic() + after_s
+    os.set_blocking(child.stdout.fileno(), False)
+    while time.monotonic() < deadline_s:
+        told += child.stdout.read() or b""
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    told += child.stdout.read() or b""
+    child.stdout.close()
+    return int.from_bytes(told[-8:], "little")
+
+
+@pytest.mark.process
+def test_a_kill_at_any_instant_costs_at_most_the_line_being_written(tmp_path: Path) -> None:
+    instants = random.Random(0)
+    for attempt in range(20):
+        log = tmp_path / f"log-{attempt}.jsonl"
+        returned = kill_while_writing(log, instants.uniform(0.0, 0.05))
+        contents = read(log)
+        numbers = [record.step for record in contents.records if isinstance(record, Step)]
+        assert numbers == list(range(1, len(contents.records) + 1))
+        assert contents.broken_lines == 0
+        assert returned <= len(numbers) <= returned + 1
+        writer = LogWriter(log)  # and the run can be taken up again
+        writer.write(saved(1))
+        writer.close()
+        assert read(log).records[-1] == saved(1)
+
+
+def test_a_full_device_is_a_storage_error() -> None:
+    writer = LogWriter("/dev/full")
+    with pytest.raises(StorageError, match="cannot write /dev/full: the disk is full") as caught:
+        writer.write(saved(1))
+    assert "free space" in caught.value.remedy
+    writer.close()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real disk of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("may not mount a file system here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_loses_only_what_does_not_fit(tiny_disk: Path) -> None:
+    writer = LogWriter(tiny_disk / "log.jsonl")
+    ballast = tiny_disk / "ballast"
+    ballast.write_bytes(b"0" * 4096)
+    written = 0
+    with pytest.raises(StorageError, match="the disk is full"):
+        for step in range(1, 1000):
+            writer.write(saved(step, path="p" * 1000))
+            written = step
+    full = read(tiny_disk / "log.jsonl")
+    assert [record.step for record in full.records if isinstance(record, Saved)] == list(range(1, written + 1))
+    assert full.torn
+    ballast.unlink()
+    writer.write(saved(5000))
+    writer.close()
+    after = read(tiny_disk / "log.jsonl")
+    assert (after.records[:-1], after.records[-1], after.broken_lines) == (full.records, saved(5000), 1)
+
+
+def test_a_deleted_folder_is_noticed_and_not_written_into_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    writer = LogWriter(tmp_path / "run" / "log.jsonl")
+    writer.write(saved(1))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(StorageError, match="was deleted while the run was writing"):
+        writer.write(saved(2))
+    writer.close()
+
+
+def test_a_renamed_folder_keeps_its_log(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    writer = LogWriter(tmp_path / "run" / "log.jsonl")
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    writer.write(saved(1))
+    writer.close()
+    assert read(tmp_path / "renamed" / "log.jsonl").records == (saved(1),)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="does not exist"):
+        LogWriter(tmp_path / "gone" / "log.jsonl")
+
+
+@pytest.mark.process
+def test_a_folder_without_permission() -> None:
+    code = (
+        "import os, sys\n"
+        "from trainwright.errors import StorageError\n"
+        "from trainwright.runs.writer import LogWriter\n"
+        "os.geteuid() or os.setuid(65534)\n"  # root may write anywhere: become nobody
+        "try: LogWriter(sys.argv[1])\n"
+        "except StorageError as error: print(error)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: that one is closed to nobody further up
+        Path(folder).chmod(0o555)
+        log = str(Path(folder) / "log.jsonl")
+        said = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True)
+    assert "permission denied" in said.stdout, said.stderr
+
+
+def test_a_close_that_fails_says_so_once(tmp_path: Path) -> None:
+    """As on a network mount that writes only now, or with a quota that is used up."""
+    writer = LogWriter(tmp_path / "log.jsonl")
+    os.close(writer._fd)
+    with pytest.raises(StorageError, match=r"cannot close .*log\.jsonl") as caught:
+        writer.close()
+    assert caught.value.remedy
+    writer.close()

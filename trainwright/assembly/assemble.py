@@ -1,0 +1,500 @@
+"""Builds the live objects of a recipe and its plan: datasets, model, loss, state, batches."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.assembly.checkpointing import checkpointing_as_requested
+from trainwright.assembly.compiling import compile_in_place
+from trainwright.assembly.fp8 import convert_linear_layers, note_of
+from trainwright.assembly.model import count_parameters, freeze, require_ready
+from trainwright.assembly.qat import note_of_rounding, round_linear_layers
+from trainwright.assembly.retain_grad import retain_grad_problems
+from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
+from trainwright.checkpoint.cursor import Cursor, count_tokens
+from trainwright.checkpoint.modes import names_with_modes, use_training_weights, with_modes
+from trainwright.checkpoint.rng import RngBag, seed_all
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.data.first_samples import first_samples
+from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
+from trainwright.data.ready import ReadyBatches, Say, silent
+from trainwright.data.unwrap import Unwrapped, length_of, unwrap
+from trainwright.distributed import device_name, low_precision
+from trainwright.distributed.group import SOLO, World
+from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
+from trainwright.models.lora import add_lora
+from trainwright.optim.choose import make_optimizer
+from trainwright.optim.groups import GroupRule
+from trainwright.optim.own import as_one, takes_first
+from trainwright.optim.schedule import make_schedule
+from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule, unchanged
+from trainwright.plan.checkpointing import Checkpointing, describe
+from trainwright.plan.duration import Pace, interval
+from trainwright.plan.machine import Machine, read_machine
+from trainwright.plan.make import Note, Plan, RunFacts, require_fp8
+from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
+from trainwright.recipe.resolve import LIVE, find, make, parameters_of, require_arguments
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Fp8
+
+ENOUGH_TRIES = 16  # samples that are tried until one can be read, to count its tokens
+
+
+@dataclass
+class Parts:
+    """The live objects that a recipe names, or that were passed in Python.
+
+    ``prepared``: ``prepare`` has applied the recipe to the model. ``optimizer`` is one, several, or what makes them,
+    and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` and ``metrics``
+    come before those that the recipe names. ``advance`` is a step of the user's own, in place of one made from
+    ``loss``. ``more_val`` are further validation sets by name; the first one's is ``val_name``. ``generators`` is the
+    random state that training begins with, where the run does not seed the generators itself. ``rebuild`` is what the
+    run folder records of how to make the objects again.
+    """
+
+    model: nn.Module
+    train: Unwrapped
+    val: Unwrapped | None
+    loss: Callable[..., Any]
+    notes: tuple[Note, ...] = ()
+    prepared: bool = False
+    optimizer: object = None
+    schedule: object = None
+    observers: Sequence[object] = ()
+    advance: Callable[..., Any] | None = None
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    more_val: Mapping[str, Unwrapped] = field(default_factory=dict)
+    val_name: str = "val"
+    generators: RngBag | None = None
+    rebuild: Mapping[str, object] = field(default_factory=dict)
+
+
+@contextmanager
+def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
+    """Adds to errors inside the context the place in the recipe that they come from."""
+    where = loaded.source.where
+    try:
+        yield
+    except RecipeError as error:
+        placed = [replace(p, where=p.where or where(p.path or path)) for p in error.problems]
+        raise RecipeError(placed) from None
+    except UsageError as error:
+        if type(error) is not UsageError:  # a missing extra is not an error of the recipe
+            raise
+        raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
+
+
+def is_live(recipe: Recipe) -> bool:
+    """Whether the model was passed in Python, by ``tw.fit``, so that no file can build it."""
+    return recipe.model.use.startswith(f"{LIVE}:")
+
+
+def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
+    """Builds what the recipe names; ``planned`` as in ``prepare``.
+
+    Raises RecipeError with file:line for whatever cannot be built.
+    """
+    recipe = loaded.recipe
+    if is_live(recipe):
+        raise UsageError(
+            f"the model {recipe.model.use} was passed in Python and cannot be built from a recipe",
+            remedy="run the script again with tw.fit(..., resume=<run folder>)",
+        )
+    seed_all(recipe.seed)
+    train = build_dataset(loaded, "train")
+    val = build_dataset(loaded, "val") if recipe.data.val else None
+    model, notes = build_model(loaded, train)
+    more_val = {
+        each.name: make_dataset(loaded, each, f"data.more_val.{i}") for i, each in enumerate(recipe.data.more_val)
+    }
+    parts = Parts(model, train, val, build_loss(loaded), notes, more_val=more_val)
+    return prepare(parts, loaded, device, planned)
+
+
+def build_loss(loaded: Loaded) -> Callable[..., Any]:
+    """Returns the loss of a recipe. Raises RecipeError where ``chunked`` is set and the loss has no such parameter."""
+    ask = loaded.recipe.loss
+    loss = find(ask.use, LOSSES, "loss", loaded.source)
+    if ask.args or inspect.isclass(loss):
+        loss = make(ask.use, ask.args, LOSSES, "loss", loaded.source)
+    has_chunks = "chunked" in parameters_of(loss)
+    if ask.chunked == "auto" or not (ask.chunked or has_chunks):
+        return loss
+    if has_chunks:
+        return partial(loss, chunked=ask.chunked)
+    remedy, where = "leave it out, or use language_model or hf_causal_lm", loaded.source.where("loss.chunked")
+    raise RecipeError(Problem("loss.chunked", f"{ask.use} has no chunks", got="true", remedy=remedy, where=where))
+
+
+def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Module, tuple[Note, ...]]:
+    """Returns the model of a recipe, before LoRA and the like; builds the training set if its size depends on it."""
+    recipe, where = loaded.recipe, loaded.source.where
+    args, notes = _with_classes(loaded, train)
+    seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data was read
+    model = make(recipe.model.use, args, MODELS, "model", loaded.source)
+    if not isinstance(model, nn.Module):
+        got, remedy = type(model).__name__, "return the module from it"
+        raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, where("model.use")))
+    return model, notes
+
+
+def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
+    """Applies the recipe to a model: LoRA, freezing, 8-bit layers, activation checkpointing, device, compile.
+
+    ``planned`` is the activation checkpointing of the plan, where the recipe leaves it to the plan. Raises RecipeError,
+    also for a quarantine that the training set does not have.
+    """
+    recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
+    require_in_set(parts.train, loaded)
+    with at_recipe(loaded, "model.use"):
+        require_ready(model)
+    if recipe.model.lora is not None:
+        with at_recipe(loaded, "model.lora"):
+            model = add_lora(model, **recipe.model.lora.model_dump())
+    if recipe.model.qat is not None:
+        with at_recipe(loaded, "model.qat"):
+            if recipe.precision in ("fp8", "mxfp8"):
+                remedy = "use precision: bf16, or leave model.qat out"
+                raise UsageError("layers round to integers or to fp8, not to both", remedy=remedy)
+            if recipe.parallel.tensor != 1:
+                remedy = "use parallel.shard, or leave model.qat out"
+                raise UsageError("layers that round to integers are not divided among ranks", remedy=remedy)
+            rounded = round_linear_layers(model, recipe.model.qat)
+        notes.append(note_of_rounding(rounded, recipe.model.qat))
+    if recipe.model.freeze:
+        with at_recipe(loaded, "model.freeze"):
+            frozen = freeze(model, recipe.model.freeze)
+        notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
+    if recipe.log.retain_grad and (wrong := list(retain_grad_problems(model, recipe))):
+        raise RecipeError([replace(each, where=loaded.source.where(each.path)) for each in wrong])
+    if recipe.precision in ("fp8", "mxfp8"):
+        machine = read_machine()
+        with at_recipe(loaded, "precision"):
+            require_fp8(recipe, device_name(device, machine), low_precision(device, machine))
+        if recipe.parallel.tensor != 1:
+            rule, remedy = "does not divide 8-bit layers among ranks", "use parallel.shard, or precision: bf16"
+            where = loaded.source.where("parallel.tensor")
+            raise RecipeError(Problem("parallel.tensor", rule, str(recipe.parallel.tensor), remedy, where))
+        settings = recipe.fp8 or Fp8()
+        with at_recipe(loaded, "fp8"):
+            converted = convert_linear_layers(model, recipe.precision, settings)
+        notes.append(note_of(converted, recipe.precision, settings))
+    if recipe.model.activation_checkpointing != "none":
+        with at_recipe(loaded, "model.activation_checkpointing"):
+            applied = checkpointing_as_requested(model, recipe.model.activation_checkpointing, planned)
+        if applied.count:
+            notes.append(Note("activation checkpointing", f"{applied.count} blocks", describe(applied)))
+    model.to(device)
+    if isinstance(parts.loss, nn.Module):  # it may hold class weights, or a frozen teacher
+        parts.loss.to(device)
+    if not model.training:  # parts that are in evaluation mode within a model that is not stay so: frozen BatchNorm
+        model.train()
+    if recipe.model.compile:
+        compile_in_place(model)
+    return replace(parts, model=model, notes=tuple(notes), prepared=True)
+
+
+def gather_facts(
+    parts: Parts,
+    device: torch.device,
+    machine: Machine,
+    threads: tuple[int, ...],
+    quarantine: Collection[int] = (),
+) -> RunFacts:
+    """Returns the facts of the live objects that the plan needs. Samples in ``quarantine`` are not read."""
+    total, trainable = count_parameters(parts.model)
+    return RunFacts(
+        train_samples=parts.train.samples,
+        val_samples=parts.val.samples if parts.val else None,
+        tokens_per_sample=_tokens_per_sample(parts.train, quarantine),
+        parameters=total,
+        trainable=trainable,
+        device=device.type,
+        device_name=device_name(device, machine),
+        low_precision=low_precision(device, machine),
+        threads=threads,
+        classes=getattr(parts.train.dataset, "classes", None),
+        notes=(*parts.notes, *_of_resume(parts.train)),
+        own_batches=parts.train.own_batches,
+    )
+
+
+def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
+    """Returns the state before the first step."""
+    optimizer, ask = build_optimizer(parts, loaded, plan), loaded.recipe.model
+    if ask.keeps_average and with_modes(optimizer):
+        path, names = "model.ema" if ask.ema is not None else "model.swa", names_with_modes(optimizer)
+        rule, remedy = f"contradicts the optimizer: {names} averages the weights itself", f"leave {path} out"
+        raise RecipeError(Problem(path, rule, remedy=remedy, where=loaded.source.where(path)))
+    use_training_weights(optimizer)
+    return TrainState(parts.model, optimizer, ema=_build_average(parts, loaded, plan))
+
+
+def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | NoAverage:
+    ask = loaded.recipe.model
+    if ask.ema is not None:
+        return Ema(parts.model, ask.ema)
+    if ask.swa is None or plan.swa is None:
+        return NoAverage()
+    swa = Swa(parts.model, plan.swa.start, plan.swa.every)
+    degrees = plan.degrees
+    for wrong, what, remedy in (
+        (degrees.pipeline > 1, "parallel.pipeline", "leave parallel.pipeline out"),
+        (degrees.tensor > 1, "parallel.tensor", "leave parallel.tensor out"),
+        (degrees.context > 1, "parallel.context", "leave parallel.context out"),
+        (parts.advance is not None, "a step function", "leave model.swa out and average in the step function"),
+        (
+            plan.steps_per_epoch is None and ask.swa.norm_batches is None,
+            "training data without a length",
+            "give model.swa.norm_batches",
+        ),
+    ):
+        if wrong and swa.norms:
+            rule = f"cannot measure the BatchNorm statistics of the average with {what}"
+            raise RecipeError(Problem("model.swa", rule, remedy=remedy, where=loaded.source.where("model.swa")))
+    return swa
+
+
+def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
+    """Returns the optimizer that was passed in Python, or that the recipe names."""
+    ask, factory = loaded.recipe.optimizer, parts.optimizer
+    if factory is None:
+        factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
+    with at_recipe(loaded, "optimizer"):
+        if not isinstance(factory, str) and not callable(factory):
+            return as_one(factory, parts.model, parts.loss, closures=parts.advance is not None)
+        return make_optimizer(
+            factory,
+            parts.model,
+            lr=plan.lr,
+            weight_decay=ask.weight_decay,
+            decay_norms_and_biases=ask.decay_norms_and_biases,
+            rules=[GroupRule(**group.model_dump()) for group in ask.groups],
+            args=ask.args,
+            offload=ask.offload is True,
+        )
+
+
+def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimizer) -> ScheduleFn | SteppedSchedule:
+    """Returns the schedule that was passed in Python, or that the recipe names.
+
+    A callable that a recipe names is made with ``optimizer`` where that is its first parameter, is the schedule itself
+    where that is ``step``, and else gets ``total``, ``warmup`` and ``floor``.
+    """
+    ask, source = loaded.recipe.schedule, loaded.source
+    shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
+    with at_recipe(loaded, "schedule"):
+        if ask.use == "constant" and not plan.warmup:
+            return unchanged
+        if ask.use in SCHEDULES:
+            return make_schedule(ask.use, **shared, args=ask.args)
+        every = _steps_between(ask.every, plan)
+        if parts.schedule is not None:
+            return own_schedule(parts.schedule, optimizer, every)
+        named = find_schedule(loaded)
+        if takes_first(named, "optimizer") or takes_first(named, "step"):
+            return own_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)
+        return function_of_step(make(ask.use, {**shared, **ask.args}, {}, "schedule", source))
+
+
+def find_schedule(loaded: Loaded) -> Callable[..., Any]:
+    """Returns the callable that a recipe names as its schedule. Raises RecipeError for arguments that do not fit."""
+    ask, source = loaded.recipe.schedule, loaded.source
+    named = find(ask.use, {}, "schedule", source)
+    if takes_first(named, "optimizer"):
+        require_arguments(partial(named, None), ask.args, ask.use, "schedule", source)
+    elif takes_first(named, "step"):
+        wrong = unknown_args(ask.use, "schedule.args", ask.args, list(parameters_of(named))[1:])
+        if wrong:
+            raise RecipeError([replace(each, where=source.where(each.path)) for each in wrong])
+    else:
+        given = dict.fromkeys(("total", "warmup", "floor"))
+        require_arguments(named, {**given, **ask.args}, ask.use, "schedule", source)
+    return named
+
+
+def _steps_between(every: Duration, plan: Plan) -> int:
+    pace = Pace(plan.batch.size, plan.steps_per_epoch)
+    return interval(every, plan.extent, pace, "schedule.every").steps or 1
+
+
+def draws_as_a_loop(parts: Parts, recipe: Recipe, plan: Plan) -> bool:
+    """Whether the user's loader draws from the generators of the process, as in a loop over it, and not from a seed."""
+    return parts.generators is not None and plan.degrees.ranks == 1 and not recipe.parallel.exact
+
+
+def build_loading(
+    parts: Parts,
+    recipe: Recipe,
+    plan: Plan,
+    device: torch.device,
+    *,
+    quarantine: Collection[int] = (),
+    world: World = SOLO,
+) -> Loading:
+    """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad.
+
+    The order of a loader that was passed in Python is the one that a loop over it gets. It follows from (seed, epoch)
+    where a seed is asked for, and on several ranks, which must all draw the same.
+    """
+    pin, own = recipe.data.pin_memory, parts.train.own_batches
+    live = draws_as_a_loop(parts, recipe, plan)
+    is_cut = own is None or isinstance(recipe.batch.micro, int)
+    return Loading(
+        batch_size=plan.batch.size,
+        micro_size=plan.batch.micro if is_cut else sys.maxsize,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        drop_last=recipe.data.drop_last,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        timeout_s=recipe.data.timeout.value if recipe.data.timeout else None,
+        worker_init=parts.train.worker_init,
+        start_method=parts.train.start_method,
+        pin_memory=device.type == "cuda" if pin == "auto" else pin,
+        device=device,
+        collate=parts.train.collate,
+        quarantine=frozenset((*recipe.data.quarantine, *quarantine)),
+        on_bad_sample=recipe.data.on_bad_sample,
+        order=parts.train.order,
+        live=live,
+        loader=parts.train.loader if live else None,
+        joined=1 if own is None else recipe.batch.accumulation or 1,
+        rank=world.rank,
+        ranks=world.size,
+        exact=recipe.parallel.exact,
+    )
+
+
+def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = silent) -> StepBatches:
+    """Returns the stream of global batches from ``cursor`` on. Raises DataError where no sample is left."""
+    if (size := length_of(parts.train.dataset)) and sum(i < size for i in loading.quarantine) == size:
+        remedy = "take those that can be trained on out of data.quarantine"
+        raise DataError(f"all {size} samples of the training set are in quarantine", remedy=remedy)
+    return StepBatches(parts.train.dataset, loading, cursor=cursor, say=say)
+
+
+def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> EvaluationBatches | None:
+    """Returns the batches of the validation set, read in this process; None without one."""
+    if parts.val is None:
+        return None
+    size, ranks, limit = _evaluation_size(parts, recipe, loading), loading.ranks, recipe.evaluation.batches
+    how = replace(
+        loading,
+        batch_size=size * ranks,
+        micro_size=size,
+        workers=0,
+        collate=parts.val.collate,
+        exact=False,
+        order=parts.val.order,
+        live=False,
+        loader=None,
+        joined=1,
+    )
+    if limit is not None and parts.val.own_batches is None:  # else ranks share each batch as it is
+        limit = -(-limit // ranks)
+    return EvaluationBatches(parts.val.dataset, how, limit=limit)
+
+
+def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:
+    """The batches of each validation set by its name; the best goes by the first."""
+    sets = {parts.val_name: parts.val, **parts.more_val}
+    made = {name: validation_batches(replace(parts, val=each), recipe, loading) for name, each in sets.items()}
+    return {name: batches for name, batches in made.items() if batches is not None}
+
+
+def _evaluation_size(parts: Parts, recipe: Recipe, loading: Loading) -> int:
+    """Samples of a micro-batch of the validation set; where it has batches of its own, they are not cut."""
+    assert parts.val is not None
+    if parts.val.own_batches is not None:
+        return sys.maxsize
+    if loading.micro_size == sys.maxsize:  # the training set has batches of its own
+        return recipe.evaluation.batch or parts.train.batch_size or DEFAULT_BATCH_SIZE
+    return recipe.evaluation.batch or loading.micro_size
+
+
+def _of_resume(train: Unwrapped) -> Iterator[Note]:
+    """What is known beforehand of how exactly a run can be resumed, where the order is not ours."""
+    if isinstance(train.dataset, ReadyBatches):
+        kind = train.dataset.kind
+        why = "a resume reads them again up to where it was, and compares"
+        if train.dataset.keeps_state:
+            why = "a resume loads the state of the loader, where a checkpoint can keep it; else it reads them again"
+        yield Note("data", f"ready batches of a {kind}, ids are positions in an epoch", why)
+    if train.order is not None:
+        name = type(train.order.sampler).__name__
+        why = "drawn again when the run is resumed, and compared with what was trained on"
+        if not train.order.repeats:
+            why = "it draws from more than the random generators: a resume may repeat or leave out samples, and says so"
+        yield Note("order", f"that of the {name}", why)
+
+
+def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
+    """Returns the dataset that ``data.train`` or ``data.val`` of a recipe names."""
+    return make_dataset(loaded, getattr(loaded.recipe.data, which), f"data.{which}")
+
+
+def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
+    """Returns a dataset of a recipe, which is written at ``path``."""
+    made = make(part.use, part.args, DATASETS, path, loaded.source)
+    with at_recipe(loaded, path):
+        found = unwrap(made)
+    if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # what made it makes it again for each epoch
+
+        def made_again() -> object:
+            return make(part.use, part.args, DATASETS, path, loaded.source)
+
+        return Unwrapped(ReadyBatches(made_again, kind=part.use))
+    return found
+
+
+def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
+    """Raises RecipeError for positions in quarantine that the training set does not have."""
+    size, quarantine = length_of(train.dataset), loaded.recipe.data.quarantine
+    beyond = [] if size is None else [i for i in quarantine if i >= size]
+    if beyond:
+        path, rule = "data.quarantine", f"must be positions in the training set, 0 to {(size or 0) - 1}"
+        remedy = "leave it out; positions count from 0, in the order of the dataset and not of training"
+        got, where = ", ".join(map(str, beyond)), loaded.source.where(path)
+        raise RecipeError(Problem(path, rule, got, remedy, where))
+
+
+def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, object], tuple[Note, ...]]:
+    """Returns the arguments of the model, with the number of classes or ids of the dataset where it is missing."""
+    ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
+    accepted = parameters_of(find(ask.use, MODELS, "model", loaded.source))
+    name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
+    if ask.use == "hf":
+        name = "num_labels" if "Classification" in str(args.get("architecture")) else "vocab_size"
+    if name is None or name in args:
+        return args, ()
+    classes = getattr((train or build_dataset(loaded, "train")).dataset, "classes", None)
+    if not isinstance(classes, int):
+        return args, ()
+    return {**args, name: classes}, (Note(name, str(classes), "from the training set"),)
+
+
+def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
+    known = getattr(data.dataset, "sample_tokens", None)
+    if known is not None:
+        return int(known)
+    if not hasattr(data.dataset, "__getitem__"):
+        return 0  # reading a stream would use its first samples up
+    for most in (1, ENOUGH_TRIES):
+        for sample in first_samples(data.dataset, most, quarantine):
+            try:
+                return count_tokens(data.collate([sample]))
+            except TrainwrightError:
+                raise
+            except Exception:
+                continue  # its batch raises the same
+    return 0

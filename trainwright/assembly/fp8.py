@@ -1,0 +1,104 @@
+"""Replaces linear layers by layers whose matrix products are computed in 8-bit floating point, by torchao."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.assembly.linear_layers import ChosenLayers, choose_linear_layers, replace_module
+from trainwright.optim.torchao import torchao_module
+from trainwright.plan.make import Note
+from trainwright.recipe.schema import Fp8
+
+BLOCK = {"fp8": 16, "mxfp8": 32}
+"""Both dimensions of a layer must be multiples of this: of what tensor cores take, and of the values per MX scale."""
+
+
+def convert_linear_layers(model: nn.Module, precision: Literal["fp8", "mxfp8"], settings: Fp8) -> ChosenLayers:
+    """Replace linear layers of ``model`` in place. Parameters keep their identity, their names and their dtype.
+
+    Without patterns these are all ``nn.Linear`` but the first and the last, whose rounding costs the most accuracy.
+
+    Raises:
+        UsageError: A pattern matches no linear layer, or no layer is left to convert.
+        MissingExtra: torchao is not installed.
+    """
+    multiples = (BLOCK[precision], BLOCK[precision])
+    found = choose_linear_layers(model, settings.layers, key="fp8.layers", multiples=multiples)
+    needed_for = f"precision {precision}"
+    if precision == "fp8":
+        _convert_fp8(model, frozenset(found.chosen), settings, needed_for)
+    else:
+        for name in found.chosen:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            replace_module(model, name, MxLinear(layer, _MxProduct.of(settings, needed_for)))
+    return found
+
+
+def note_of(done: ChosenLayers, precision: str, settings: Fp8) -> Note:
+    """Describe what was converted, and what was left out, for the plan."""
+    scales = "a scale per 32 values" if precision == "mxfp8" else f"{settings.scales} scales"
+    how = f"{scales}, emulated" if settings.emulate else scales
+    left_out = "; ".join(["bf16 elsewhere", *done.reasons()])
+    return Note(precision, f"{len(done.chosen)} of {done.total} linear layers, {how}", left_out)
+
+
+def _convert_fp8(model: nn.Module, chosen: frozenset[str], settings: Fp8, needed_for: str) -> None:
+    float8 = torchao_module("float8", needed_for=needed_for)
+    config = replace(
+        float8.Float8LinearConfig.from_recipe_name(settings.scales),
+        emulate=settings.emulate,
+        pad_inner_dim=not settings.emulate,  # a last batch may have any number of samples
+    )
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+
+
+@dataclass(frozen=True)
+class _MxProduct:
+    """torchao's matrix product of two tensors, which it casts to MXFP8; on CPU by emulation."""
+
+    function: Any
+    options: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, settings: Fp8, needed_for: str) -> _MxProduct:
+        function = torchao_module("prototype.moe_training.mxfp8_linear", needed_for=needed_for).mx_mm
+        config = torchao_module("prototype.mx_formats.config", needed_for=needed_for)
+        kernels = torchao_module("quantization.quantize_.common.kernel_preference", needed_for=needed_for)
+        dim0, dim1, scale = (
+            getattr(config, name)
+            for name in ("MXFP8Dim0CastKernelChoice", "MXFP8Dim1CastKernelChoice", "ScaleCalculationMode")
+        )
+        if settings.emulate:
+            how = (kernels.KernelPreference.EMULATED, dim0.TORCH, dim1.TORCH)
+        else:
+            how = (kernels.KernelPreference.AUTO, dim0.TRITON, dim1.CUDA)
+        return cls(function, (*([torch.float8_e4m3fn] * 3), BLOCK["mxfp8"], *how, scale.RCEIL, False))
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = self.function.apply(x, weight, *self.options)
+        return product
+
+
+class MxLinear(nn.Linear):
+    """A linear layer that casts input, weight and gradient to MXFP8 (OCP Microscaling Formats specification, 2023).
+
+    The weight itself stays in the dtype that it has.
+    """
+
+    def __init__(self, layer: nn.Linear, product: _MxProduct) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self._product = product
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        out = self._product(x.to(dtype), self.weight.to(dtype))
+        return out if self.bias is None else out + self.bias.to(out.dtype)

@@ -1,0 +1,115 @@
+"""Pipeline parallelism: the blocks of a model divided into stages, each on ranks of its own, by torch's schedules.
+
+A model can be cut if it has ``blocks``; the attribute ``stage_ends``, the names of the modules before the first block
+and after the last one; and a forward that runs what is left of it where others are None. For two stages on a rank it
+also needs ``embed(input)`` and ``unembed(x)``, what forward does before and after the blocks. Any other needs a table,
+see ``stage_plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from trainwright.assembly.stage_plan import StagedModel
+from trainwright.recipe.parallel import PipelineSchedule
+
+
+def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
+    """Which blocks each stage has: even shares, the larger ones first."""
+    return [part.tolist() for part in np.array_split(np.arange(blocks), stages)]
+
+
+def stages_per_rank(schedule: PipelineSchedule) -> int:
+    return 2 if schedule == "interleaved" else 1
+
+
+class Stages:
+    """The stages of this rank, one or (interleaved) two, and the schedules that run them.
+
+    ``group`` has the ranks of all stages in their order. Takes out of ``model`` what this rank does not compute, as
+    ``by_table`` says where the model itself does not.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        group: ProcessGroup,
+        schedule: PipelineSchedule,
+        device: torch.device,
+        by_table: StagedModel | None = None,
+    ) -> None:
+        self._group, self._schedule, self._device, self._by_table = group, schedule, device, by_table
+        ranks, rank = group.size(), group.rank()
+        self._count, self._ranks = ranks * stages_per_rank(schedule), ranks
+        shares = stage_blocks(len(by_table.plan.blocks if by_table else model.blocks), self._count)
+        mine = range(rank, self._count, ranks)
+        kept = {block for index in mine for block in shares[index]}
+        self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        if by_table:
+            by_table.keep(kept, is_first=self.is_first, is_last=self.is_last)
+        else:
+            keep_stage(model, kept, is_first=self.is_first, is_last=self.is_last)
+        if len(mine) == 1:
+            self._modules: dict[int, nn.Module] = {rank: model}
+        else:
+            last = self._count - 1
+            self._modules = {
+                index: _Stage(model, shares[index], is_first=index == 0, is_last=index == last) for index in mine
+            }
+
+    def fitting(self, num_micro: int) -> int:
+        """The least number of micro-batches, of this many or more, that the schedule takes."""
+        if self._schedule == "gpipe":
+            return num_micro
+        each = self._ranks if self._schedule == "interleaved" else 1
+        return max(self._ranks, -(-num_micro // each) * each)
+
+    def as_returned(self, output: Tensor) -> object:
+        """The output of the last stage, in the form that the whole model gives."""
+        return output if self._by_table is None else self._by_table.as_returned(output)
+
+    def make(self, num_micro: int, loss: Any) -> Any:
+        """A schedule for so many micro-batches. Its gradients are sums over them, not means."""
+        stages: list[_PipelineStageBase] = [
+            PipelineStage(module, index, self._count, self._device, group=self._group)
+            for index, module in self._modules.items()
+        ]
+        if self._schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, num_micro, loss, scale_grads=False)
+        kind = ScheduleGPipe if self._schedule == "gpipe" else Schedule1F1B
+        return kind(stages[0], num_micro, loss, scale_grads=False)
+
+
+class _Stage(nn.Module):
+    """Some blocks of a model of which this rank has more; and the ends, where it is the first stage or the last."""
+
+    def __init__(self, model: Any, blocks: Sequence[int], *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._mine, self._is_first, self._is_last = blocks, is_first, is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._is_first:
+            x = self.model.embed(x)
+        for index in self._mine:
+            x = self.model.blocks[index](x)
+        return self.model.unembed(x) if self._is_last else x
+
+
+def keep_stage(model: Any, blocks: set[int], *, is_first: bool, is_last: bool) -> None:
+    """Takes out the modules that other ranks compute; the names of the rest stay as they are."""
+    for index in range(len(model.blocks)):
+        if index not in blocks:
+            model.blocks[index] = nn.Identity()
+    first, last = model.stage_ends
+    for name in (*(() if is_first else first), *(() if is_last else last)):
+        is_list = isinstance(getattr(model, name), nn.ModuleList)
+        setattr(model, name, nn.ModuleList() if is_list else None)

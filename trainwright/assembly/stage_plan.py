@@ -1,0 +1,216 @@
+"""The stages of a model that was not made for a pipeline: which of its modules lie on the first, on each, on the last.
+
+The plan is a table from patterns of module names to ``first``, ``block`` or ``last``: that of a recipe, or of a model
+of ``transformers``. A stage is the model itself, in which the modules of other stages hand on what they get. Whether
+that computes the same as the whole is not taken on trust: ``StagedModel.require_same`` tries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.distributed.split_plan import names_like
+from trainwright.errors import UsageError, text_of
+from trainwright.recipe.parallel import StageStyle
+
+OF_TRANSFORMERS: Mapping[str, Mapping[str, StageStyle]] = {
+    "gpt2": {
+        "transformer.wte": "first",
+        "transformer.wpe": "first",
+        "transformer.drop": "first",
+        "transformer.h.*": "block",
+        "transformer.ln_f": "last",
+        "lm_head": "last",
+    }
+}
+"""By model type: plans that ``transformers`` lacks."""
+TRIED_POSITIONS = 16
+APART = 1e-5
+"""What stages may differ from the whole, as a share of the largest output: the same operators in the same order."""
+_SHAPE = "parallel.stages: {embed: first, 'layers.*': block, norm: last, head: last}"
+_SHARD = "or use parallel.shard, which divides any model"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Names of modules: those of the first stage, those that are divided, in their order, and those of the last."""
+
+    first: tuple[str, ...]
+    blocks: tuple[str, ...]
+    last: tuple[str, ...]
+
+    def elsewhere(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> list[str]:
+        """What a stage with these blocks does not have."""
+        absent = [name for index, name in enumerate(self.blocks) if index not in blocks]
+        return [*(() if is_first else self.first), *absent, *(() if is_last else self.last)]
+
+
+def stage_plan(model: nn.Module, asked: Mapping[str, StageStyle]) -> StagePlan | None:
+    """The plan that is ``asked`` for, or that of ``transformers``; None where there is none, and where the model itself
+    says how it is cut.
+
+    Raises UsageError where a pattern that was asked for matches nothing, nothing is divided, or a weight is in no part
+    or in two.
+    """
+    if hasattr(model, "stage_ends") and not asked:
+        return None
+    table = asked or _of_transformers(model)
+    if not table:
+        return None
+    found: dict[StageStyle, list[str]] = {"first": [], "block": [], "last": []}
+    for pattern, part in table.items():
+        found[part] += names_like(pattern, model, "parallel.stages" if asked else None)
+    plan = StagePlan(tuple(found["first"]), tuple(found["block"]), tuple(found["last"]))
+    if not plan.blocks:
+        raise UsageError("parallel.stages divides nothing: it names no block", remedy=f"write {_SHAPE}")
+    _require_each_weight_once(model, plan)
+    return plan
+
+
+def _of_transformers(model: Any) -> Mapping[str, StageStyle]:
+    """What their plan says of each module by the names of its inputs."""
+    kind = str(getattr(getattr(model, "config", None), "model_type", None))
+    if kind in OF_TRANSFORMERS:
+        return OF_TRANSFORMERS[kind]
+    plan: Mapping[str, Sequence[Sequence[str]]] = getattr(model, "_pp_plan", None) or {}
+    modules, found = dict(model.named_modules()), dict[str, StageStyle]()
+    for name, (inputs, _) in plan.items():
+        is_list = isinstance(modules.get(name), nn.ModuleList)
+        is_first = {"input_ids", "inputs_embeds"} & {*inputs}
+        found[f"{name}.*" if is_list else name] = "block" if is_list else "first" if is_first else "last"
+    return found
+
+
+def _require_each_weight_once(model: nn.Module, plan: StagePlan) -> None:
+    """What is in no part would be trained apart on every stage."""
+    parts = [f"{name}." for name in (*plan.first, *plan.blocks, *plan.last)]
+    for name, _ in model.named_parameters():
+        places = [part[:-1] for part in parts if name.startswith(part)]
+        if len(places) != 1:
+            where = f"in two parts, {places[0]} and {places[1]}" if places else "in no part"
+            raise UsageError(
+                f"parallel.stages: the weight {name} is {where}, and each must be in one",
+                remedy=f"name its module first, block or last, as in {_SHAPE}",
+            )
+
+
+class _Elsewhere(nn.Module):
+    """Stands for a module of another stage: hands on its first input.
+
+    An embedding of something else than what the stage was given, such as positions, gives zeros: it was added before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.width = module.embedding_dim if isinstance(module, nn.Embedding) else None
+
+    def forward(self, x: Tensor, *more: object, **named: object) -> Tensor:
+        if x.is_floating_point():
+            return x
+        if self.width is None:
+            raise ValueError(f"a module of another stage is called with {x.dtype}, not with what the stage was given")
+        return torch.zeros(*x.shape, self.width, device=x.device)
+
+
+class StagedModel:
+    """A model that is cut by a plan. Before it is cut, ``require_same`` must have tried it."""
+
+    def __init__(self, model: nn.Module, plan: StagePlan) -> None:
+        self.model, self.plan = model, plan
+        self._takes_embedded = "inputs_embeds" in signature(type(model).forward).parameters
+        self._made: type[Any] | None = None
+
+    def require_same(self, inputs: Tensor, shares: Sequence[Sequence[int]]) -> None:
+        """Tries the stages one after the other, each with its share of the blocks. Raises UsageError where that gives
+        something else than the whole model."""
+        if not inputs.is_floating_point() and inputs.dim() > 1:
+            inputs = inputs[:, :TRIED_POSITIONS]
+        with torch.no_grad(), preserved_rng(), _ready_to_try(self.model):
+            try:
+                made = self.model(inputs)
+                self._made = None if isinstance(made, Tensor) else type(made)
+                whole, x = _tensor_of(made), inputs
+                for number, blocks in enumerate(shares):
+                    ends = {"is_first": number == 0, "is_last": number == len(shares) - 1}
+                    with self._without(self.plan.elsewhere(blocks, **ends)):
+                        x = self._forward(x, is_first=number == 0)
+            except UsageError:
+                raise
+            except Exception as error:
+                raise self._cannot(f"a stage cannot be computed: {text_of(error, lines=1)}") from error
+        apart = float((x - whole).abs().max()) if x.shape == whole.shape else float("inf")
+        if not apart <= APART * float(whole.abs().max()):
+            raise self._cannot(f"the stages give something else than the whole model: {apart:.2g} away")
+
+    def keep(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> None:
+        """Takes out the modules that other ranks compute; the names of the rest stay as they are."""
+        for name in self.plan.elsewhere(blocks, is_first=is_first, is_last=is_last):
+            self.model.set_submodule(name, _Elsewhere(self.model.get_submodule(name)))
+
+        def forward(model: nn.Module, x: Tensor) -> Tensor:
+            return self._forward(x, is_first=is_first)
+
+        self.model.forward = MethodType(forward, self.model)
+
+    def as_returned(self, output: Tensor) -> object:
+        """The output of the last stage, in the form that the whole model gives."""
+        return output if self._made is None else self._made(logits=output)
+
+    def _forward(self, x: Tensor, *, is_first: bool) -> Tensor:
+        forward: Any = type(self.model).forward
+        embedded = not is_first and self._takes_embedded
+        return _tensor_of(forward(self.model, inputs_embeds=x) if embedded else forward(self.model, x))
+
+    @contextmanager
+    def _without(self, names: Sequence[str]) -> Iterator[None]:
+        own = {name: self.model.get_submodule(name) for name in names}
+        for name, module in own.items():
+            self.model.set_submodule(name, _Elsewhere(module))
+        try:
+            yield
+        finally:
+            for name, module in own.items():
+                self.model.set_submodule(name, module)
+
+    def _cannot(self, why: str) -> UsageError:
+        return UsageError(
+            f"parallel.pipeline: {type(self.model).__name__} cannot be cut so: {why}",
+            remedy=f"let its forward be embedding, blocks one after the other, and output layer; {_SHARD}",
+        )
+
+
+def _tensor_of(made: Any) -> Tensor:
+    """A tensor, or the logits of an output of ``transformers``."""
+    found = made if isinstance(made, Tensor) else getattr(made, "logits", None)
+    if not isinstance(found, Tensor):
+        raise UsageError(
+            f"parallel.pipeline: the model gives a {type(made).__name__}, and stages send one tensor",
+            remedy=f"return a tensor, {_SHARD}",
+        )
+    return found
+
+
+@contextmanager
+def _ready_to_try(model: nn.Module) -> Iterator[None]:
+    """Without dropout. Weights that are zero are not, for what they scale would not show."""
+    modes = [(module, module.training) for module in model.modules()]
+    zeros = [each for each in model.parameters() if each.numel() and not each.any()]
+    try:
+        model.eval()
+        for each in zeros:
+            nn.init.normal_(each, std=0.02)
+        yield
+    finally:
+        for each in zeros:
+            nn.init.zeros_(each)
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,336 @@
+"""Saving and loading a TrainState: written aside, committed by one rename, never unpickled.
+
+checkpoints/step-00000400/
+  model.safetensors    the model's state_dict under its own key names; of an optimizer that averages the weights itself
+                       (``state.modes``) the averaged weights
+  rest.safetensors     tensors of the optimizer, EMA and random generators; the training weights of such an optimizer
+  state.json           everything else, and the metadata of the run
+  manifest.json        step, sizes and sha256
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from trainwright.checkpoint.codec import StateDict, Tree, encode
+from trainwright.checkpoint.contents import read_contents
+from trainwright.checkpoint.cursor import Cursor
+from trainwright.checkpoint.manifest import (
+    NOT_WHAT_WE_WRITE,
+    fsync,
+    name_of,
+    raising_checkpoint_error,
+    read_state,
+    verify,
+    write_manifest,
+)
+from trainwright.checkpoint.modes import both_weights
+from trainwright.checkpoint.moments import load_moments, moments
+from trainwright.checkpoint.names import plain_name
+from trainwright.checkpoint.rng import RngBag
+from trainwright.checkpoint.shards import holds_parts, whole
+from trainwright.checkpoint.stages import StagePart, bring_together
+from trainwright.checkpoint.staging import Staging, num_bytes, on_host
+from trainwright.checkpoint.store import Best, delete, draft_of_step, is_own, sweep
+from trainwright.checkpoint.tensor_file import write_tensors
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, unwrapped
+from trainwright.distributed.group import World
+from trainwright.errors import CheckpointError, StorageError
+from trainwright.runs.files import STATE
+
+_COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
+_SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
+
+
+@dataclass(frozen=True)
+class CheckpointData:
+    """A state between two steps, ready to be written. ``values`` is state.json; ``trained`` are names in ``model``."""
+
+    step: int
+    model: Mapping[str, Tensor]
+    rest: Mapping[str, Tensor]
+    values: Mapping[str, Tree]
+    trained: frozenset[str]
+
+
+def capture(
+    state: TrainState, staging: Staging | None = None, run_metadata: Mapping[str, Tree] | None = None
+) -> CheckpointData:
+    """Returns what a checkpoint of ``state`` holds: with ``staging`` a copy, else the live tensors.
+
+    ``run_metadata`` is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
+    """
+    own = _part_of(state, staging)
+    copies, values, trained = own if state.stages.size == 1 else bring_together(own, state.stages)
+    parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
+    return CheckpointData(state.step, parts["model"], parts["rest"], {**values, "papers": run_metadata or {}}, trained)
+
+
+def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
+    """The live tensors that ``capture`` copies, by file and name."""
+    return _encoded_parts(state)[0]
+
+
+def take_part(state: TrainState, stages: World) -> None:
+    """Gives this rank's parts of the state to the rank that captures it at the same time.
+
+    ``stages`` are that rank's; other ranks than these have nothing to give but their parts of tensors.
+    """
+    if stages.size > 1:
+        bring_together(_part_of(state), stages)
+        return
+    for tensor in tensors_of(state).values():
+        whole(tensor)
+
+
+def _part_of(state: TrainState, staging: Staging | None = None) -> StagePart:
+    tensors, values = _encoded_parts(state)
+    named = unwrapped(state.model).named_parameters(remove_duplicate=False)
+    trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
+    return StagePart(staging.copy(tensors) if staging else on_host(tensors), values, trained)
+
+
+def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], StateDict]:
+    tensors: dict[tuple[str, str], Tensor] = {}
+    values: StateDict = {}
+    with both_weights(state.optimizer) as weights:
+        trees = {"model": _model(state.model, weights.averaged), "rest": _rest(state, weights.training)}
+        for part, tree in trees.items():
+            try:
+                named, values[part] = encode(tree)
+            except TypeError as error:
+                raise CheckpointError(
+                    f"the state cannot be saved: {_brief(error)}",
+                    remedy="keep tensors, numbers, strings and containers of them in extra state and parameter groups",
+                ) from None
+            tensors |= {(part, name): tensor for name, tensor in named.items()}
+    return tensors, values
+
+
+def _model(model: nn.Module, averaged: Mapping[int, Tensor]) -> StateDict:
+    plain = plain_state_dict(model, keep_vars=bool(averaged) or holds_parts(model))
+    return {name: averaged.get(id(value), value) for name, value in plain.items()}
+
+
+def _training_weights(model: nn.Module, training: Mapping[int, Tensor]) -> StateDict:
+    """Under all names that a tied weight has."""
+    plain = plain_state_dict(model, keep_vars=True) if training else {}
+    return {name: training[id(value)] for name, value in plain.items() if id(value) in training}
+
+
+def _rest(state: TrainState, training: Mapping[int, Tensor]) -> StateDict:
+    return {
+        "training_weights": _training_weights(state.model, training),
+        "optimizer": moments(state.model, state.optimizer),
+        "scaler": state.scaler.state_dict(),
+        "ema": state.ema.state_dict(),
+        "loss": {} if state.loss is None else state.loss.state_dict(),
+        "transient": dict(_transient(state.model)),
+        "ledger": state.ledger.state_dict(),
+        "spikes": state.spikes.state_dict(),
+        "quarantine": sorted(state.quarantine),
+        "rng": RngBag.capture().state_dict(),
+        "data": state.data.state_dict(),
+        "counters": {name: getattr(state, name) for name in _COUNTERS},
+        "micro_limit": state.micro_limit,
+        "stateful": {name: each.state_dict() for name, each in state.stateful.items()},
+    }
+
+
+def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the non-persistent buffers, which a state_dict leaves out: a forward pass may write into one."""
+    for path, module in unwrapped(model).named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set and buffer.layout == torch.strided:
+                yield plain_name(f"{path}.{name}"), buffer
+
+
+def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run: str = "") -> tuple[Path, int]:
+    """Writes ``folder/step-XXXXXXXX``; ``best`` and the identity of the run are stored in its manifest.
+
+    Returns its path and its size in bytes. A kill at any time leaves either the whole checkpoint or none. Raises
+    StorageError when it cannot be written, as where a folder that is not of this run is in the way, and CheckpointError
+    for a state that is not finite; both remove what was written.
+    """
+    _require_finite(snapshot)
+    values = json.dumps(snapshot.values)
+    if len(values) > STATE.num_bytes:
+        raise CheckpointError(
+            f"the state without its tensors takes {len(values):,} bytes, more than {STATE.num_bytes:,}",
+            remedy="keep large values in tensors, or leave them out of what state_dict() and get_extra_state() return",
+        )
+    target = folder / name_of(snapshot.step)
+    replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed while we replace it
+    aside = draft_of_step(folder, snapshot.step, run)
+    with _storage_errors(aside):
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder, run)
+        for path in (target, replaced):
+            _require_own(path, run)
+        _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values) + _SPARE_BYTES)
+        aside.mkdir()
+        write_tensors(snapshot.model, aside / "model.safetensors")
+        write_tensors(snapshot.rest, aside / "rest.safetensors")
+        (aside / "state.json").write_text(values)
+        written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
+        if target.exists():  # the same step again, after a resume
+            delete(replaced, run)
+            target.rename(replaced)
+        aside.rename(target)
+        fsync(folder)
+        delete(replaced, run)
+    return target, written
+
+
+def _require_own(path: Path, run: str) -> None:
+    if os.path.lexists(path) and not is_own(path, run):
+        raise StorageError(
+            f"{path} is in the way: it is no checkpoint of this run",
+            remedy="move it away, or give each run a folder of its own for its checkpoints",
+        )
+
+
+def save_checkpoint(
+    state: TrainState, folder: Path | str, run_metadata: Mapping[str, Tree] | None = None
+) -> tuple[Path, int]:
+    """Saves ``state`` and waits until it is on disk. Returns the path of the checkpoint and its size in bytes."""
+    return commit(capture(state, run_metadata=run_metadata), Path(folder))
+
+
+def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = False) -> None:
+    """Loads ``path`` into ``state`` in place, random generators of the process included.
+
+    Verifies it first unless ``verified``. The caller must restart the data at ``state.data``. Raises CheckpointError
+    when a file is missing or damaged, or when model or optimizer do not fit.
+    """
+    path = Path(path)
+    if not verified:
+        verify(path)
+    contents = read_contents(path)
+    rest = contents.rest
+    try:
+        weights = {**contents.model, **rest.get("training_weights", {})}
+        load_plain_state_dict(state.model, weights, is_stage=state.stages.size > 1)
+        load_moments(state.model, state.optimizer, rest["optimizer"])
+        state.ema.load_state_dict(rest["ema"])
+        state.scaler.load_state_dict(rest["scaler"])
+        if state.loss is not None and rest["loss"]:
+            state.loss.load_state_dict(rest["loss"])
+        _load_transient(state.model, rest["transient"])
+        for name, saved in rest.get("stateful", {}).items():
+            if name in state.stateful:
+                state.stateful[name].load_state_dict(saved)
+    except NOT_WHAT_WE_WRITE as error:
+        raise CheckpointError(
+            f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",
+            remedy="resume with the recipe of the run (recipe.yaml in its folder)",
+        ) from None
+    with raising_checkpoint_error(path):
+        state.ledger.load_state_dict(rest["ledger"])
+        state.spikes.load_state_dict(rest.get("spikes", {}))
+        state.quarantine = {*state.quarantine, *rest["quarantine"]}
+        state.data = Cursor.from_state_dict(rest["data"])
+        for name in _COUNTERS:
+            setattr(state, name, rest["counters"][name])
+        state.micro_limit = rest.get("micro_limit")  # older checkpoints have none
+        contents.rng.restore()
+
+
+@torch.no_grad()
+def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Skips buffers of another shape: their module computes them when it needs them."""
+    for name, buffer in _transient(model):
+        if name in saved and saved[name].shape == buffer.shape:
+            buffer.copy_(saved[name])
+
+
+def read_run_metadata(path: Path) -> StateDict:
+    """Recipe, plan and provenance that a verified checkpoint was saved with."""
+    with raising_checkpoint_error(path):
+        metadata = read_state(path)["papers"]
+        return {name: metadata[name] for name in ("recipe", "plan", "provenance")}
+
+
+def misfits(state: TrainState, path: Path) -> list[str]:
+    """Returns one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
+    built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
+    with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
+        names = read_state(path)["model"]
+        shapes = {
+            name: tuple(file.get_slice(value["__tensor__"]).get_shape())
+            for name, value in names.items()
+            if isinstance(value, dict) and "__tensor__" in value
+        }
+    lines = [f"{name} is not in the checkpoint" for name in built if name not in shapes]
+    if state.stages.size == 1:
+        lines += [f"{name} of the checkpoint is not in the model" for name in shapes if name not in built]
+    return lines + [
+        f"{name} has the shape {tuple(built[name].shape)}, in the checkpoint {shape}"
+        for name, shape in shapes.items()
+        if name in built and tuple(built[name].shape) != shape
+    ]
+
+
+def _require_finite(snapshot: CheckpointData) -> None:
+    """Raises CheckpointError unless trained weights, averages and moments are finite and nothing else holds a NaN.
+
+    Other tensors may hold infinities, as masks do.
+    """
+    masks = snapshot.model.keys() - snapshot.trained
+    poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]
+    own = ("optimizer.", "ema.", "training_weights.")
+    rest = snapshot.rest.items()
+    poisoned += [name for name, each in rest if not _is_finite(each, or_infinite=not name.startswith(own))]
+    if poisoned:
+        more = f" and {len(poisoned) - 3} more" if len(poisoned) > 3 else ""
+        raise CheckpointError(
+            f"the state of step {snapshot.step} is not finite: {', '.join(poisoned[:3])}{more}",
+            remedy="older checkpoints are intact: resume from one with a lower learning rate or in fp32",
+        )
+
+
+def _is_finite(tensor: Tensor, *, or_infinite: bool = False) -> bool:
+    """Reads the tensor once without a copy of it: minimum and maximum are NaN or infinite if any element is."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not tensor.numel():
+        return True
+    extremes = torch.stack(torch.aminmax(tensor))
+    return not bool(extremes.isnan().any() if or_infinite else (~extremes.isfinite()).any())
+
+
+def _require_space(folder: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise StorageError(
+            f"the checkpoint needs {needed_bytes / 1e9:.3g} GB and the disk of {folder} has {free / 1e9:.3g} GB left",
+            remedy="free space there; older checkpoints are intact",
+        )
+
+
+@contextmanager
+def _storage_errors(aside: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise StorageError(
+                f"the checkpoint {aside.parent} could not be written: {_brief(error)}",
+                remedy="free space or fix the permissions of that folder; older checkpoints there are intact",
+            ) from None
+        raise
+
+
+def _brief(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:400] or type(error).__name__

@@ -1,0 +1,118 @@
+"""Reads what a verified checkpoint holds, and refuses what no run writes, before anything is loaded into a run.
+
+A sum that fits proves that nothing was damaged since. It does not prove that the content ever was the state of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainwright.checkpoint.codec import StateDict, Tree, decode
+from trainwright.checkpoint.manifest import not_ours, raising_checkpoint_error, read_manifest, read_state, verify
+from trainwright.checkpoint.rng import RngBag
+from trainwright.checkpoint.rules import AMOUNT, ANYTHING, FLOAT, NATURAL, TENSOR, TEXT, Maybe, Rule, wrong
+
+PARTS = ("model", "rest")
+REST: Rule = {
+    "optimizer": {"class": TEXT, "built": {}, "state": {}, "own": {}, "param_groups": [{"params": [TEXT]}]},
+    "scaler": Maybe({"scale": AMOUNT, "clean_steps": NATURAL}),
+    "ema": Maybe({"kind?": TEXT, "num_updates": NATURAL, "shadow": {"*": TENSOR}}),
+    "training_weights?": {"*": TENSOR},
+    "loss": {},
+    "transient": {"*": TENSOR},
+    "ledger": {
+        "entries": [
+            {
+                "step": NATURAL,
+                "reason": TEXT,
+                "loss": FLOAT,
+                "grad_norm": FLOAT,
+                "micro_batch": Maybe(NATURAL),
+                "sample_ids": [NATURAL],
+                "scale": Maybe(AMOUNT),
+            }
+        ]
+    },
+    "spikes?": Maybe(
+        {
+            "norms": [AMOUNT],
+            "in_a_row": NATURAL,
+            "count": NATURAL,
+            "usual": AMOUNT,
+            "initial": AMOUNT,
+            "limit": AMOUNT,
+        }
+    ),
+    "quarantine": [NATURAL],
+    "rng": {},
+    "data": {
+        "epoch": NATURAL,
+        "position": NATURAL,
+        "digest?": TEXT,
+        "stream?": Maybe({"own": ANYTHING, "rng": {}}),
+        "start?": Maybe({"rng": {}, "held": [ANYTHING]}),
+    },
+    "counters": {
+        "step": NATURAL,
+        "num_samples": NATURAL,
+        "num_tokens": NATURAL,
+        "elapsed_s": AMOUNT,
+        "fraction": AMOUNT,
+    },
+    "micro_limit?": Maybe(NATURAL),
+    "stateful?": {"*": {}},
+}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parts of a checkpoint, decoded. ``tensors`` are those of each file by name, memory-mapped."""
+
+    model: StateDict
+    rest: StateDict
+    rng: RngBag
+    tensors: Mapping[str, Mapping[str, Tensor]]
+
+
+def require_whole(path: Path) -> None:
+    """Raises CheckpointError unless a checkpoint is undamaged, and a state that can be loaded."""
+    verify(path)
+    read_contents(path)
+
+
+def read_contents(path: Path) -> Contents:
+    """Reads a verified checkpoint. Raises CheckpointError unless every part is there and of the right type."""
+    with raising_checkpoint_error(path):
+        tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
+        values = read_state(path)
+        for problem in wrong(values, dict.fromkeys(PARTS, ANYTHING), "state.json"):
+            raise not_ours(path, problem)
+        model, rest = (_decoded(path, part, tensors[part], values[part]) for part in PARTS)
+        for problem in wrong(model, {}, "state.json: model"):
+            raise not_ours(path, problem)
+        for problem in wrong(rest, REST, "state.json: rest"):
+            raise not_ours(path, problem)
+        if rest["counters"]["step"] != (step := read_manifest(path)["step"]):
+            raise not_ours(path, f"state.json holds step {rest['counters']['step']}, and the manifest says {step}")
+        return Contents(model, rest, RngBag.from_state_dict(rest["rng"]), tensors)
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return dict(load_file(file))
+    except (SafetensorError, ValueError) as error:
+        raise not_ours(file.parent, f"{file.name} is no safetensors file: {error}") from None
+
+
+def _decoded(path: Path, part: str, tensors: Mapping[str, Tensor], values: Tree) -> StateDict:
+    try:
+        decoded: StateDict = decode(tensors, values)
+    except KeyError as error:
+        raise not_ours(path, f"state.json refers to {error}, which is not in {part}.safetensors") from None
+    return decoded

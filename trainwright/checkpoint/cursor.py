@@ -1,0 +1,198 @@
+"""What one optimizer step consumes, and where the data stream stands after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainwright.checkpoint.codec import StateDict, Tree
+from trainwright.checkpoint.rng import RngBag
+from trainwright.errors import UsageError
+
+Ids = NDArray[np.int64]
+"""Dataset positions, shape (n,)."""
+
+
+class StreamState(NamedTuple):
+    """What ``state_dict()`` of the user's own iterator gave after a batch, and the random state that it draws from.
+
+    ``rng`` gives that random state: to make it takes 50 us, and of most batches nobody asks for it. ``number`` is how
+    many batches of the epoch had come.
+    """
+
+    own: Tree
+    rng: Callable[[], RngBag]
+    number: int = 0
+
+
+class EpochStart(NamedTuple):
+    """The random state in which a pass over a user's loader began: its order can be drawn again from it.
+
+    ``held`` are the states of the generators that loader and samplers hold, as ``build.generators`` finds them.
+    """
+
+    rng: RngBag
+    held: tuple[Tree, ...]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position of the *consumed* data, not of the prefetched: samples of ``epoch`` already trained on.
+
+    Where the order is not ours, ``digest`` identifies what the epoch gave so far, and ``stream`` is the state of an
+    iterator that has one. ``start`` is set where the order of the epoch was drawn from the generators of the process.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    digest: str = field(default="", compare=False)
+    stream: StreamState | None = field(default=None, compare=False)
+    start: EpochStart | None = field(default=None, compare=False)
+
+    def state_dict(self) -> StateDict:
+        """Plain values and tensors, for a checkpoint."""
+        stream, start = self.stream, self.start
+        own = {"own": stream.own, "rng": stream.rng().state_dict(), "number": stream.number} if stream else None
+        begun = {"rng": start.rng.state_dict(), "held": list(start.held)} if start else None
+        return {"epoch": self.epoch, "position": self.position, "digest": self.digest, "stream": own, "start": begun}
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
+        """The inverse of ``state_dict``; one of an older version has no digest, stream or start, or parts of them."""
+        stream, start, digest = saved.get("stream"), saved.get("start"), saved.get("digest", "")
+        begun = EpochStart(RngBag.from_state_dict(start["rng"]), tuple(start["held"])) if start else None
+        if not stream:
+            return cls(saved["epoch"], saved["position"], digest, start=begun)
+        rng = RngBag.from_state_dict(stream["rng"])
+        state = StreamState(stream["own"], lambda: rng, int(stream.get("number", 0)))
+        return cls(saved["epoch"], saved["position"], digest, state, begun)
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward. ``data`` is what the loss function gets."""
+
+    data: Any
+    ids: Ids
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.ids)
+
+
+class BadSample(NamedTuple):
+    """A sample that cannot be read: its dataset position, and what the dataset raised, as text."""
+
+    id: int
+    what: str
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The batch of one optimizer step on this rank, in micro-batches.
+
+    ``cursor`` is where the stream stands once this batch has been trained on. ``bad`` are the samples that were
+    found on the way here, left out, and go into quarantine with it. ``of_all`` are the dataset positions of all ranks,
+    None where there is one. ``read_s`` is how long reading took the processes that read it, in seconds; 0 where the
+    batches come ready.
+    """
+
+    micro: tuple[MicroBatch, ...]
+    cursor: Cursor = Cursor()
+    bad: tuple[BadSample, ...] = ()
+    of_all: Ids | None = None
+    read_s: float = field(default=0.0, compare=False)
+
+    @property
+    def data(self) -> Any:
+        """The data of a batch that is one micro-batch. Raises UsageError where it is several."""
+        if len(self.micro) != 1:
+            raise UsageError(
+                f"the batch has {len(self.micro)} micro-batches, and .data is that of one",
+                remedy="go over batch.micro, whose members have .data each, or ask for accumulation=1",
+            )
+        return self.micro[0].data
+
+    @cached_property
+    def size(self) -> int:
+        """Number of samples on this rank."""
+        return sum([len(micro.ids) for micro in self.micro])
+
+    @property
+    def global_ids(self) -> Ids:
+        """Dataset positions of the samples of all ranks, shape (n,)."""
+        return self.ids if self.of_all is None else self.of_all
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of token ids in the inputs; 0 where they are something else."""
+        return sum([count_tokens(data) for data, ids in self.micro if len(ids)])
+
+    @property
+    def ids(self) -> Ids:
+        """Dataset positions of all samples, in the order of training, shape (size,)."""
+        return self.micro[0].ids if len(self.micro) == 1 else np.concatenate([micro.ids for micro in self.micro])
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the batch that counts the writes to it, in order."""
+        return [each for micro in self.micro for each in tensors_in(micro.data) if not each.is_inference()]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of each tensor, the number of writes to it in place."""
+        return [each._version for each in self.tensors]
+
+
+def tensors_in(data: object) -> list[Tensor]:
+    """Every tensor of a batch of any nesting."""
+    if isinstance(data, Tensor):
+        return [data]
+    found: list[Tensor] = []
+    if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
+        for each in data:  # in each step: of a flat batch there is one call
+            if isinstance(each, Tensor):
+                found.append(each)
+            else:
+                found += tensors_in(each)
+        return found
+    return tensors_in(list(data.values())) if isinstance(data, Mapping) else found
+
+
+def count_rows(data: object) -> int | None:
+    """The number of samples in a ready batch: the first dimension, where all its tensors have the same; else None.
+
+    A batch of graphs may say it itself, as ``num_graphs``.
+    """
+    if type(data) is not tuple and isinstance(graphs := getattr(data, "num_graphs", None), int):
+        return graphs
+    lengths = {tensor.shape[0] for tensor in tensors_in(data) if tensor.dim()}  # len(tensor) takes ten times as long
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def count_tokens(data: Any) -> int:
+    """Token ids in the inputs of a batch, 0 where these are something else.
+
+    Token ids are int32 or int64 in two dimensions, and ``input_ids`` of a mapping in any. In a tuple or list the first
+    tensor of two or more dimensions is the input: integers that come after it are targets, such as the classes of
+    pixels. A mapping has no order, so there every tensor but ``labels`` may be one.
+    """
+    if isinstance(data, Tensor):
+        return data.numel() if data.dim() == 2 and data.dtype in (torch.int32, torch.int64) else 0
+    if isinstance(data, tuple | list):
+        for each in data:  # in each step: next() of a generator takes twice the time
+            if (number := count_tokens(each)) or (isinstance(each, Tensor) and each.dim() >= 2):
+                return number
+        return 0
+    if not isinstance(data, Mapping):
+        return 0
+    if isinstance(ids := data.get("input_ids"), Tensor):
+        return ids.numel()
+    return max([count_tokens(each) for name, each in data.items() if name != "labels"], default=0)

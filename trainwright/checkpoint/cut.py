@@ -1,0 +1,128 @@
+"""Cutting a micro-batch into smaller ones along its samples: exact, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.errors import UsageError
+
+_PLAIN = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
+Piece = Callable[[slice], object]
+"""Returns the samples in a slice of the data that it was made for."""
+
+
+def cut(batch: StepBatch, limit: int | None) -> StepBatch:
+    """The same samples in the same order, in micro-batches of at most ``limit`` of them; views, no copies.
+
+    Raises UsageError, with the path of what is in the way, where data have no row for each sample.
+    """
+    if limit is None or all(micro.size <= limit for micro in batch.micro):
+        return batch
+    return replace(batch, micro=tuple(piece for micro in batch.micro for piece in cut_micro(micro, limit)))
+
+
+def cut_micro(micro: MicroBatch, limit: int) -> list[MicroBatch]:
+    """One micro-batch in pieces of ``limit`` samples, the last one with what is left."""
+    size = micro.size
+    if size <= limit:
+        return [micro]
+    piece = _piece_of(micro.data, size, "batch")
+    if piece is None:
+        raise _refused("nothing in it has a row for each sample", size)
+    rows = [slice(start, min(start + limit, size)) for start in range(0, size, limit)]
+    return [MicroBatch(piece(some), micro.ids[some]) for some in rows]
+
+
+def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """The rows of ``rank``, of even shares. One that has none takes the first row, without an id: it weighs nothing.
+
+    Raises UsageError as ``cut`` does.
+    """
+    if ranks == 1:
+        return micro
+    piece = _piece_of(micro.data, micro.size, "batch")
+    if piece is None:
+        raise _refused("nothing in it has a row for each sample", micro.size)
+    ids = np.array_split(micro.ids, ranks)
+    begin = sum(map(len, ids[:rank]))
+    rows = slice(begin, begin + len(ids[rank])) if len(ids[rank]) else slice(0, 1)
+    return MicroBatch(piece(rows), ids[rank])
+
+
+def _piece_of(data: object, size: int, path: str) -> Piece | None:
+    """How to take samples out of ``data``; None for a number, a string or the like, which count for all samples.
+
+    Raises UsageError where a tensor has another first dimension, or what is in it is not known.
+    """
+    if isinstance(data, Tensor) and data.layout != torch.strided:
+        raise _refused(f"{path} is {data.layout}", size)
+    if isinstance(data, Tensor | np.ndarray) and data.ndim:
+        if data.shape[0] != size:
+            raise _refused(f"{path} has the shape {tuple(data.shape)}", size)
+        return data.__getitem__
+    if isinstance(data, Mapping):
+        pieces = {key: _piece_of(value, size, f"{path}[{key!r}]") for key, value in data.items()}
+        if not any(pieces.values()):
+            return None
+        return lambda rows: _alike(data, {k: _some(pieces[k], v, rows) for k, v in data.items()})
+    if isinstance(data, tuple | list):
+        return _piece_of_several(data, size, path)
+    if isinstance(data, _PLAIN):
+        return None
+    raise _refused(f"{path} is a {type(data).__name__}", size)
+
+
+def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: str) -> Piece | None:
+    """The parts of a batch, or as many samples as there are: then nothing in them has a row for each sample.
+
+    Where both may be, a tuple at the top holds parts, and a list there whose parts would all be lists of samples holds
+    samples; deeper inside it is refused.
+    """
+    pieces: list[Piece | None] = []
+    refusal = None
+    for i, value in enumerate(data):
+        try:
+            pieces.append(_piece_of(value, size, f"{path}[{i}]"))
+        except UsageError as error:
+            refusal = refusal or error
+    has_rows = any(pieces)
+    if len(data) == size and len({type(value) for value in data}) == 1:
+        if not has_rows or (path == "batch" and type(data) is list and all(map(_takes_samples, pieces))):
+            return data.__getitem__
+        if path != "batch":
+            raise _refused(f"{path} may hold {size} samples, or {size} tensors with a row for each of them", size)
+    if refusal is not None:
+        raise refusal
+    if not has_rows:
+        return None
+    make: Callable[[Iterable[object]], object] = getattr(type(data), "_make", type(data))
+    return lambda rows: make(_some(piece, value, rows) for piece, value in zip(pieces, data, strict=True))
+
+
+def _alike(data: Mapping[object, object], made: dict[object, object]) -> object:
+    """Of the class that ``data`` is of, whose values may be read as attributes; a plain one where it is not made so."""
+    try:
+        return made if type(data) is dict else type(data)(made)  # type: ignore[call-arg]
+    except TypeError:  # as a defaultdict
+        return made
+
+
+def _takes_samples(piece: Piece | None) -> bool:
+    return isinstance(getattr(piece, "__self__", None), tuple | list)
+
+
+def _some(piece: Piece | None, value: object, rows: slice) -> object:
+    return value if piece is None else piece(rows)
+
+
+def _refused(why: str, size: int) -> UsageError:
+    return UsageError(
+        f"a micro-batch of {size} samples cannot be cut: {why}",
+        remedy="give tensors whose first dimension counts the samples, or make batch.micro smaller",
+    )

@@ -1,0 +1,146 @@
+"""Looks into a checkpoint, deeper than its manifest does, and says where two of them differ in their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainwright.checkpoint.codec import StateDict, Tree, same_bits
+from trainwright.checkpoint.contents import PARTS, Contents, read_contents
+from trainwright.checkpoint.manifest import NAME, read_manifest, read_state, step_of, verify
+from trainwright.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was found in a checkpoint. A problem makes it useless, a warning does not."""
+
+    path: Path
+    step: int | None
+    num_bytes: int = 0
+    num_tensors: int = 0
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For a person: one line, and one for each warning."""
+        if self.problems:
+            return [f"broken   {self.path}: {'; '.join(self.problems)}"]
+        size = f"{self.num_bytes:,} bytes, {self.num_tensors} tensors"
+        return [f"ok       {self.path}: step {self.step}, {size}", *(f"warning  {each}" for each in self.warnings)]
+
+    def to_json(self) -> StateDict:
+        """For ``--json``."""
+        return {
+            "path": str(self.path),
+            "ok": not self.problems,
+            "step": self.step,
+            "bytes": self.num_bytes,
+            "tensors": self.num_tensors,
+            "problems": list(self.problems),
+            "warnings": list(self.warnings),
+        }
+
+
+def examine(path: Path) -> CheckpointReport:
+    """Manifest, sizes, hashes, files that nobody listed, every tensor, every reference to one. Executes nothing.
+
+    Reads each file twice: for its hash, and for values that are not finite.
+    """
+    try:
+        manifest = read_manifest(path)
+        files: StateDict = manifest["files"]
+        strange = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
+    except CheckpointError as error:
+        return CheckpointReport(path, step_of(path), problems=(error.message,))
+    try:
+        verify(path)
+        contents = read_contents(path)
+    except CheckpointError as error:
+        return CheckpointReport(path, manifest["step"], problems=(error.message, *strange))
+    return CheckpointReport(
+        path,
+        manifest["step"],
+        sum(entry["bytes"] for entry in files.values()),
+        sum(map(len, contents.tensors.values())),
+        tuple(strange),
+        tuple(_not_finite(contents)),
+    )
+
+
+def _unlisted(path: Path, files: Mapping[str, Tree]) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.name not in files and each.name != NAME)
+
+
+def _not_finite(contents: Contents) -> Iterator[str]:
+    """NaN anywhere, infinity in what is trained, averages and moments: a mask among the buffers may hold it."""
+    trained = {name for group in contents.rest["optimizer"]["param_groups"] for name in group["params"]}
+    for part, held in contents.tensors.items():
+        for name, tensor in held.items():
+            if not tensor.is_floating_point():
+                continue
+            values = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isinf for float8
+            nan = int(values.isnan().sum())
+            must_be_finite = name in trained if part == "model" else name.startswith(("optimizer.", "ema."))
+            infinite = int(values.isinf().sum()) if must_be_finite else 0
+            if nan or infinite:
+                kind = "NaN" if nan else "infinite"
+                yield f"{part}.safetensors: {nan or infinite} of {tensor.numel()} values of {name} are {kind}"
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """Something that two checkpoints do not agree on, by name; ``largest`` absolute difference of two tensors."""
+
+    what: str
+    how: str
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.how})"
+
+
+def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
+    """Yields every tensor and value in which two verified checkpoints differ by a bit, the run metadata aside."""
+    for part in PARTS:
+        ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
+        for name in sorted({*ours, *theirs}):
+            if (found := _between(ours.get(name), theirs.get(name))) is not None:
+                yield CheckpointDifference(f"{part} {name}", *found)
+    ours, theirs = map(read_state, (one, two))
+    for name in sorted({*ours, *theirs} - {"papers"}):
+        yield from _unequal(name, ours.get(name), theirs.get(name))
+
+
+def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None] | None:
+    if one is None or two is None:
+        return "only in one of them", None
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return f"{one.dtype} {tuple(one.shape)} and {two.dtype} {tuple(two.shape)}", None
+    if same_bits(one, two):
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    largest = float((one.to(wide) - two.to(wide)).abs().max())
+    return f"by up to {largest:.3g}", largest
+
+
+def _unequal(path: str, one: Tree, two: Tree) -> Iterator[CheckpointDifference]:
+    """Values of state.json, down to whatever is no mapping and no list; by their text, which tells 0.0 from -0.0."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        for key in sorted({*one, *two}):
+            yield from _unequal(f"{path}.{key}", one.get(key), two.get(key))
+    elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        for i, (first, second) in enumerate(zip(one, two)):
+            yield from _unequal(f"{path}.{i}", first, second)
+    elif repr(one) != repr(two):
+        yield CheckpointDifference(path, f"{_brief(one)} and {_brief(two)}")
+
+
+def _brief(value: Tree) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

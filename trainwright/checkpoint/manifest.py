@@ -1,0 +1,182 @@
+"""The manifest of a checkpoint: every file with its size and sha256, written last and committed by one rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from trainwright.checkpoint.codec import StateDict, Tree
+from trainwright.errors import CheckpointError, text_of
+from trainwright.runs.files import STATE, UnreadableFile, open_file, read_json
+
+NAME = "manifest.json"
+FORMAT = 2
+NEEDED = ("model.safetensors", "rest.safetensors", "state.json")
+
+
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder says; None for a folder of another name."""
+    found = re.fullmatch(r"step-([0-9]{8,18})(\.old)?", path.name)  # step-100 is a name of other programs
+    return int(found[1]) if found else None
+
+
+def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
+    """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all.
+
+    ``best`` says by which metric and value the state is the best so far, ``run`` is the identity of the run.
+    """
+    files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
+    body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
+    text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
+    (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
+    for name in (*files, NAME):
+        fsync(folder / name)
+    fsync(folder)
+    return sum(int(entry["bytes"]) for entry in files.values())
+
+
+class NotReadableHere(CheckpointError):
+    """A checkpoint that may be whole: of another format, or not readable by this user. No older one replaces it."""
+
+
+def read_manifest(folder: Path) -> StateDict:
+    """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
+    try:
+        manifest: StateDict = read_json(folder / NAME, follow_links=True)
+        if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
+            raise TypeError("files is no mapping, or step no number")
+    except UnreadableFile as error:
+        raise _unreadable(folder / NAME, error) from None
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
+    if manifest.pop("sha256", None) != _sum(manifest):
+        raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
+    if manifest.get("format") != FORMAT:
+        raise NotReadableHere(
+            f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
+            remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
+        )
+    return manifest
+
+
+def run_of(folder: Path) -> str | None:
+    """The identity of the run that a checkpoint is of; None where its manifest does not say so or cannot be read."""
+    try:
+        run = read_manifest(folder).get("run")
+    except CheckpointError:
+        return None
+    return run if isinstance(run, str) else None
+
+
+def read_state(checkpoint: Path) -> StateDict:
+    """Reads state.json. Raises CheckpointError when it cannot be read."""
+    try:
+        state: StateDict = read_json(checkpoint / "state.json", STATE, follow_links=True)
+    except UnreadableFile as error:
+        raise not_ours(checkpoint, f"state.json: {error.reason}") from None
+    if not isinstance(state, dict):
+        raise not_ours(checkpoint, "state.json is no mapping")
+    return state
+
+
+def _unreadable(path: Path, error: UnreadableFile) -> CheckpointError:
+    if isinstance(error.__cause__, PermissionError):
+        return not_permitted(path, error.__cause__)
+    return CheckpointError(error.message, remedy=_REMEDY)
+
+
+def not_permitted(path: Path, error: PermissionError) -> NotReadableHere:
+    """The error for a file or a folder that this user may not read."""
+    return NotReadableHere(
+        f"{path} cannot be read: {error.strerror}",
+        remedy=f"let this user read it (chmod -R u+rwX {shlex.quote(str(path.parent))}), or become its owner",
+    )
+
+
+def _sum(body: Mapping[str, Tree]) -> str:
+    """Of the manifest itself, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
+    """Raises CheckpointError, naming the file, unless every file is there with its size and hash."""
+    manifest = read_manifest(folder)
+    for name, expected in {**dict.fromkeys(needed), **manifest["files"]}.items():
+        path = folder / name
+        if Path(name).name != name or not os.path.lexists(path):
+            raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
+        try:
+            if not _is(path, expected):
+                raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
+        except UnreadableFile as error:
+            raise _unreadable(path, error) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
+    if step_of(folder) not in (None, manifest["step"]):
+        raise CheckpointError(f"{folder} holds step {manifest['step']}: a folder was renamed", remedy=_REMEDY)
+
+
+@contextmanager
+def raising_checkpoint_error(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where a verified checkpoint cannot be read: its content is not what we write."""
+    try:
+        yield
+    except NOT_WHAT_WE_WRITE as error:
+        raise not_ours(path, text_of(error, lines=1)) from None
+
+
+def not_ours(path: Path, reason: str) -> CheckpointError:
+    """The error for a verified checkpoint whose content no run has written."""
+    return CheckpointError(
+        f"{path} is no checkpoint of Trainwright, though its manifest fits it ({reason[:300]})",
+        remedy="delete it, and resume from an older one",
+    )
+
+
+NOT_WHAT_WE_WRITE = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
+"""What reading and loading a content raises that is not what we write."""
+_REMEDY = "resume from an older checkpoint of the run"
+
+
+def fsync(path: Path) -> None:
+    """Makes a file or a folder's entries durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _entry(path: Path) -> dict[str, str | int]:
+    with open_file(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _is(path: Path, expected: Tree) -> bool:
+    """Whether a file is as its entry says. The size is compared first: what took the place of a file may be endless."""
+    with open_file(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+    return isinstance(expected, dict) and size == expected.get("bytes") and _entry(path) == expected

@@ -1,0 +1,137 @@
+"""Saves optimizer state by parameter name, so that it can be loaded after groups or frozen parameters changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.chained import ChainedOptimizer
+from trainwright.checkpoint.codec import StateDict, Tree
+from trainwright.checkpoint.names import plain_name
+from trainwright.checkpoint.shards import divided_like
+from trainwright.checkpoint.weights import unwrapped
+
+_SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "initial_lr")
+
+
+def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
+    """Returns the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
+
+    A parameter that does not belong to the model is named by its position: ``#3``. Of several optimizers classes,
+    defaults and state of their own are kept in the order of the parts. The learning rate is that before any schedule: a
+    scheduled one follows from the step, and is already the next step's where a save comes in the middle of it.
+    """
+    if isinstance(optimizer, ChainedOptimizer):
+        return _joined([moments(model, part) for part in optimizer.parts])
+    saved, names = optimizer.state_dict(), parameter_names(model, optimizer)
+    groups = [{**_unscheduled(group), "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
+    state = {names[i]: each for i, each in saved["state"].items() if isinstance(i, int)}
+    own = {key: each for key, each in saved["state"].items() if not isinstance(key, int)}
+    parts = {"state": state, "own": own, "param_groups": groups}
+    return {"class": type(optimizer).__name__, "built": _built(optimizer), **parts}
+
+
+def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tree]) -> None:
+    """Loads what ``moments`` returned. Options that a recipe sets keep the values that the optimizer was built with.
+
+    A parameter that was not trained before starts without moments; moments of one that is no longer trained are
+    dropped. The base learning rate is the group's ``lr``; the schedule continues from the current step. Raises
+    ValueError for the state of an optimizer of another class.
+    """
+    if isinstance(optimizer, ChainedOptimizer):
+        for part, its in zip(optimizer.parts, _parted(saved), strict=True):
+            load_moments(model, part, its)
+        return
+    if saved["class"] != type(optimizer).__name__:
+        raise ValueError(f"it holds the state of {saved['class']}, not of {type(optimizer).__name__}")
+    names, fresh = parameter_names(model, optimizer), optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_name = {
+        name: _divided(saved["state"][name], parameter)
+        for name, parameter in zip(names, parameters, strict=True)
+        if name in saved["state"]
+    }
+    state = {i: by_name[name] for i, name in enumerate(names) if name in by_name} | saved["own"]
+    built = _built(optimizer)
+    groups = [_continued(group, [names[i] for i in group["params"]], saved, built) for group in fresh["param_groups"]]
+    before = dict(optimizer.state)  # a constructor may have made buffers already
+    optimizer.load_state_dict({**fresh, "state": state, "param_groups": groups})
+    for parameter, name in zip(parameters, names, strict=True):
+        if name in by_name:
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], by_name[name], parameter)
+        elif parameter in before:
+            optimizer.state[parameter] = before[parameter]
+
+
+def _joined(parts: Sequence[StateDict]) -> StateDict:
+    state = {name: own for part in parts for name, own in part["state"].items()}
+    groups = [group for part in parts for group in part["param_groups"]]
+    built, own = ({str(number): part[key] for number, part in enumerate(parts)} for key in ("built", "own"))
+    names = " + ".join(part["class"] for part in parts)
+    return {"class": names, "built": built, "state": state, "own": own, "param_groups": groups}
+
+
+def _parted(saved: Mapping[str, Tree]) -> Iterator[StateDict]:
+    for number, name in enumerate(saved["class"].split(" + ")):
+        yield {**saved, "class": name, "built": saved["built"][str(number)], "own": saved["own"][str(number)]}
+
+
+def _divided(saved: Tree, parameter: Tensor) -> Tree:
+    """Of tensors as large as their parameter this rank's part, where ranks divide it."""
+    if isinstance(saved, Tensor):
+        return divided_like(saved, parameter)
+    if isinstance(saved, Mapping):
+        return {key: _divided(each, parameter) for key, each in saved.items()}
+    return saved
+
+
+def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
+    """Returns the saved state with its own dtype, on the device that torch loaded it to.
+
+    torch casts the state to the dtype of its parameter, and a file does not keep the memory layout: fused kernels
+    expect moments with the strides of their parameter. The result is a copy, so that no file stays mapped into memory.
+    """
+    if isinstance(saved, Tensor):
+        like = parameter if saved.shape == parameter.shape else saved
+        return torch.empty_like(like, dtype=saved.dtype, device=loaded.device, requires_grad=False).copy_(saved)
+    if isinstance(saved, Mapping):
+        return {key: _as_saved(loaded[key], each, parameter) for key, each in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_as_saved(one, each, parameter) for one, each in zip(loaded, saved, strict=True))
+    return loaded
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Returns the name of each parameter of the optimizer, in the order of its groups."""
+    known = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(parameters)]
+
+
+def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: StateDict) -> StateDict:
+    """Returns the group as it was built, with the counters of the saved group that has the same parameters.
+
+    Names do not distinguish counters from options. An option whose default differs from the saved one was changed by
+    the user, and keeps its new value.
+    """
+    before: StateDict = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
+    changed = {key for key, value in built.items() if value != saved["built"].get(key, value)}
+    kept = {key: value for key, value in before.items() if key not in {*_SET_BY_RECIPE, *changed, "params"}}
+    return {**_unscheduled(group), **kept}
+
+
+def _unscheduled(group: Mapping[str, Tree]) -> StateDict:
+    """The group with the learning rate that it had before the first step, as schedulers of torch keep it."""
+    base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+    return {**{key: value for key, value in group.items() if key != "initial_lr"}, **base}
+
+
+def _built(optimizer: Optimizer) -> StateDict:
+    """Returns the optimizer's default options that are plain values."""
+    plain = (bool, int, float, str, tuple, type(None))
+    options = {key: value for key, value in optimizer.defaults.items() if isinstance(value, plain)}
+    options.pop("differentiable", None)  # torch adds it when it loads
+    return options

@@ -1,0 +1,618 @@
+"""The captured content of one object, by kinds of objects: how it is copied, compared and written back."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import io
+import pickle
+import random
+import time
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.codec import same_bits
+
+SAMPLED_ELEMENTS = 256
+MAX_PICKLED_BYTES, MAX_PICKLE_S = 65536, 2e-3
+
+
+class StatePart(Protocol):
+    """The captured content of one object."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for two parts of the same object. The part keeps the object alive, so its id is not used again."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was nothing to capture."""
+
+    def put_back(self) -> bool:
+        """Writes the content into the object where it has changed. Returns whether the object now has it."""
+
+    def again(self) -> StatePart:
+        """Captures the same object as it is now."""
+
+
+class _Marker:
+    """A value that stands for something else."""
+
+
+ABSENT, LEFT = _Marker(), _Marker()
+"""A name that has no value; a value that is not captured, so that ``put_back`` leaves what is there."""
+
+
+class Bindings:
+    """Names that are bound to values. Subclasses read and write them; this one the names of modules of Python."""
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.owner, self.names = owner, names
+        self.saved: dict[Any, Any] = {name: self.read(name) for name in names}
+
+    @property
+    def key(self) -> Hashable:
+        return type(self), id(self.owner), self.names
+
+    @property
+    def is_empty(self) -> bool:
+        return all(value is ABSENT or isinstance(value, _CONSTANT) for value in self.saved.values())
+
+    def read(self, name: str) -> Any:
+        return self.owner.get(name, ABSENT)
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner[name] = value
+
+    def delete(self, name: str) -> None:
+        del self.owner[name]
+
+    def leave(self, name: object) -> None:
+        """Does not keep the value of ``name``."""
+        if name in self.saved:
+            self.saved[name] = LEFT
+
+    def put_back(self) -> bool:
+        for name, value in self.saved.items():
+            if value is LEFT or self.read(name) is value:
+                continue
+            if value is ABSENT:
+                self.delete(name)
+            else:
+                self.write(name, value)
+        return True
+
+    def again(self) -> Bindings:
+        return type(self)(self.owner, self.names)
+
+
+_CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, staticmethod, classmethod, property)
+"""Values that a name is rarely bound to twice."""
+
+
+class Slots(Bindings):
+    """Attributes of an object that are not in its ``__dict__``."""
+
+    def read(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self.owner, name)
+        except AttributeError:
+            return ABSENT
+
+    def write(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+
+class ClassAttributes(Bindings):
+    """The attributes of a class that are data."""
+
+    @classmethod
+    def of(cls, owner: type) -> ClassAttributes:
+        names = [name for name, value in vars(owner).items() if is_data(name, value)]
+        return cls(owner, tuple(names))
+
+    def read(self, name: str) -> Any:
+        return vars(self.owner).get(name, ABSENT)
+
+    def write(self, name: str, value: Any) -> None:
+        type.__setattr__(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        type.__delattr__(self.owner, name)
+
+    def put_back(self) -> bool:
+        new = [name for name, value in vars(self.owner).items() if is_data(name, value) and name not in self.saved]
+        for name in new:
+            self.delete(name)
+        return super().put_back()
+
+
+def is_data(name: str, value: object) -> bool:
+    """Whether an attribute of a class is neither code nor one that Python makes."""
+    return not (name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__"))
+
+
+class Cell(Bindings):
+    """A variable of an enclosing function."""
+
+    def __init__(self, owner: types.CellType, names: Sequence[str] = ("",)) -> None:
+        super().__init__(owner, names)
+
+    def read(self, name: str) -> Any:
+        try:
+            return self.owner.cell_contents
+        except ValueError:
+            return ABSENT
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.cell_contents = value
+
+    def delete(self, name: str) -> None:
+        del self.owner.cell_contents
+
+
+class ContextVariable(Bindings):
+    """A context variable. One that was not set keeps what it was set to."""
+
+    def __init__(self, owner: contextvars.ContextVar[Any], names: Sequence[str] = ("",)) -> None:
+        super().__init__(owner, names)
+
+    def read(self, name: str) -> Any:
+        return self.owner.get(ABSENT)
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.set(value)
+
+    def delete(self, name: str) -> None: ...
+
+
+class Gradient(Bindings):
+    """The gradient of a leaf."""
+
+    def __init__(self, owner: Tensor, names: Sequence[str] = ("grad",)) -> None:
+        super().__init__(owner, names)
+
+    def read(self, name: str) -> Any:
+        return self.owner.grad
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.grad = value
+
+
+class OwnedItems:
+    """The items of a dict, in their order: attributes of an object, or a container."""
+
+    def __init__(self, owner: dict[Any, Any]) -> None:
+        self.owner, self.saved, self._has_left = owner, _items(owner), False
+
+    @property
+    def key(self) -> Hashable:
+        return OwnedItems, id(self.owner)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saved
+
+    def leave(self, name: object) -> None:
+        """Does not keep the value of ``name``."""
+        if name in self.saved:
+            self.saved[name], self._has_left = LEFT, True
+
+    def put_back(self) -> bool:
+        owner, saved = self.owner, self.saved
+        kind = OrderedDict if isinstance(owner, OrderedDict) else dict
+        if self._has_left:
+            now = _items(owner)
+            saved = {key: now.get(key, LEFT) if value is LEFT else value for key, value in saved.items()}
+            saved = {key: value for key, value in saved.items() if value is not LEFT}
+        if len(owner) == len(saved) and all(map(is_, kind.__iter__(owner), saved)):
+            for key, value in saved.items():
+                if dict.__getitem__(owner, key) is not value:
+                    kind.__setitem__(owner, key, value)
+            return True
+        kind.clear(owner)
+        for key, value in saved.items():
+            kind.__setitem__(owner, key, value)
+        return True
+
+    def again(self) -> OwnedItems:
+        return OwnedItems(self.owner)
+
+
+def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
+    """A plain dict of the items, without calling methods of a subclass."""
+    if isinstance(owner, OrderedDict):
+        return {key: dict.__getitem__(owner, key) for key in OrderedDict.__iter__(owner)}
+    return dict.copy(owner)
+
+
+class EmptyDicts:
+    """Dicts that are empty, as those of most hooks are."""
+
+    def __init__(self, owners: Sequence[dict[Any, Any]]) -> None:
+        self.owners = owners
+
+    @property
+    def key(self) -> Hashable:
+        return EmptyDicts, id(self.owners)
+
+    is_empty = True
+
+    def put_back(self) -> bool:
+        for owner in self.owners:
+            if owner:
+                owner.clear()
+        return True
+
+    def again(self) -> StatePart:
+        """They may be filled by now."""
+        return Several([OwnedItems(owner) for owner in self.owners], self.key)
+
+
+class Several:
+    """Parts of several objects."""
+
+    is_empty = False
+
+    def __init__(self, parts: Sequence[StatePart], key: Hashable) -> None:
+        self._parts, self.key = parts, key
+
+    def put_back(self) -> bool:
+        is_back = [part.put_back() for part in self._parts]  # each of them, whatever the others are
+        return all(is_back)
+
+    def again(self) -> Several:
+        return Several([part.again() for part in self._parts], self.key)
+
+
+class Sequenced:
+    """A list or deque."""
+
+    def __init__(self, owner: list[Any] | deque[Any]) -> None:
+        kind: Any = list if isinstance(owner, list) else deque  # methods of a subclass are not called
+        self.owner, self._kind = owner, kind
+        self.saved: list[Any] = list(kind.__iter__(owner))
+
+    @property
+    def key(self) -> Hashable:
+        return Sequenced, id(self.owner)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saved
+
+    def put_back(self) -> bool:
+        owner, kind, saved = self.owner, self._kind, self.saved
+        if len(owner) != len(saved) or not all(map(is_, kind.__iter__(owner), saved)):
+            kind.clear(owner)
+            kind.extend(owner, saved)
+        return True
+
+    def again(self) -> Sequenced:
+        return Sequenced(self.owner)
+
+
+class Elements:
+    """A set."""
+
+    def __init__(self, owner: set[Any]) -> None:
+        self.owner, self.saved = owner, set.copy(owner)
+
+    @property
+    def key(self) -> Hashable:
+        return Elements, id(self.owner)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saved
+
+    def put_back(self) -> bool:
+        if not set.__eq__(self.owner, self.saved):
+            set.clear(self.owner)
+            set.update(self.owner, self.saved)
+        return True
+
+    def again(self) -> Elements:
+        return Elements(self.owner)
+
+
+class Length:
+    """The length and the last item of a long container, to which items are only added."""
+
+    is_empty = False
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.length = owner, len(owner)
+        self.last = next(reversed(owner)) if hasattr(owner, "__reversed__") else None
+
+    @property
+    def key(self) -> Hashable:
+        return Length, id(self.owner)
+
+    def put_back(self) -> bool:
+        while len(self.owner) > self.length and isinstance(self.owner, list | deque):
+            self.owner.pop()
+        last = next(reversed(self.owner), None) if hasattr(self.owner, "__reversed__") else None
+        return len(self.owner) == self.length and last is self.last
+
+    def again(self) -> StatePart:
+        kinds: tuple[tuple[type, Callable[[Any], StatePart]], ...] = ((dict, OwnedItems), (set, Elements))
+        make = next((make for kind, make in kinds if isinstance(self.owner, kind)), Sequenced)
+        return make(self.owner)
+
+
+class Values:
+    """A bytearray or an array of Python's module ``array``."""
+
+    is_empty = False
+
+    def __init__(self, owner: bytearray | array.array[Any]) -> None:
+        self.owner, self.saved = owner, owner[:]
+
+    @property
+    def key(self) -> Hashable:
+        return Values, id(self.owner)
+
+    def put_back(self) -> bool:
+        if self.owner != self.saved:
+            self.owner[:] = self.saved  # type: ignore[assignment]
+        return True
+
+    def again(self) -> Values:
+        return Values(self.owner)
+
+
+class MemoryFile:
+    """A file that is in memory."""
+
+    is_empty = False
+
+    def __init__(self, owner: io.BytesIO | io.StringIO) -> None:
+        self.owner: Any = owner
+        self.saved = (owner.getvalue(), owner.tell())
+
+    @property
+    def key(self) -> Hashable:
+        return MemoryFile, id(self.owner)
+
+    def put_back(self) -> bool:
+        if (self.owner.getvalue(), self.owner.tell()) != self.saved:
+            self.owner.seek(0)
+            self.owner.truncate()
+            self.owner.write(self.saved[0])
+            self.owner.seek(self.saved[1])
+        return True
+
+    def again(self) -> MemoryFile:
+        return MemoryFile(self.owner)
+
+
+class RandomState:
+    """A random number generator of torch, NumPy or Python."""
+
+    is_empty = False
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.saved = owner, _read_generator(owner)
+        self._bytes = pickle.dumps(self.saved)
+
+    @property
+    def key(self) -> Hashable:
+        return RandomState, id(self.owner)
+
+    def put_back(self) -> bool:
+        if pickle.dumps(_read_generator(self.owner)) != self._bytes:
+            _write_generator(self.owner, self.saved)
+        return True
+
+    def again(self) -> RandomState:
+        return RandomState(self.owner)
+
+
+def _read_generator(owner: Any) -> Any:
+    if isinstance(owner, torch.Generator):
+        return owner.get_state().numpy().tobytes()
+    if isinstance(owner, np.random.BitGenerator):
+        return owner.state
+    return owner.get_state(legacy=False) if isinstance(owner, np.random.RandomState) else random.Random.getstate(owner)
+
+
+def _write_generator(owner: Any, state: Any) -> None:
+    if isinstance(owner, torch.Generator):
+        owner.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(owner, np.random.BitGenerator):
+        owner.state = state
+    elif isinstance(owner, np.random.RandomState):
+        owner.set_state(state)
+    else:
+        random.Random.setstate(owner, state)
+
+
+class TensorData:
+    """The elements of a tensor, and what autograd knows of it: it must not see that the elements were written."""
+
+    is_empty = False
+
+    def __init__(self, owner: Tensor) -> None:
+        self.owner, self._version, self._is_leaf = owner, owner._version, owner.is_leaf
+        self._wants_gradient = owner.requires_grad
+        self.saved = memory_of(owner).detach().clone()
+
+    @property
+    def key(self) -> Hashable:
+        return TensorData, id(self.owner)
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        if self._is_leaf and not self.owner.is_leaf:  # something with a graph was written into it
+            self.owner.detach_()
+        if self.owner.is_leaf and self.owner.requires_grad != self._wants_gradient:
+            self.owner.requires_grad_(self._wants_gradient)
+        data = memory_of(self.owner)
+        if data.shape != self.saved.shape:
+            return False
+        if data.layout != torch.strided or not _are_same(data, self.saved):
+            data.copy_(self.saved)
+        if self.owner._version != self._version:
+            torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
+        return True
+
+    def again(self) -> TensorData:
+        return TensorData(self.owner)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element in bytes."""
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits. They are compared on their device."""
+    kind = _INTEGERS.get(one.element_size())
+    if kind is None or one.is_conj() or one.is_neg() or one.is_quantized:
+        return same_bits(one, other)
+    return torch.equal(one.view(kind), other.view(kind))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """A view of a tensor that can be written to: elements that overlap (``expand``) are in it once."""
+    if tensor.layout != torch.strided:
+        return tensor  # to detach a sparse tensor makes another one, with values of its own
+    if tensor.numel() == 0:
+        return tensor.detach()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach() if tensor.numel() <= span else tensor.detach().as_strided((span,), (1,))
+
+
+class ArrayData:
+    """The elements of a NumPy array."""
+
+    is_empty = False
+
+    def __init__(self, owner: np.ndarray[Any, Any]) -> None:
+        self.owner, self.saved = owner, owner.copy()
+
+    @property
+    def key(self) -> Hashable:
+        return ArrayData, id(self.owner)
+
+    def put_back(self) -> bool:
+        if self.owner.tobytes() != self.saved.tobytes():
+            self.owner[...] = self.saved
+        return True
+
+    def again(self) -> ArrayData:
+        return ArrayData(self.owner)
+
+
+class Witness:
+    """What can be compared and not be put back. ``read`` gives what is compared."""
+
+    is_empty = False
+
+    def __init__(self, owner: Any, read: Callable[[Any], object]) -> None:
+        self.owner, self._read = owner, read
+        self.saved = read(owner)
+
+    @property
+    def key(self) -> Hashable:
+        return Witness, id(self.owner)
+
+    def put_back(self) -> bool:
+        return self._read(self.owner) == self.saved
+
+    def again(self) -> Witness:
+        return Witness(self.owner, self._read)
+
+
+def sample_of(value: Any) -> object:
+    """Some elements of a large tensor or array, and the version of a tensor."""
+    if isinstance(value, np.ndarray):
+        every = max(1, value.size // SAMPLED_ELEMENTS)
+        return np.asarray(value.flat[::every]).tobytes()
+    data = memory_of(value) if value.layout == torch.strided else value.detach().to_dense()
+    few = data.flatten()[:: max(1, data.numel() // SAMPLED_ELEMENTS)].cpu().contiguous()
+    return value._version, few.view(torch.uint8).numpy().tobytes()
+
+
+class _Limited(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > MAX_PICKLED_BYTES:
+            raise _TooLargeError
+        return super().write(data)
+
+
+class _TooLargeError(Exception): ...
+
+
+_too_costly: set[type] = set()
+"""Types of objects that take too long to be pickled. They are not compared."""
+
+
+def pickled(value: Any) -> object:
+    """The state of an object of an extension. Raises what its class raises."""
+    if type(value) in _too_costly:
+        return None
+    begin_s, file = time.perf_counter(), _Limited()
+    try:
+        pickle.Pickler(file, 4).dump(value)
+    except _TooLargeError:
+        _too_costly.add(type(value))
+        return None
+    if time.perf_counter() - begin_s > MAX_PICKLE_S:
+        _too_costly.add(type(value))
+        return None
+    return file.getvalue()
+
+
+class Settings:
+    """Settings of torch for the whole process."""
+
+    is_empty = True
+    key = "settings"
+
+    def __init__(self) -> None:
+        self.saved = _settings()
+
+    def put_back(self) -> bool:
+        now = _settings()
+        for name, value in self.saved.items():
+            if now[name] != value:
+                _SETTERS[name](value)
+        return True
+
+    def again(self) -> Settings:
+        return Settings()
+
+
+def _settings() -> Mapping[str, Any]:
+    return {
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "threads": torch.get_num_threads(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    }
+
+
+_SETTERS: dict[str, Callable[[Any], object]] = {
+    "dtype": torch.set_default_dtype,
+    "deterministic": lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    "threads": torch.set_num_threads,
+    "matmul": torch.set_float32_matmul_precision,
+    "benchmark": lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    "anomaly": lambda value: torch.autograd.set_detect_anomaly(*value),
+}

@@ -1,0 +1,240 @@
+"""A folder of checkpoints: lists them, finds the newest intact one and the best one, and deletes old ones.
+
+The folder may be a link to one that also holds other things: files of another program, checkpoints of another run. In
+all functions ``run`` is the identity of the run. What another run has written is not listed, and only what carries a
+manifest with this identity is deleted or replaced. A run without an identity, "", owns what carries none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+from trainwright.checkpoint.manifest import (
+    NAME,
+    NotReadableHere,
+    fsync,
+    name_of,
+    not_permitted,
+    read_manifest,
+    run_of,
+    step_of,
+    verify,
+)
+from trainwright.errors import CheckpointError
+from trainwright.runs.drafts import remove
+from trainwright.runs.files import UnreadableFile, read_json
+
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best ``value`` of a validation metric so far.
+
+    ``batches`` of the validation set gave it, 0: all of them, None: not known, as an earlier version wrote it.
+    """
+
+    step: int
+    metric: str
+    value: float
+    batches: int | None = 0
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: the ``newest`` ones, the best, and the first one of each ``every`` steps."""
+
+    newest: int = 2
+    every: int | None = None
+
+
+def checkpoints(folder: Path, run: str = "") -> list[Path]:
+    """Returns all committed checkpoints, newest first, with those that a killed save was replacing (``.old``)."""
+    found = [(step, not path.suffix, path) for path in folder.glob("step-*") if (step := step_of(path)) is not None]
+    return [path for _, _, path in sorted(found, reverse=True) if path.is_dir() and not _is_of_another(path, run)]
+
+
+def is_own(path: Path, run: str) -> bool:
+    """Whether the run may delete or replace this checkpoint."""
+    return not path.is_symlink() and run_of(path) == run
+
+
+def _is_of_another(path: Path, run: str) -> bool:
+    return bool(run) and (run_of(path) or run) != run
+
+
+def newest_valid(
+    folder: Path, require: Callable[[Path], object] = verify, run: str = ""
+) -> tuple[Path | None, list[str]]:
+    """Returns the newest checkpoint that ``require`` accepts, and the reason why it does not accept each newer one.
+
+    Raises CheckpointError where one may be whole and cannot be read here: what was trained since would be lost.
+    """
+    broken: list[str] = []
+    _require_readable(folder)
+    there = checkpoints(folder)
+    own = [path for path in there if not _is_of_another(path, run)]
+    for path in own:
+        try:
+            require(path)
+        except NotReadableHere:
+            raise
+        except CheckpointError as error:
+            broken.append(error.message)
+        else:
+            return path, broken
+    if there and not own:
+        broken.append(
+            f"{there[0]} belongs to the run {run_of(there[0])}, and this is the run {run}: if they are the same run, "
+            f"write {run_of(there[0])} into {folder.parent / 'run-id'}"
+        )
+    return None, broken
+
+
+def _require_readable(folder: Path) -> None:
+    """A folder that may not be read looks as if it were empty."""
+    try:
+        any(path.is_dir() for path in folder.iterdir())
+    except PermissionError as error:
+        raise not_permitted(folder, error) from None
+    except OSError:
+        return  # there is none
+
+
+def set_aside_newer(folder: Path, resumed: Path, run: str = "") -> list[Path]:
+    """Renames the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
+
+    Otherwise ``prune`` would count them among the newest ones later, and delete intact ones. A folder without a
+    manifest is left alone: another program may have made it. The pointer to the best checkpoint is removed if that one
+    is newer than ``resumed``.
+    """
+    found, best = checkpoints(folder, run), _pointed_to(folder)
+    if best and best.step > (step_of(resumed) or 0):
+        with suppress(OSError):
+            (folder / BEST).unlink()
+    return [set_aside(path) for path in found[: found.index(resumed)] if os.path.lexists(path / NAME)]
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a checkpoint so that it is no longer used or deleted. Returns its new path, or ``path`` if it cannot."""
+    names = (f"damaged-{path.name}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    with suppress(OSError):
+        return path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
+    return path
+
+
+def prune(folder: Path, committed: Path, retention: Retention, run: str = "") -> None:
+    """Deletes the checkpoints up to ``committed``, which was just written, that ``retention`` does not keep.
+
+    Later ones belong to a past that a resume has discarded. They are not counted, or they would displace good ones.
+    """
+    earlier = (path for path in checkpoints(folder) if (step_of(path) or 0) <= (step_of(committed) or 0))
+    mine = [path for path in earlier if is_own(path, run)]
+    best = read_best(folder, run)
+    spared = {path.name for path in mine[: retention.newest]} | ({name_of(best.step)} if best else set())
+    if retention.every:
+        spared |= _first_of_each(mine, retention.every)
+    for path in mine:
+        if path.name not in spared:
+            delete(path, run)
+
+
+def delete(path: Path, run: str) -> None:
+    """Deletes a checkpoint. It is renamed first: a kill leaves what ``sweep`` removes, and none with missing files."""
+    doomed = path.with_name(f".{path.name}{_mark(run)}.deleted")
+    with suppress(OSError):
+        path.rename(doomed)
+        path = doomed
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
+    """Returns the first checkpoint at or after each multiple of ``every``: the same ones after every later save."""
+    first: dict[int, str] = {}
+    for path in paths:  # newest first, so the oldest of each multiple is written last
+        first[(step_of(path) or 0) // every] = path.name
+    return {name for multiple, name in first.items() if multiple}
+
+
+def write_best(folder: Path, best: Best, run: str = "") -> None:
+    """Writes the pointer to the best checkpoint, which is committed already. The write is atomic."""
+    draft = folder / f".{BEST}{_mark(run)}.tmp"
+    draft.unlink(missing_ok=True)
+    with draft.open("x") as file:  # follows no link
+        file.write(json.dumps(asdict(best)) + "\n")
+    fsync(draft)
+    draft.replace(folder / BEST)
+    fsync(folder)
+
+
+def read_best(folder: Path, run: str = "") -> Best | None:
+    """Returns the best checkpoint: what ``write_best`` wrote, or a later one whose manifest says that it is best.
+
+    So a kill between the commit of a checkpoint and the write of the pointer loses nothing.
+    """
+    with suppress(OSError):
+        pointed_to, there = _pointed_to(folder), checkpoints(folder, run)
+        later = (path for path in there if pointed_to is None or (step_of(path) or 0) > pointed_to.step)
+        found = next((best for path in later if (best := _own_best(path))), pointed_to)
+        return found if found and folder / name_of(found.step) in there else None
+    return None
+
+
+def mend_best(folder: Path, run: str = "") -> Best | None:
+    """Returns ``read_best``, and writes the pointer where a kill came before it was written."""
+    best = read_best(folder, run)
+    with suppress(OSError):
+        if best and _pointed_to(folder) != best:
+            write_best(folder, best, run)
+    return best
+
+
+def _own_best(path: Path) -> Best | None:
+    """Returns the value by which a checkpoint was the best when it was saved."""
+    with suppress(CheckpointError):
+        return _as_best(read_manifest(path).get("best"))
+    return None
+
+
+def _pointed_to(folder: Path) -> Best | None:
+    with suppress(UnreadableFile):
+        return _as_best(read_json(folder / BEST))
+    return None
+
+
+def _as_best(read: object) -> Best | None:
+    """Returns a Best from parsed JSON; None for anything that ``write_best`` does not write."""
+    with suppress(KeyError, OverflowError):
+        if not isinstance(read, dict):
+            return None
+        step, metric, value = read["step"], read["metric"], read["value"]
+        if type(step) is int and type(metric) is str and type(value) in (int, float) and math.isfinite(value):
+            batches = read.get("batches")
+            return Best(step, metric, float(value), batches if type(batches) is int else None)
+    return None
+
+
+def draft_of_step(folder: Path, step: int, run: str) -> Path:
+    """Where the run writes a checkpoint before it is committed."""
+    return folder / f".{name_of(step)}{_mark(run)}.tmp"
+
+
+def sweep(folder: Path, run: str = "") -> None:
+    """Removes the unfinished files of a killed save of this run, by the identity in their names."""
+    ours = re.compile(rf"\.(step-\d{{8,}}(\.old)?|{re.escape(BEST)}){re.escape(_mark(run))}\.(tmp|deleted)")
+    for path in folder.glob(".*"):
+        if ours.fullmatch(path.name):
+            remove(path)
+
+
+def _mark(run: str) -> str:
+    return f".{run}" if run else ""

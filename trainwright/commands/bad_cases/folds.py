@@ -1,0 +1,90 @@
+"""Predictions for the training set by models that have not seen what they predict: cross-validation of a recipe."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Subset
+
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
+from trainwright.checkpoint.cursor import MicroBatch
+from trainwright.commands.bad_cases.scores import CollectedScores, Scores
+from trainwright.commands.bad_cases.slices import Groups
+from trainwright.data.loading import EvaluationBatches, Loading
+from trainwright.data.unwrap import length_of
+from trainwright.errors import StoppedError, UsageError
+from trainwright.recipe import Loaded, load
+from trainwright.recipe.resolve import LIVE
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
+from trainwright.runs.folder import RunFolder
+from trainwright.training.run import train
+
+ALONE = (
+    *("data.val=null", "data.more_val=[]", "observers=[]", "metrics=[]"),
+    *("log.sinks=[]", "log.doctor=false", "alerts=null"),
+    *("checkpoint.every=null", "checkpoint.best=null", "checkpoint.restore_best=false"),
+)
+"""A fold only trains."""
+
+
+class FoldedTraining:
+    """Trains the recipe of a run on all but one of ``folds`` parts of its training set, for each part.
+
+    ``batches`` are the whole training set, in its order. Raises UsageError for a run whose parts were passed in Python,
+    and for data that cannot be read by position.
+    """
+
+    def __init__(self, folder: RunFolder, folds: int, batch: int | None, say: Callable[[str], None]) -> None:
+        self._folder, self._folds, self._say = folder, folds, say
+        loaded = load(folder.recipe, environ={})
+        live = [part.use for part in (loaded.recipe.model, loaded.recipe.data.train, loaded.recipe.loss)]
+        if named := [use for use in live if use.startswith(f"{LIVE}:")]:
+            raise UsageError(
+                f"{named[0].removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python: no recipe can train "
+                "it again",
+                remedy="leave --folds out, or train in folds yourself and give tw.bad_cases each model and its part",
+            )
+        self._train = build_dataset(loaded, "train")
+        size = length_of(self._train.dataset)
+        if size is None or self._train.own_batches is not None or self._train.order is not None or size < 2 * folds:
+            raise UsageError(
+                f"the training set of {folder.path} cannot be divided into {folds} folds",
+                remedy="leave --folds out; it takes a dataset with a length whose samples are read by position",
+            )
+        self._size, rows = size, batch or DEFAULT_BATCH_SIZE
+        self._how = Loading(rows, rows, collate=self._train.collate)
+        self.batches = EvaluationBatches(self._train.dataset, self._how)
+
+    def scores(self, groups: Groups) -> Scores:
+        """Of each sample, by the model that has not seen it."""
+        part = np.random.default_rng(0).permutation(self._size) % self._folds
+        found = CollectedScores()
+        for number in range(self._folds):
+            self._fold(number, part, found)
+        for _ in groups.watching(self.batches):
+            """The values of the groupings, in the order of the data."""
+        return found.scores(by_id=True)
+
+    def _fold(self, number: int, part: NDArray[np.int64], found: CollectedScores) -> None:
+        self._say(f"fold {number + 1} of {self._folds}: training on {int((part != number).sum()):,} samples")
+        mine, others = np.flatnonzero(part == number), np.flatnonzero(part != number)
+        with tempfile.TemporaryDirectory(prefix="trainwright-fold-") as folder:
+            loaded = self._loaded(folder)
+            rest = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
+            model, _ = build_model(loaded, self._train)
+            result = train(loaded, parts=Parts(model, rest, None, build_loss(loaded)), quiet=True)
+        if result.state is None or result.ending == "stopped":
+            raise StoppedError(f"fold {number + 1} was stopped: {result.reason}", remedy="run it again")
+        how = replace(self._how, device=next(result.state.model.parameters()).device)
+        left_out = EvaluationBatches(Subset(self._train.dataset, mine.tolist()), how)
+        found.collect(
+            result.state.model, build_loss(loaded), (MicroBatch(micro.data, mine[micro.ids]) for micro in left_out)
+        )
+
+    def _loaded(self, folder: str) -> Loaded:
+        return load(self._folder.recipe, overrides=[*ALONE, f"folder={Path(folder).as_posix()}"], environ={})

@@ -1,0 +1,349 @@
+"""``check RECIPE``: runs every check in order, each part within its budget of time."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from trainwright.assembly import assemble
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
+from trainwright.assembly.model import count_parameters
+from trainwright.checkpoint.rng import preserved_rng, seed_all
+from trainwright.commands.check import data, learning, resources
+from trainwright.commands.check.alignment import alignment, contradictions
+from trainwright.commands.check.first_batch import (
+    FirstBatch,
+    first_batch,
+    fits,
+    gradients,
+    ignored_by,
+    initial_loss,
+    right_loss,
+)
+from trainwright.commands.check.learning import BatchFit
+from trainwright.commands.check.rate import RateEvidence, learning_rate
+from trainwright.commands.check.samples import DatasetSample, read
+from trainwright.commands.check.sandbox import Sandbox, untouched
+from trainwright.commands.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
+from trainwright.commands.check.verdict import Checkup, Verdict
+from trainwright.data.loading import Loading, StepBatches
+from trainwright.distributed import choose_device
+from trainwright.distributed.memory import free_bytes
+from trainwright.engine.loss import measures_progress
+from trainwright.engine.lr_range import LrRange
+from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError, text_of
+from trainwright.plan.batch import solve_batch
+from trainwright.plan.parallel import in_one_process
+from trainwright.plan.trace.resolve import resolve
+from trainwright.recipe import Loaded
+from trainwright.training.job import Job
+from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
+from trainwright.training.problems import all_at_once
+from trainwright.training.run import process_settings
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds for each part. A step that has begun is completed, so a slow step adds to it."""
+
+    read_s: float = 3.0
+    range_s: float = 10.0
+    one_batch_s: float = 6.0
+    smoke_s: float = 20.0
+    most_samples: int = 4096
+
+
+class _CannotContinue(Exception):
+    """Nothing more can be checked."""
+
+
+@dataclass
+class _Progress:
+    """A check in progress: what is known of the recipe so far."""
+
+    loaded: Loaded
+    device: torch.device
+    budget: Budget
+    checkup: Checkup
+    given: Parts | None = None
+    train: DatasetSample = field(default_factory=lambda: DatasetSample(None))
+    val: DatasetSample | None = None
+    aligned: bool = False
+    open_question: Verdict | None = None
+    """A verdict that the samples alone leave open and the smoke run may decide."""
+    seen: FirstBatch | None = None
+
+    def add(self, verdicts: Iterable[Verdict]) -> None:
+        for verdict in verdicts:
+            self.checkup.add(verdict)
+
+    @property
+    def failed(self) -> bool:
+        return self.checkup.exit_code != 0
+
+
+def check(
+    loaded: Loaded,
+    given: Parts | None = None,
+    *,
+    budget: Budget = Budget(),
+    tell: Callable[[str], None] = lambda text: None,
+) -> Checkup:
+    """Checks everything that can keep a recipe from training. Leaves no file and no setting behind.
+
+    ``given`` are objects from Python instead of what the recipe names; their model is used up. Each verdict is printed
+    by ``tell`` at once. The model is not compiled here. Raises RecipeError for a recipe that names what cannot be
+    built, and UsageError for objects without a loss.
+    """
+    begin_s = time.perf_counter()
+    require_loss(given, "check")
+    recipe = loaded.recipe
+    plain = recipe.model.model_copy(update={"compile": False})
+    quick = replace(loaded, recipe=recipe.model_copy(update={"model": plain}))
+    checkup = Checkup(loaded.source.name, tell)
+    with process_settings(), preserved_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        progress = _Progress(quick, choose_device(recipe.device), budget, checkup, given)
+        try:
+            with all_at_once(quick, given):
+                checkup.complete = _check_all(progress)
+        except _CannotContinue:
+            checkup.complete = False
+        except (RecipeError, MissingExtra):
+            raise
+        except TrainwrightError as error:
+            checkup.complete = False
+            checkup.add(Verdict("fail", "run", error.message, error.remedy))
+        except Exception as error:  # raised by the user's model, loss or data in one of the short trainings
+            checkup.complete = False
+            checkup.add(Verdict("fail", "run", text_of(error, lines=1), "call the model and the loss by hand"))
+        if progress.open_question and all(each.what != progress.open_question.what for each in checkup.verdicts):
+            checkup.add(progress.open_question)
+    checkup.seconds = time.perf_counter() - begin_s
+    tell(checkup.summary())
+    return checkup
+
+
+def _check_all(progress: _Progress) -> bool:
+    """Runs the checks; returns whether all of them ran."""
+    parts, predicted, available_bytes = _build(progress)
+    if progress.failed:  # the first batch would exhaust the memory
+        return False
+    _check_data(progress, parts)
+    _check_first_batch(progress, parts)
+    if progress.seen is None or progress.seen.error or progress.seen.values_without == progress.seen.trained:
+        return False
+    try:
+        job = prepare(in_one_process(progress.loaded), parts)
+    except TrainwrightError:
+        raise
+    except Exception as error:
+        raise TrainwrightError(text_of(error), remedy="run one batch by hand") from error
+    progress.add([] if predicted else resources.memory(job, available_bytes))
+    _check_training(progress, job)
+    return True
+
+
+def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
+    """The live objects, what a step of them needs, and the bytes available before them.
+
+    The model is built only if its weights fit.
+    """
+    loaded, available_bytes = progress.loaded, free_bytes(progress.device)
+    try:
+        seed_all(loaded.recipe.seed)
+        parts = progress.given or _named_parts(progress, loaded, available_bytes)
+        resolved = resolve(loaded, resources.device_of(progress.device), parts=parts)
+        progress.loaded = resolved.loaded
+        predicted = list(resources.predicted(resolved.loaded, parts, progress.device))
+        parts = assemble.prepare(parts, resolved.loaded, progress.device, resolved.planned)
+    except (_CannotContinue, TrainwrightError):
+        raise
+    except Exception as error:
+        raise TrainwrightError(text_of(error), remedy="make it by hand, in Python") from error
+    total, trainable = count_parameters(parts.model)
+    message = f"{type(parts.model).__name__}, {total:,} parameters, {trainable:,} of them trained"
+    progress.add([Verdict("ok", "model", message), *predicted])
+    return parts, predicted, available_bytes
+
+
+def _named_parts(progress: _Progress, loaded: Loaded, available_bytes: int) -> Parts:
+    train = build_dataset(loaded, "train")
+    val = build_dataset(loaded, "val") if loaded.recipe.data.val else None
+    progress.add(resources.sized(loaded, train, available_bytes))
+    if progress.failed:
+        raise _CannotContinue
+    model, notes = build_model(loaded, train)
+    return Parts(model, train, val, build_loss(loaded), notes)
+
+
+def _check_data(progress: _Progress, parts: Parts) -> None:
+    """Checks of the samples, before the model sees one."""
+    budget, recipe = progress.budget, progress.loaded.recipe
+    left_out = frozenset(recipe.data.quarantine)
+    progress.train = read(parts.train, most=budget.most_samples, budget_s=budget.read_s, left_out=left_out)
+    if parts.val is not None:
+        progress.val = read(parts.val, most=budget.most_samples, budget_s=budget.read_s)
+    train = progress.train
+    progress.add(data.readable(train))
+    if train.fatal or (progress.val and progress.val.fatal):
+        progress.add(data.overlap(train, progress.val))
+        raise _CannotContinue
+    progress.add(data.finite(train))
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in parts.model.modules())
+    progress.add(
+        data.batch_fits(train, batch.size, batch.micro, drop_last=recipe.data.drop_last, has_batch_norm=has_norm)
+    )
+    progress.add(data.repeated(train))
+    progress.add(data.overlap(train, progress.val))
+    progress.add(contradictions(train))
+    found = alignment(train, progress.val)
+    if found is not None:
+        progress.aligned = found[1]
+        if found[0].word == "cannot tell":
+            progress.open_question = found[0]
+        else:
+            progress.checkup.add(found[0])
+
+
+def _check_first_batch(progress: _Progress, parts: Parts) -> None:
+    """Checks of one batch through the untrained model."""
+    recipe = progress.loaded.recipe
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    micro = min(batch.micro, progress.train.size or batch.micro)
+    loading = Loading(
+        micro,
+        micro,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        device=progress.device,
+        collate=parts.train.collate,
+        quarantine=frozenset(recipe.data.quarantine),
+        on_bad_sample=recipe.data.on_bad_sample,
+    )
+    try:
+        step = next(iter(StepBatches(parts.train.dataset, loading)), None)
+    except DataError as error:
+        progress.add([Verdict("fail", "first batch", error.message, error.remedy)])
+        return
+    if step is None:
+        progress.add([Verdict("fail", "first batch", "the training data gave no batch", "check that it is not empty")])
+        return
+    with untouched(parts.model, parts.loss):
+        seed_all(recipe.seed)
+        progress.seen = seen = first_batch(parts, step.micro[0])
+    progress.add(data.scale(progress.train, normalised_inside=seen.begins_with_norm))
+    progress.add(data.ids_fit(progress.train, seen.rows))
+    progress.add(data.labels(progress.train, seen.classes, ignored_by(seen)))
+    for verdicts in (fits, initial_loss, gradients):
+        progress.add(verdicts(seen))
+    progress.add(right_loss(seen, progress.train))
+
+
+def _check_training(progress: _Progress, job: Job) -> None:
+    """Checks that train, the fastest first."""
+    budget, sandbox, seen = progress.budget, Sandbox(job), progress.seen
+    assert seen is not None
+    torch.set_num_threads(job.plan.threads)
+    sandbox.keep(budget.read_s)
+    step_s = _step_s(job)
+    computing_s = step_s - job.measured.reading.wait_s
+    progress.add(resources.speed(sandbox, computing_s))
+    if not measures_progress(job.parts.loss):
+        run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=None)
+        seen_as = "the value of this loss does not measure progress"
+        progress.add([Verdict("cannot tell", "learning rate", seen_as, "look at its metrics while it trains")])
+        progress.add(diagnosed(run, progress.checkup))
+        progress.add(afterwards(run))
+        return
+    found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
+    moved = learning.first_update(sandbox)
+    fits = _learn_one_batch(progress, sandbox, found)
+    run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=_guess(progress))
+    lr = job.lr
+    rate = RateEvidence(lr, _num_steps(job, step_s), moved, found, fits, run)
+    progress.checkup.add(learning_rate(rate))
+    chance = seen.loss_call.chance() if seen.loss_call else None
+    progress.add(learning.by_heart(fits, lr, inputs_vary=_vary(progress.train), chance=chance))
+    progress.add(trained(run, lr))
+    progress.add(_unrelated(progress, run, learning.best_of(fits)))
+    progress.add(diagnosed(run, progress.checkup))
+    progress.add(afterwards(run))
+    by_heart = any(fit.lr == lr and fit.fell >= learning.LEARNED for fit in fits)
+    progress.checkup.learns = by_heart if run.learned is None else run.learned
+
+
+def _step_s(job: Job) -> float:
+    """Seconds of a step by the dry run: reading, forward and backward, which is nearly all of it."""
+    return max(job.plan.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
+
+
+def _num_steps(job: Job, step_s: float) -> float:
+    """Steps of the whole run, for one that is budgeted in time by the dry run's step time."""
+    return job.plan.extent.steps or (job.plan.extent.seconds or 0.0) / step_s
+
+
+def _guess(progress: _Progress) -> float | None:
+    """The loss of the best model that ignores its input, from the targets that were read.
+
+    None where it is unknown: for a loss function that is not known, or that adds something to it.
+    """
+    seen, train = progress.seen, progress.train
+    call = seen.loss_call if seen is not None else None
+    chance = call.chance() if call is not None else None
+    if seen is None or call is None or chance is None:
+        return None
+    if abs(seen.loss - call.value()) > 0.05 * abs(call.value()):
+        return None
+    labels, numbers = train.labels(), train.numbers()
+    if call.classes is not None and labels is not None:
+        chance = min(chance, data.entropy(labels, call.ignored))
+    elif call.op == "mse_loss" and numbers is not None:
+        chance = min(chance, float(numbers.var(0).mean()))
+    return chance if math.isfinite(chance) and chance > 0 else None
+
+
+def _learn_one_batch(progress: _Progress, sandbox: Sandbox, found: LrRange | None) -> list[BatchFit]:
+    """Learns one batch by heart at the most plausible rate, and where that fails at others."""
+    tried: list[BatchFit] = []
+    for lr in learning.plausible(found, sandbox.job.lr):
+        tried.append(learning.learn_by_heart(sandbox, lr=lr, budget_s=progress.budget.one_batch_s))
+        if tried[-1].fell >= learning.LEARNED:
+            break
+    return tried
+
+
+def _vary(train: DatasetSample) -> bool:
+    """Whether the first samples have different inputs."""
+    return len({item.digest for item in train.items[:64]}) > 1
+
+
+def _unrelated(progress: _Progress, run: SmokeRun, fit: BatchFit) -> Iterator[Verdict]:
+    """A model that learns one batch by heart but on all of the data is no better than a guess.
+
+    A guess by the frequencies of the classes has their entropy as loss.
+    """
+    labels = progress.train.labels()
+    if labels is None or progress.aligned or progress.failed or progress.seen is None or progress.seen.classes is None:
+        return
+    if len(run.losses) < STEPS // 2 or run.epochs < 1 or fit.fell < learning.LEARNED:
+        return
+    entropy = data.entropy(labels)
+    best = min(run.ends[1], run.val_loss if run.val_loss is not None else math.inf)
+    if best > 0.97 * entropy and len(labels) >= 64:
+        yield Verdict(
+            "warn",
+            "alignment",
+            f"neither neighbours nor {run.epochs:.0f} epochs find labels in the inputs: loss {best:.3g}, "
+            f"by frequency alone {entropy:.3g}",
+            "look at ten samples by eye: labels may be shuffled against the inputs",
+            "data.label_feature_misaligned",
+        )

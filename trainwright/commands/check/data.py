@@ -1,0 +1,294 @@
+"""Verdicts on the samples of a dataset, before any model sees them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainwright.commands.check.samples import DatasetSample
+from trainwright.commands.check.verdict import Verdict
+
+IGNORE = -100
+LARGE, UNEVEN = 10.0, 1e3
+"""Root mean square of inputs, and ratio of the scales of two columns, above which training suffers."""
+FEW_VALUES = 8
+"""Inputs of so few numbers, and rows of so few tokens times four, are often equal by chance."""
+OVERLAP, ALL = 0.01, 0.5
+"""Share of the validation samples that are also in the training set: worth a warning, and a failure."""
+
+
+def readable(train: DatasetSample) -> Iterator[Verdict]:
+    """The shape of a sample, and whether all that were tried can be read."""
+    if train.size is None:
+        yield Verdict("cannot tell", "samples", "a stream: its samples are checked only in the steps below")
+        return
+    if train.failed:
+        position, why = train.failed
+        leave_out = f"data.quarantine: [{position}]" if train.fatal else "data.on_bad_sample: quarantine"
+        remedy = f"open it with dataset[{position}] and repair it, or set {leave_out}"
+        yield Verdict("fail", "samples", f"sample {position} cannot be read: {why}", remedy)
+        return
+    shapes = Counter(" ".join(_shown(x) for x in (*item.inputs, item.target) if x is not None) for item in train.items)
+    kind, _ = shapes.most_common(1)[0]
+    varied = f", and {len(shapes) - 1} other shapes" if len(shapes) > 1 else ""
+    again = "; different at each reading" if train.random else ""
+    yield Verdict("ok", "samples", f"{len(train.items):,} of {train.size:,} read: {kind}{varied}{again}")
+
+
+def _shown(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
+
+
+def finite(train: DatasetSample) -> Iterator[Verdict]:
+    """NaN or infinity in inputs or targets, with the samples."""
+    bad = [item.id for item in train.items if any(x is not None and _is_bad(x) for x in (*item.inputs, item.target))]
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        yield Verdict(
+            "fail",
+            "values",
+            f"NaN or infinity in {len(bad)} of {len(train.items):,} samples: {', '.join(map(str, bad[:5]))}{more}",
+            "repair them at the source, or leave them out with data.quarantine; each would cost its step",
+            code="data.nonfinite_input",
+        )
+
+
+def _is_bad(x: torch.Tensor) -> bool:
+    """Whether there is NaN or plus infinity; minus infinity is used in masks."""
+    return bool(x.isnan().any() or x.isposinf().any()) if x.is_floating_point() else False
+
+
+def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]:
+    """Whether inputs vary around 0 with deviation about 1. ``normalised_inside``: the model starts with a norm."""
+    x, ids = train.features(), (torch.int32, torch.int64)
+    if x is None or len(x) < 4 or not np.isfinite(x).all():
+        return
+    if all(each is None or each.dtype in ids for item in train.items for each in item.inputs):
+        return  # they choose rows of an embedding
+    spread = x.std(0)
+    if not spread.any() and _targets_vary(train):
+        yield Verdict(
+            "fail",
+            "inputs",
+            f"all {len(x)} samples have the same input, with different targets",
+            "look at one sample right after it is loaded: fractions that were stored as integers are all 0",
+            code="data.constant_input",
+        )
+        return
+    size, mean, std = float(np.sqrt((x**2).mean())), float(x.mean()), float(x.std())
+    message = f"mean {mean:.3g}, deviation {std:.3g}, from {x.min():.3g} to {x.max():.3g}"
+    living = spread[spread > 0]
+    uneven = float(living.max() / np.median(living)) if len(living) > 1 else 1.0
+    if normalised_inside:
+        yield Verdict("ok", "inputs", f"{message}; the model normalises them first")
+    elif size > LARGE:
+        bytes_ = x.min() >= 0 and 1 < x.max() <= 255 and bool((x == x.round()).all())
+        remedy = "divide by 255 and subtract the mean" if bytes_ else "subtract the mean and divide by the deviation"
+        yield Verdict("warn", "inputs", f"not normalised: {message}", f"{remedy}, once", "data.unnormalised_input")
+    elif uneven > UNEVEN:
+        message = f"one column varies {uneven:.2g} times as much as the usual one"
+        yield Verdict("warn", "inputs", message, "standardise each column by its own mean and deviation")
+    elif std < 0.02 and abs(mean) > 5 * std:
+        remedy = "normalise once: most often the dataset does it and a transform does it again"
+        yield Verdict("warn", "inputs", f"hardly vary: {message}", remedy, "data.double_normalised")
+    else:
+        yield Verdict("ok", "inputs", message)
+
+
+def _targets_vary(train: DatasetSample) -> bool:
+    targets = [item.target for item in train.items if item.target is not None]
+    return any(t.shape != targets[0].shape or not torch.equal(t, targets[0]) for t in targets)
+
+
+def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> Iterator[Verdict]:
+    """Range and balance. ``classes`` and ``ignored``: outputs of the model and ignore_index in its cross-entropy."""
+    seen = train.labels()
+    if seen is None:
+        yield from _real_targets(train)
+        yield from _dense_targets(train, classes, ignored)
+        return
+    counted = seen[seen != ignored]
+    ids = [item.id for item in train.items]
+    wrong = [n for n, y in enumerate(seen) if y != ignored and (y < 0 or (classes is not None and y >= classes))]
+    if wrong:
+        upto = "counted from 0" if classes is None else f"0 to {classes - 1}"
+        from_one = classes is not None and counted.min() == 1 and counted.max() == classes
+        yield Verdict(
+            "fail",
+            "labels",
+            f"{len(wrong)} of {len(seen):,} are out of range: sample {ids[wrong[0]]} has {seen[wrong[0]]}, "
+            f"labels must be {upto}",
+            "subtract 1: they count from 1" if from_one else "number them from 0, or give the model more outputs",
+            code="data.label_out_of_range",
+        )
+        return
+    if not len(counted):
+        yield Verdict(
+            "fail", "labels", f"every label is {ignored}: nothing is counted", "label what the model should learn"
+        )
+        return
+    values, counts = np.unique(counted, return_counts=True)
+    message = f"{len(values)} classes, {values[0]} to {values[-1]}; the largest has {counts.max() / len(counted):.0%}"
+    if len(values) == 1 and len(counted) >= 32:
+        remedy = "check how labels are read; of a sorted dataset, that all of it is"
+        yield Verdict("fail" if train.whole else "warn", "labels", f"all {len(counted)} are {values[0]}", remedy)
+    else:
+        yield Verdict("ok", "labels", message)
+
+
+def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> Iterator[Verdict]:
+    """A class for each token or pixel."""
+    whole = [(item.id, item.target) for item in train.items if item.target is not None]
+    if classes is None or not whole or any(y.dtype != torch.int64 or y.numel() < 2 for _, y in whole):
+        return
+    for position, y in whole:
+        wrong = y[(y != ignored) & ((y < 0) | (y >= classes))]
+        if len(wrong):
+            message = f"sample {position} has {int(wrong[0])} among its targets, they must be 0 to {classes - 1}"
+            remedy = f"give the model more outputs, or repair the data; the target to leave out is {ignored}"
+            yield Verdict("fail", "labels", message, remedy, "data.label_out_of_range")
+            return
+    yield Verdict("ok", "labels", f"{sum(y.numel() for _, y in whole):,} targets lie within 0 to {classes - 1}")
+
+
+def ids_fit(train: DatasetSample, rows: int | None) -> Iterator[Verdict]:
+    """Whether the embedding of the model's first input has a row for each id."""
+    if rows is None or not train.tokens:
+        return
+    for item in train.items:
+        ids = item.inputs[0]
+        if ids.numel() and not 0 <= (worst := int(ids.max() if ids.max() >= rows else ids.min())) < rows:
+            message = f"sample {item.id} has id {worst}, the embedding has rows 0 to {rows - 1}"
+            remedy = "give the model the vocabulary of the tokenizer, special tokens included"
+            yield Verdict("fail", "inputs", message, remedy)
+            return
+    yield Verdict("ok", "inputs", f"all ids lie within the {rows:,} rows of the embedding")
+
+
+def _real_targets(train: DatasetSample) -> Iterator[Verdict]:
+    y = train.numbers()
+    if y is None or not np.isfinite(y).all():
+        return
+    mean, std = float(y.mean()), float(y.std())
+    message = f"real numbers, mean {mean:.3g}, deviation {std:.3g}"
+    if len(y) >= 4 and not y.std(0).any():
+        remedy = "check how targets are read: there is nothing to learn"
+        yield Verdict("fail" if train.whole else "warn", "targets", f"all are the same: {message}", remedy)
+    elif max(abs(mean), std) > 100:
+        yield Verdict("warn", "targets", message, "standardise the targets, and undo it after predicting")
+    else:
+        yield Verdict("ok", "targets", message)
+
+
+def repeated(train: DatasetSample) -> Iterator[Verdict]:
+    """Samples that occur in the training set more than once."""
+    if len(train.items) < 8 or not_comparable(train):
+        return
+    counts = Counter(item.digest for item in train.items)
+    twice = sum(n - 1 for n in counts.values())
+    share = twice / len(train.items)
+    if share > OVERLAP and len(counts) > 1:
+        first = next(digest for digest, n in counts.items() if n > 1)
+        where = [item.id for item in train.items if item.digest == first][:2]
+        yield Verdict(
+            "warn",
+            "duplicates",
+            f"{share:.0%} of the samples repeat an earlier one, such as {where[1]}, which equals {where[0]}",
+            "remove them before the split: they weigh more, and end up on both sides of it",
+        )
+    elif len(counts) > 1:
+        yield Verdict("ok", "duplicates", f"{twice} among {len(train.items):,} samples")
+
+
+def not_comparable(samples: DatasetSample) -> str:
+    """Why equal inputs would be no evidence; "" where they are."""
+    first = samples.items[0].inputs if samples.items else ()
+    if samples.random:
+        return "samples are different at each reading"
+    size = sum(x.numel() for x in first)
+    parts = (x for item in samples.items for x in item.inputs)
+    if all(not x.is_floating_point() or bool((x == x.round()).all()) for x in parts) and size < (
+        4 * FEW_VALUES if samples.tokens else FEW_VALUES
+    ):
+        return "inputs of so few values are often equal"
+    return "" if size else "inputs are not tensors"
+
+
+def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict]:
+    """Validation samples that are in the training set."""
+    if val is None:
+        remedy = "hold some samples out and name them in data.val: overfitting is not visible otherwise"
+        yield Verdict("warn", "validation", "there is no validation set", remedy)
+        return
+    if val.failed:
+        message = f"sample {val.failed[0]} of the validation set cannot be read: {val.failed[1]}"
+        yield Verdict("fail", "validation", message, "open it with dataset[i] and repair it")
+        return
+    if train.size is None or val.size is None or not train.items or not val.items:
+        yield Verdict("cannot tell", "validation", "whether it overlaps with the training set: one of them is a stream")
+        return
+    if why := not_comparable(train) or not_comparable(val):
+        yield Verdict("cannot tell", "validation", f"whether it overlaps with the training set: {why}")
+        return
+    yield _overlap(train, val)
+
+
+def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
+    """The share is scaled up by the part of the training set that was read, since only matches with it are seen."""
+    known = {item.digest: item.id for item in train.items}
+    both = [item for item in val.items if item.digest in known]
+    covered = len(train.items) / (train.size or 1)
+    share = min(1.0, len(both) / len(val.items) / covered)
+    by_chance = 0.0  # frequent rows are found in a part of the samples, too, and in both sets
+    if not train.whole:
+        twice = len(train.items) - len(known)
+        by_chance = 4 * twice * len(val.items) / len(train.items) + 2
+    if len(both) >= 2 and share > OVERLAP and len(both) > by_chance:
+        first = both[0]
+        about = "" if train.whole else "about "
+        return Verdict(
+            "fail" if share > ALL else "warn",
+            "validation",
+            f"{about}{share:.0%} of its samples are in the training set too: {first.id} is {known[first.digest]} there",
+            "split before anything else, by source (patient, document) and not by sample",
+            code="data.train_val_overlap",
+        )
+    return Verdict("ok", "validation", f"{len(val.items):,} of {val.size:,} samples read, {len(both)} also in training")
+
+
+def batch_fits(
+    train: DatasetSample, size: int, micro: int, *, drop_last: bool, has_batch_norm: bool
+) -> Iterator[Verdict]:
+    """Whether the dataset fills a batch, and the size of its last one."""
+    if train.size is None:
+        return
+    last = 0 if drop_last else (train.size % size) % micro
+    if size > train.size:
+        word, remedy = "warn", f"set batch.size to {train.size} or less"
+        message = f"a batch of {size} is larger than the training set ({train.size}): each step sees all of it"
+        yield Verdict("fail" if drop_last else word, "batch size", message, remedy)  # type: ignore[arg-type]
+    if has_batch_norm and (micro == 1 or last == 1):
+        which = "micro-batches" if micro == 1 else "the last micro-batch of each epoch"
+        yield Verdict(
+            "fail" if micro == 1 else "warn",
+            "batch norm",
+            f"{which} have 1 sample: there is no variance to divide by",
+            "take batch.micro of 8 or more, or GroupNorm" if micro == 1 else "set data.drop_last: true",
+            code="model.bn_tiny_batch",
+        )
+
+
+def majority(labels: NDArray[np.int64]) -> float:
+    """The accuracy of always predicting the most frequent class."""
+    return float(np.unique(labels, return_counts=True)[1].max() / len(labels))
+
+
+def entropy(labels: NDArray[np.int64], ignored: int = IGNORE) -> float:
+    """The entropy of the class frequencies, in nats. ``ignored`` is the label that is not counted."""
+    counted = labels[labels != ignored]
+    share = np.unique(counted, return_counts=True)[1] / max(1, len(counted))
+    return float(-(share * np.log(share)).sum())

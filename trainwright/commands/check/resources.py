@@ -1,0 +1,128 @@
+"""Verdicts on what a run needs: memory, before it is allocated, and time to read data against time to compute."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from trainwright.assembly.assemble import Parts, build_model
+from trainwright.assembly.model import count_parameters
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.commands.check.sandbox import Sandbox
+from trainwright.commands.check.verdict import Verdict
+from trainwright.data.unwrap import Unwrapped
+from trainwright.plan.devices import Device
+from trainwright.plan.machine import read_machine
+from trainwright.plan.memory import memory_bytes
+from trainwright.plan.trace.local_device import local_device, nominal_cpu
+from trainwright.plan.trace.run_forecast import as_written, forecast
+from trainwright.recipe import Loaded
+from trainwright.training.job import Job
+
+NEARLY = 0.8
+"""Share of the available memory from which on there is a warning."""
+UNTRACED = "by the dry run: the plan cannot trace this model"
+SLOW_S = 0.01
+"""A wait for each step below which there is no warning."""
+
+
+def sized(loaded: Loaded, train: Unwrapped, available_bytes: int) -> Iterator[Verdict]:
+    """A verdict only where weights, gradients and optimizer state, counted on the meta device, do not fit."""
+    recipe = loaded.recipe
+    total = 0
+    with contextlib.suppress(Exception), preserved_rng(), torch.device("meta"):
+        # A model that reads its weights cannot be built on the meta device.
+        total, trainable = count_parameters(build_model(loaded, train)[0])
+    if not total:
+        return
+    few = recipe.model.lora is not None or recipe.model.freeze
+    trainable = 0 if few else trainable
+    optimizer = recipe.optimizer
+    sizes = memory_bytes(optimizer.use, optimizer.args, parameters=total, trainable=trainable, activations=0)
+    if (need := sum(sizes.values())) > available_bytes:
+        yield _too_much(f"{total:,} parameters need", sizes, need, available_bytes)
+
+
+def device_of(device: torch.device) -> Device:
+    """The local device in the terms of the device table."""
+    return local_device(probe=False) if device.type == "cuda" else nominal_cpu(read_machine())
+
+
+def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Verdict]:
+    """The peak of a step by the forecast, before one is taken; no verdict for a model that it cannot trace.
+
+    ``parts`` are not prepared yet.
+    """
+    place, found = device_of(device), None
+    try:
+        written = as_written(loaded, place, parts=parts)
+        if written is None or not written.fits:
+            found = forecast(loaded, place, parts=parts)
+            written = found.written
+    except Exception:
+        return
+    need, usable = written.peak_bytes, place.usable_bytes
+    message = f"a step peaks at {_gib(need)}, {_gib(usable)} are usable"
+    if found is not None and not written.fits:
+        others = (each.line() for each in found.remedies if each.fits and each.means != "devices")
+        changes = found.settings or tuple(others)[:1]
+        remedy = f"{', '.join(changes) or 'a smaller model'} (trainwright plan has the reasons)"
+        yield Verdict("fail", "memory", message, remedy)
+    elif need > NEARLY * usable:
+        yield Verdict("warn", "memory", message, "leave some room: asynchronous saving needs a copy in addition")
+    else:
+        yield Verdict("ok", "memory", message)
+
+
+def memory(job: Job, available_bytes: int) -> Iterator[Verdict]:
+    """The peak of a step by the plan, against the bytes that were available before the model was built."""
+    sizes = job.plan.memory_bytes
+    if sizes is None:
+        yield Verdict("cannot tell", "memory", "the plan has no figures")
+        return
+    need = sum(sizes.values())
+    if need > available_bytes:
+        yield _too_much("a step needs", sizes, need, available_bytes)
+    elif need > NEARLY * available_bytes:
+        remedy = "leave some room: temporaries of kernels and a copy for asynchronous saving are needed in addition"
+        yield Verdict("warn", "memory", f"about {_gib(need)} of {_gib(available_bytes)} available, {UNTRACED}", remedy)
+    else:
+        yield Verdict("ok", "memory", f"about {_gib(need)} of {_gib(available_bytes)} available, {UNTRACED}")
+
+
+def _too_much(what: str, sizes: Mapping[str, int], need: int, available_bytes: int) -> Verdict:
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+    return Verdict(
+        "fail",
+        "memory",
+        f"{what} {_gib(need)} ({parts}), {_gib(available_bytes)} are available",
+        "a smaller batch.micro, model.activation_checkpointing, LoRA or a smaller model: see trainwright plan",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
+
+
+def speed(sandbox: Sandbox, step_s: float) -> Iterator[Verdict]:
+    """The time that a step waits for its batch against that of the step. Workers read while the step computes."""
+    reading = sandbox.job.measured.reading
+    if not reading.workers and len(sandbox.load_s) > 1:  # the first batch finds caches cold
+        load_s = statistics.median(sandbox.load_s[1:])
+        reading = replace(reading, wait_s=load_s, read_s=load_s)
+    by = f" by {reading.workers} workers, a step waits {_ms(reading.wait_s)} for it" if reading.workers else ""
+    message = f"{_ms(reading.read_s)} to read a batch{by}, {_ms(step_s)} to train on it"
+    if reading.wait_s > SLOW_S and reading.wait_s > 0.5 * step_s:
+        share = reading.wait_s / (reading.wait_s + step_s)
+        remedy = f"{reading.advice()}; keep decoded samples; read larger pieces"
+        yield Verdict("warn", "loading", f"{message}: {share:.0%} of the time is spent waiting", remedy)
+    else:
+        yield Verdict("ok", "loading", message)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

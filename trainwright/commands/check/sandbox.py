@@ -1,0 +1,120 @@
+"""Where a check trains: a job with a new state for each experiment, which is dropped afterwards."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, cycle
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import preserved_rng, seed_all
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.threads import undisturbed_s
+from trainwright.training.job import Job
+from trainwright.training.own_objects import Live, build_live
+
+T = TypeVar("T")
+KEPT, KEPT_BYTES = 4, 2**28
+
+
+@contextmanager
+def untouched(*roots: object) -> Iterator[None]:
+    """Restores weights, buffers, modes and random state on exit, and drops gradients."""
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    modes = [(module, module.training) for module in modules]
+    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if _has_storage(t)]
+    before = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in tensors}.values()]
+    places = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False)]
+    with preserved_rng():
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            with torch.no_grad():
+                for module, name, buffer in places:  # a forward pass may assign another tensor
+                    setattr(module, name, buffer)
+                for tensor, was in before:
+                    tensor.copy_(was)
+                    tensor.grad = None
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.device.type != "meta"
+
+
+@dataclass
+class Sandbox:
+    """A planned job and its first batches. ``load_s`` are the undisturbed seconds for reading each."""
+
+    job: Job
+    kept: list[StepBatch] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+
+    def keep(self, seconds: float) -> None:
+        """Reads a few of the first batches, for at most so many seconds."""
+        end_s, size = time.perf_counter() + seconds, 0
+        while len(self.kept) < KEPT and size < KEPT_BYTES and time.perf_counter() < end_s:
+            begin_s = undisturbed_s()
+            batch = next(self.job.batches, None)
+            if batch is None:
+                return
+            self.load_s.append(undisturbed_s() - begin_s)
+            self.kept.append(batch)
+            size += sum(_bytes(micro.data) for micro in batch.micro)
+
+    def again(self) -> Iterator[StepBatch]:
+        """The first batches, repeated without end."""
+        return cycle(self.kept)
+
+    def stream(self) -> Iterator[StepBatch]:
+        """All batches in the order of a run. To be called once."""
+        return chain(self.kept, self.job.batches)
+
+    @contextmanager
+    def fresh(self) -> Iterator[TrainState]:
+        """A state as before the first step; model and random state are restored on exit."""
+        with self.built() as live:
+            yield live.state
+
+    @contextmanager
+    def built(self) -> Iterator[Live]:
+        """As ``fresh``, with the schedule of the new state."""
+        job = self.job
+        with untouched(job.parts.model, job.parts.loss):
+            live = build_live(_with_new_optimizer(job.parts), job.loaded, job.plan)
+            seed_all(job.recipe.seed)
+            live.state.loss, live.state.scaler = job.state.loss, job.precision.scaler(job.device)
+            yield live
+
+
+def _with_new_optimizer(parts: Parts) -> Parts:
+    """The same model; of an optimizer and a schedule that came as objects a copy, as neither has trained yet."""
+    kept = {id(parameter): parameter for parameter in parts.model.parameters()}
+    optimizer, schedule = copy.deepcopy((parts.optimizer, parts.schedule), kept)
+    return replace(parts, optimizer=optimizer, schedule=schedule, observers=())
+
+
+def _bytes(data: object) -> int:
+    if isinstance(data, Tensor):
+        return data.nbytes
+    values = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
+    return sum(_bytes(value) for value in values)
+
+
+def within(batches: Iterator[T], seconds: float) -> Iterator[T]:
+    """The batches until the time is over, at least one."""
+    end_s = time.perf_counter() + seconds
+    for batch in batches:
+        yield batch
+        if time.perf_counter() > end_s:
+            return

@@ -1,0 +1,239 @@
+"""The first hundred steps of the run, watched by the doctor, in a folder that is removed afterwards."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+from trainwright.assembly.assemble import build_loading, validation_batches
+from trainwright.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.commands.check.sandbox import Sandbox, within
+from trainwright.commands.check.verdict import Checkup, Verdict, Word
+from trainwright.data.unwrap import length_of
+from trainwright.engine.evaluate import evaluate
+from trainwright.engine.loop import steps
+from trainwright.engine.witness import SILENT
+from trainwright.errors import TrainwrightError, text_of
+from trainwright.monitoring.progress import Progress
+from trainwright.monitoring.terminal import Console
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Found
+from trainwright.training.job import make_advance, until_of
+from trainwright.training.run import make_engine_observer
+
+STEPS = 100
+LOOKS = 40
+"""The first looks of the doctor take about as long as so many steps."""
+ENOUGH = 20
+"""The number of steps from which on a loss that does not fall is evidence."""
+FELL = 0.02
+"""The fall of the loss, as a fraction of its first value, that counts as falling."""
+WHY_NOT_FINITE = "see the other lines; look at learning rate, data and precision"
+ABOVE = 1.05
+"""Loss over that of a guess, from which on a model is worse than a guess."""
+
+
+@dataclass
+class SmokeRun:
+    """The results of the first steps. ``error`` is the message that ended them, with its remedy.
+
+    ``guess`` is the loss of a model that ignores its input, None where it is unknown; ``peak_lr`` is the highest
+    learning rate of these steps.
+    """
+
+    guess: float | None = None
+    peak_lr: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+    watched: bool = False
+    epochs: float = 0.0
+    error: tuple[str, str] | None = None
+    findings: list[Found] = field(default_factory=list)
+    val_loss: float | None = None
+    val_error: tuple[str, str] | None = None
+    saved_bytes: int = 0
+    save_error: tuple[str, str] | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Loss at the beginning and at the end, each the median of a few steps."""
+        few = max(1, len(self.losses) // 10)
+        return statistics.median(self.losses[:few]), statistics.median(self.losses[-few:])
+
+    @property
+    def falls(self) -> bool:
+        """Whether the loss fell, by more than its noise."""
+        first, last = self.ends
+        return first - last > FELL * abs(first) or first - last > 2 * _noise(self.losses)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the loss ended far above where it began, or not finite."""
+        if len(self.losses) < ENOUGH:
+            return False
+        first, last = self.ends
+        return not last <= first + max(0.5 * abs(first), 1e-6)
+
+    @property
+    def is_worse_than_a_guess(self) -> bool:
+        """Whether the loss ended clearly above that of a guess."""
+        return len(self.losses) >= ENOUGH and self.guess is not None and not self.ends[1] <= ABOVE * self.guess
+
+    @property
+    def learned(self) -> bool | None:
+        """Whether the loss fell below that of a guess, in validation too; None where too few steps were taken."""
+        if self.error or self.val_error or not all(map(math.isfinite, self.losses)):
+            return False
+        if len(self.losses) < ENOUGH:
+            return None
+        seen = [self.ends[1], *([] if self.val_loss is None else [self.val_loss])]
+        return self.falls and all(loss < (math.inf if self.guess is None else self.guess) for loss in seen)
+
+
+def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | None) -> SmokeRun:
+    """Trains, evaluates and saves in a temporary folder. The doctor watches where there is time for that."""
+    run, quiet = SmokeRun(guess), Progress(Console(file=io.StringIO()), quiet=True)
+    begin_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.built() as live:
+        job, state = replace(sandbox.job, built=live), live.state
+        run.watched = LOOKS * step_s < budget_s
+        observer = make_engine_observer(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
+        advance = make_advance(job, witness=observer.witness if observer else SILENT)
+        advance = observer.around(advance) if observer else advance
+        try:
+            for result in steps(state, _some(sandbox, budget_s), advance, until=until_of(sandbox.job.plan)):
+                run.losses.append(float(result.loss))
+                run.peak_lr = max(run.peak_lr, result.lr)
+                run.skipped += bool(result.skipped)
+                if observer:
+                    observer.observe(result, state)
+            if observer:
+                observer.close()
+        except Exception as error:  # of the user's code: a verdict; the doctor looks at the step that raised
+            run.error = _message_and_remedy(error)
+            if observer:
+                observer.close()
+        run.findings = observer.findings() if observer else []
+        run.seconds = time.perf_counter() - begin_s
+        run.epochs = state.data.epoch + state.data.position / max(1, _length(sandbox))
+        if run.error is None:
+            _evaluate(sandbox, state, run, budget_s / 4)
+            _save(state, Path(place), run)
+    return run
+
+
+def _some(sandbox: Sandbox, budget_s: float) -> Iterator[StepBatch]:
+    """The batches that there is time for. The schedule is that of the whole run."""
+    return islice(within(sandbox.stream(), budget_s), STEPS)
+
+
+def _length(sandbox: Sandbox) -> int:
+    return length_of(sandbox.job.parts.train.dataset) or 2**62
+
+
+def _message_and_remedy(error: Exception) -> tuple[str, str]:
+    if isinstance(error, TrainwrightError):
+        return error.message, error.remedy
+    return text_of(error, lines=1), "run the step by hand"
+
+
+def _evaluate(sandbox: Sandbox, state: TrainState, run: SmokeRun, budget_s: float) -> None:
+    job = sandbox.job
+    loading = build_loading(job.parts, job.recipe, job.plan, job.device)
+    batches = validation_batches(job.parts, job.recipe, loading)
+    if batches is None:
+        return
+    in_time = within(iter(islice(batches, 32)), budget_s)
+    try:
+        run.val_loss = evaluate(state.model, job.parts.loss, in_time, precision=job.precision).loss
+    except Exception as error:
+        run.val_error = _message_and_remedy(error)
+
+
+def _save(state: TrainState, place: Path, run: SmokeRun) -> None:
+    try:
+        path, run.saved_bytes = save_checkpoint(state, place / "checkpoints")
+        load_checkpoint(state, path)
+    except Exception as error:
+        run.save_error = _message_and_remedy(error)
+
+
+def trained(run: SmokeRun, lr: float) -> Iterator[Verdict]:
+    """The verdict on the first steps. ``lr`` is the peak learning rate of the recipe."""
+    count = len(run.losses)
+    if run.error:
+        yield Verdict("fail", "smoke run", f"step {count + 1} ended with {run.error[0]}", run.error[1])
+        return
+    if not count:
+        yield Verdict("fail", "smoke run", "the training data gave no batch", "check that the dataset fills a batch")
+        return
+    first, last = run.ends
+    message = f"{count} steps in {run.seconds:.0f} s, loss {first:.4g} -> {last:.4g}"
+    if run.peak_lr < 0.5 * lr:
+        message += f" at lr up to {run.peak_lr:.2g} of {lr:.2g}"
+    infinite = sum(not math.isfinite(loss) for loss in run.losses)
+    if run.skipped > count // 4 or not math.isfinite(last):
+        yield Verdict("fail", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
+    elif run.diverges:
+        yield Verdict(
+            "fail", "smoke run", f"{message}: it diverges", "take a tenth of optimizer.lr", "optim.lr_too_high"
+        )
+    elif run.skipped or infinite:
+        yield Verdict("warn", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
+    elif count < ENOUGH:
+        yield Verdict("ok" if count >= 3 else "cannot tell", "smoke run", message)
+    elif not run.falls:
+        yield Verdict("cannot tell", "smoke run", f"{message}: it does not fall yet")
+    elif run.guess is not None and last >= run.guess:
+        yield Verdict("cannot tell", "smoke run", f"{message}: no better than a guess ({run.guess:.4g}) yet")
+    else:
+        yield Verdict("ok", "smoke run", message)
+
+
+def _not_finite(skipped: int, losses: int) -> str:
+    return f"not finite: {skipped} updates, which were skipped, and {losses} losses"
+
+
+def _noise(losses: list[float]) -> float:
+    """The median difference of the losses of neighbouring steps."""
+    return statistics.median(abs(a - b) for a, b in pairwise(losses)) if len(losses) > 1 else 0.0
+
+
+def afterwards(run: SmokeRun) -> Iterator[Verdict]:
+    """The verdicts on evaluation and saving, each tried once."""
+    if run.val_error:
+        yield Verdict("fail", "evaluation", run.val_error[0], run.val_error[1])
+    elif run.val_loss is not None and not math.isfinite(run.val_loss):
+        yield Verdict("fail", "evaluation", f"the validation loss is {run.val_loss}", "look for NaN in data.val")
+    elif run.val_loss is not None and run.guess is not None and run.val_loss >= run.guess and run.ends[1] < run.guess:
+        message = f"validation loss {run.val_loss:.4g}, no better than a guess ({run.guess:.4g}); in training it is"
+        yield Verdict("cannot tell", "evaluation", message)
+    elif run.val_loss is not None:
+        yield Verdict("ok", "evaluation", f"validation loss {run.val_loss:.4g} after these steps")
+    if run.save_error:
+        yield Verdict("fail", "checkpoint", run.save_error[0], run.save_error[1])
+    elif run.saved_bytes:
+        yield Verdict("ok", "checkpoint", f"{run.saved_bytes / 2**20:,.1f} MiB, saved and loaded again")
+
+
+def diagnosed(run: SmokeRun, checkup: Checkup) -> Iterator[Verdict]:
+    """The doctor's findings in these steps, without those that ``checkup`` already has, as severe or more so."""
+    if not run.watched:
+        yield Verdict("cannot tell", "doctor", "a step takes too long to be watched here; the run itself is watched")
+    for found in run.findings:
+        word: Word = "fail" if found.severity == "critical" else "warn"
+        if found.severity == "info" or (found.code and checkup.has(found.code, word)):
+            continue
+        message = f"{found.symptom}: {found.cause}"
+        remedy = f"{found.remedy} (trainwright explain {found.code})"
+        yield Verdict(word, f"step {found.step}", message, remedy, found.code)

@@ -1,0 +1,170 @@
+"""``compare-optimizers RECIPE NAMES``: a learning rate for each optimizer by a range test, then runs of one length."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.commands.lr_range import run_lr_range
+from trainwright.errors import UsageError
+from trainwright.recipe import OPTIMIZER_ALIASES, Loaded, load
+from trainwright.training.run import process_settings
+from trainwright.trials.trial import Trial, run_trial
+
+
+@dataclass(frozen=True)
+class ComparedOptimizer:
+    """One row. ``lr`` is the learning rate that was trained with, ``from_range`` whether the range test found it."""
+
+    name: str
+    lr: float
+    from_range: bool
+    trial: Trial
+
+    @property
+    def loss(self) -> float:
+        """The validation loss at the end; the last training loss that was logged where there is none."""
+        if self.trial.evaluations:
+            return self.trial.val_loss
+        return self.trial.losses[-1][1] if self.trial.losses else math.nan
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "optimizer": self.name,
+            "lr": self.lr,
+            "lr_from_range_test": self.from_range,
+            "loss": self.loss,
+            "step_s": self.trial.step_s,
+            "seconds": self.trial.seconds,
+            "peak_bytes": self.trial.peak_bytes,
+            "ended": self.trial.ended,
+            "reason": self.trial.reason,
+            "findings": [each.code for each in self.trial.findings],
+            "run": str(self.trial.folder),
+        }
+
+
+@dataclass(frozen=True)
+class OptimizerComparison:
+    """The rows in the order of their loss. ``loss_name`` says which loss it is."""
+
+    folder: Path
+    rows: tuple[ComparedOptimizer, ...]
+    loss_name: str
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a run failed."""
+        return int(any(not each.trial.steps or each.trial.ended == "failed" for each in self.rows))
+
+    def lines(self) -> list[str]:
+        """The table."""
+        head = ("optimizer", "lr", self.loss_name, "s/step", "seconds", "memory", "")
+        body = [
+            (
+                each.name,
+                f"{each.lr:.3g}{'' if each.from_range else ' (default)'}",
+                f"{each.loss:.4g}",
+                f"{each.trial.step_s:.3g}",
+                f"{each.trial.seconds:.3g}",
+                f"{each.trial.peak_bytes / 2**30:.2f} GiB",
+                _remarks(each.trial),
+            )
+            for each in self.rows
+        ]
+        widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
+        rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *body)]
+        return [*rows, str(self.folder)]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        return {"folder": str(self.folder), "loss": self.loss_name, "rows": [each.to_json() for each in self.rows]}
+
+
+def compare_optimizers(
+    recipe: str | Path,
+    names: Sequence[str],
+    *,
+    settings: Sequence[str] = (),
+    range_steps: int = 80,
+    threads: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> OptimizerComparison:
+    """Trains a recipe once with each optimizer, at a learning rate that a range test finds for it.
+
+    Each run has the length, the data and the seed of the recipe, and a run folder of its own. They run one after the
+    other, so that their times compare. The arguments of the recipe's optimizer are kept for that optimizer alone; its
+    weight decay, groups, clipping and schedule are those of all. The rate is a tenth of the one at which the loss of
+    the range test was lowest (Smith 2017), and the default of the optimizer where the loss never fell.
+
+    Args:
+        recipe: The path of a recipe, or the name of one in the box.
+        names: Optimizers: short names, or ``package.module:callable``.
+        settings: Overrides of the recipe, as ``path=value``: ``["until=500steps"]``.
+        range_steps: Optimizer steps of each range test.
+        threads: CPU threads of each run.
+        say: Is called with each line on progress.
+
+    Raises UsageError or RecipeError before anything is trained for an optimizer that cannot be used.
+    """
+    if len(set(names)) < max(2, len(names)):
+        raise UsageError(
+            f"{len(names)} optimizers are named, {len(set(names))} of them different",
+            remedy="name two or more, each once: adamw muon schedulefree",
+        )
+    own = load(recipe, overrides=settings)
+    chosen = {name: [*settings, *_settings_of(name, own)] for name in names}
+    loaded = {name: load(recipe, overrides=each) for name, each in chosen.items()}
+    folder, rows = _new_folder(own), list[ComparedOptimizer]()
+    rates = {name: _rate(name, each, range_steps, say) for name, each in loaded.items()}
+    for name, (lr, is_found) in rates.items():
+        say(f"{name}: trains at lr {lr:.3g}")
+        plain = name.replace(":", ".")
+        run = [*chosen[name], f"optimizer.lr={lr!r}"]
+        trial = run_trial(Path(recipe), run, folder / plain, threads=threads)
+        rows.append(ComparedOptimizer(name, lr, is_found, trial))
+        say(f"{name}: loss {rows[-1].loss:.4g}, {trial.ended}{f': {trial.reason}' if trial.reason else ''}")
+    rows.sort(key=lambda each: (math.isnan(each.loss), each.loss))
+    has_val = any(each.trial.evaluations for each in rows)
+    return OptimizerComparison(folder, tuple(rows), "val loss" if has_val else "loss")
+
+
+def _settings_of(name: str, own: Loaded) -> list[str]:
+    optimizer = own.recipe.optimizer
+    if name in (optimizer.use, *(alias for alias, row in OPTIMIZER_ALIASES.items() if row.factory == optimizer.use)):
+        return []
+    kept = ["optimizer.weight_decay"] if "optimizer.weight_decay" in own.asked else []
+    decay = json.dumps(optimizer.weight_decay) if kept else "null"
+    return [
+        f"optimizer.use={json.dumps(name)}",
+        "optimizer.args={}",
+        "optimizer.lr=null",
+        f"optimizer.weight_decay={decay}",
+    ]
+
+
+def _rate(name: str, loaded: Loaded, steps: int, say: Callable[[str], None]) -> tuple[float, bool]:
+    """The learning rate of the range test, and whether it found one."""
+    with preserved_rng(), process_settings():
+        found, default = run_lr_range(loaded, steps=steps, lowest=1e-6, highest=10.0)
+    suggested = "" if found.suggestion else ": the loss never fell by 1 %"
+    lr = found.suggestion or default
+    say(f"{name}: the range test suggests {'none' if suggested else f'{lr:.3g}'}{suggested}")
+    return float(f"{lr:.3g}"), not suggested
+
+
+def _new_folder(own: Loaded) -> Path:
+    """A folder that does not exist yet, beside the runs of the recipe."""
+    names = (f"{own.recipe.name}-optimizers{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
+    return next(path for name in names if not (path := Path(own.recipe.folder) / name).exists())
+
+
+def _remarks(trial: Trial) -> str:
+    if trial.ended not in ("finished", "data_exhausted"):
+        return f"{trial.ended}: {trial.reason.splitlines()[0]}" if trial.reason else trial.ended
+    return ", ".join(dict.fromkeys(each.code for each in trial.findings))

@@ -1,0 +1,144 @@
+"""``graph RECIPE``: the modules of a model and what one step keeps for backward, as text, SVG and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.engine.loss import Loss, LossFn, as_loss_fn
+from trainwright.engine.precision import PrecisionName
+from trainwright.errors import StorageError
+from trainwright.plan.batch import solve_batch
+from trainwright.plan.explain import human_bytes
+from trainwright.plan.fold import Folded, fold
+from trainwright.plan.machine import read_machine
+from trainwright.plan.profile import GraphProfile
+from trainwright.plan.trace.blueprint import make_blueprint
+from trainwright.plan.trace.fake_tensors import DeviceName
+from trainwright.plan.trace.graph_profiler import GraphProfiler
+from trainwright.plan.trace.local_device import nominal_cpu
+from trainwright.plan.trace.traced_step import TracedObjects, trace_step
+from trainwright.recipe import Loaded, Recipe
+from trainwright.report.graph import Headline, graph_text
+from trainwright.report.graph_svg import graph_svg
+
+SAMPLES = 2
+"""Samples of the micro-batch that is drawn where the recipe leaves its size to the plan."""
+
+
+@dataclass(frozen=True)
+class GraphPicture:
+    """The profile of one micro-batch's step, and how it is shown."""
+
+    headline: Headline
+    profile: GraphProfile
+    folded: Folded
+
+    def lines(self) -> list[str]:
+        """The text for people."""
+        return graph_text(self.headline, self.folded)
+
+    def svg(self) -> str:
+        """The drawing as an SVG document."""
+        return graph_svg(self.headline, self.folded)
+
+    def to_json(self) -> dict[str, object]:
+        """``folded`` is what is shown; ``modules``, ``nodes`` and ``edges`` are all of it."""
+        return {"headline": asdict(self.headline), "folded": self.folded.to_json(), **self.profile.to_json()}
+
+
+def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
+    """Builds the model of a recipe under fake tensors and profiles a step of one micro-batch, without checkpointing.
+
+    Raises RecipeError for what cannot be built, UsageError for a step that cannot be traced.
+    """
+    recipe, blueprint = loaded.recipe, make_blueprint(loaded)
+    samples = _samples(recipe)
+    precision = cast(PrecisionName, "fp32" if recipe.precision in (None, "auto", "tf32") else recipe.precision)
+    chunked = blueprint.chunked(samples, nominal_cpu(read_machine()))  # the step is traced as on a CPU
+    make = partial(blueprint.traced_objects, samples=samples, chunked=chunked)
+    profile = profile_graph(make, precision=precision)
+    headline = Headline(
+        name=recipe.name,
+        model=profile.modules[0].kind,
+        samples=samples,
+        precision=precision,
+        parameters=sum(module.parameters for module in profile.modules),
+        nodes=len(profile.nodes),
+        edges=profile.edges,
+        notes=tuple(_notes(recipe, profile)),
+    )
+    return GraphPicture(headline, profile, fold(profile, depth))
+
+
+def profile_graph(
+    make: Callable[[torch.device], TracedObjects], *, device: DeviceName = "cpu", precision: PrecisionName = "fp32"
+) -> GraphProfile:
+    """The profile of one step of the objects that ``make`` builds, with FLOPs. Its tensors hold no memory."""
+    losses: list[_ProfiledLoss] = []
+
+    def watch(place: torch.device) -> TracedObjects:
+        objects = make(place)
+        losses.append(_ProfiledLoss(objects))
+        return replace(objects, loss=losses[0], optimizer=None)
+
+    trace = trace_step(watch, device=device, precision=precision, clip=False)
+    profile = losses[0].profile
+    assert profile is not None
+    return profile.with_trace(trace)
+
+
+class _ProfiledLoss:
+    """The loss of ``objects``; its first call profiles the autograd graph of the result."""
+
+    def __init__(self, objects: TracedObjects) -> None:
+        self.profile: GraphProfile | None = None
+        self._loss: LossFn = as_loss_fn(objects.loss)
+        inner = getattr(objects.loss, "func", objects.loss)
+        tensors = [*inner.parameters(), *inner.buffers()] if isinstance(inner, nn.Module) else []
+        self._resident: list[Tensor] = tensors
+        self._profiler = GraphProfiler(objects.model)
+
+    def __call__(self, model: nn.Module, batch: object) -> Loss | Tensor:
+        out = self._loss(model, batch)
+        if self.profile is None:
+            total = out.total if isinstance(out, Loss) else out
+            self.profile = self._profiler.read(total, batch, self._resident)
+            self._profiler.close()
+        return out
+
+
+def write_svg(drawn: GraphPicture, path: Path) -> None:
+    """Writes the drawing. Raises StorageError where that is not possible."""
+    try:
+        path.write_text(drawn.svg(), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}", remedy="give another --svg") from None
+
+
+def _samples(recipe: Recipe) -> int:
+    micro: int | Literal["auto"] | None = recipe.batch.micro
+    if micro == "auto":
+        return SAMPLES
+    return solve_batch(recipe.batch.size, micro, recipe.batch.accumulation).micro
+
+
+def _notes(recipe: Recipe, profile: GraphProfile) -> list[str]:
+    found = []
+    setting = recipe.model.activation_checkpointing
+    if setting != "none":
+        found.append(f"the recipe asks for activation_checkpointing: {setting}; drawn is the step without it")
+    if hidden := sum(node.hidden for node in profile.nodes):
+        found.append(f"{hidden} saved tensors are replaced by hooks of the model (checkpointing, offload): not counted")
+    if profile.elsewhere_bytes > 0.01 * profile.saved_bytes:
+        size = human_bytes(profile.elsewhere_bytes)
+        found.append(f"{size} more wait for the backward pass in workspaces of kernels; no module's figure has them")
+    if recipe.model.compile:
+        found.append("the graph is that of the model as written; model.compile fuses some of it")
+    return found

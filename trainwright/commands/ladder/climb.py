@@ -1,0 +1,384 @@
+"""Climbs a ladder: trains each rung in a process and run folder of its own, and keeps the changes that hold and pay.
+
+Does not import torch: every rung is a trial (``trainwright.trials``). What is finished is read from its run folder, so
+a ladder that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainwright.commands.ladder.judge import (
+    Band,
+    MeasuredRung,
+    RungVerdict,
+    band_of,
+    judge,
+    measured,
+    new_finding,
+    unhealthy,
+)
+from trainwright.commands.ladder.page import write_page
+from trainwright.commands.ladder.result import BEST, PAGE, REPORT, Ladder, RungResult, commented, notes_of
+from trainwright.commands.ladder.rungs import (
+    BASELINE,
+    SECOND_SEED,
+    Rung,
+    batch_settings,
+    batch_size,
+    length_settings,
+    own_length,
+    rungs_of,
+    steps_of,
+    words,
+)
+from trainwright.errors import UsageError
+from trainwright.recipe import Loaded, dump_masked, load
+from trainwright.runs.files import UnreadableFile, parse_json, read_text
+from trainwright.runs.lock import is_held
+from trainwright.runs.provenance import modules_of
+from trainwright.runs.storage import write_atomically
+from trainwright.trials import read_trial, run_trial
+
+MAX_SLOWDOWN = 4.0
+"""A rung that takes so many times as long as the baseline is stopped: it does not pay."""
+STARTUP_S = 120.0
+"""Time for the start of a process, beyond that."""
+COMPILE_S = 600.0
+"""Time to compile the model, in addition."""
+RANGE_STEPS = 100
+POLL_S = 0.5
+MAX_REASON_CHARS = 300
+_LR_RANGE = (
+    "from trainwright.trials.child import end_with; end_with({parent})\nfrom trainwright.cli import main; main()"
+)
+
+
+def ladder(
+    recipe: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    steps: int | None = None,
+    samples: int | None = None,
+    budget_s: float = math.inf,
+    skip: Sequence[str] = (),
+    folder: str | Path | None = None,
+    threads: int | None = None,
+    quiet: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Ladder:
+    """Go from a float32 baseline to a fast run, one change at a time, on the same data, seed and number of samples.
+
+    Args:
+        recipe: The path of a recipe, or the name of one in the box.
+        settings: Overrides of the recipe, ``"path=value"``.
+        steps: Optimizer steps of the baseline; by default those of the recipe, at most 200.
+        samples: The same as a number of samples.
+        budget_s: Seconds after which no further rung starts.
+        skip: Names of rungs to leave out, such as ``"fp16"``.
+        folder: Where runs, table, page and best recipe are written; by default ``<name>-ladder`` in the folder of the
+            recipe's runs. An unfinished ladder in it is resumed.
+        threads: CPU threads of each run; by default ``OMP_NUM_THREADS``, or all cores.
+        quiet: Prints nothing.
+        say: Gets the lines of progress, instead of ``print``; then the table is not printed.
+
+    Returns:
+        The table, and the best recipe; ``exit_code`` is 3 when a rung breaks.
+
+    Example:
+        >>> found = tw.ladder("recipes/demo-digits.yaml", steps=100)
+        >>> found.best_recipe
+    """
+    given: object = recipe
+    if not isinstance(given, str | Path):
+        rule = f"ladder takes the path or name of a recipe, not a {type(given).__name__}"
+        remedy = "each rung is a process of its own: write a recipe with model.use: module:callable"
+        raise UsageError(rule, remedy=remedy)
+    loaded = load(recipe, overrides=settings)
+    count = steps_of(loaded.recipe, steps, samples)
+    name = f"{loaded.recipe.name[:80]}-ladder"
+    place = Path(folder) if folder is not None else Path(loaded.recipe.folder) / name
+    load(recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))])  # a warm-up that does not fit
+    tell = say or ((lambda text: None) if quiet else print)
+    climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), budget_s, tell)
+    found = climb.run([*rungs_of(loaded.recipe, skip)])
+    if say is None:
+        tell("\n".join(found.lines()))
+    return found
+
+
+def _threads() -> int:
+    with suppress(ValueError, KeyError):
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class _Held:
+    """The last rung that held: what the next one builds on."""
+
+    name: str
+    settings: dict[str, str]
+    measured: MeasuredRung
+    anchor: float
+    optimizer: str
+    factor: int = 1
+    decided: dict[str, str] = field(default_factory=dict)
+
+
+class _Climb:
+    def __init__(
+        self,
+        recipe: Path,
+        settings: tuple[str, ...],
+        loaded: Loaded,
+        steps: int,
+        folder: Path,
+        threads: int,
+        budget_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._recipe, self._settings, self._loaded, self._steps = recipe, settings, loaded, steps
+        self._folder, self._threads, self._say = folder, threads, say
+        self._batch = batch_size(loaded.recipe)
+        self._end_s = time.monotonic() + budget_s
+        self._limit_s = math.inf
+        self._rows: list[RungResult] = []
+        self._known: set[str] = set()
+        self._out_of_time = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._slow = self._slow_before()
+
+    def run(self, rungs: Sequence[Rung]) -> Ladder:
+        """Tries the rungs in their order, until one breaks."""
+        held, band = self._baseline()
+        if held is None or band is None:
+            return self._written(None, None)
+        for rung in rungs:
+            if time.monotonic() > self._end_s and not rung.why_not:
+                self._out_of_time = True
+                rung = replace(rung, why_not="the budget was used up")
+            row = self._try(rung, held, band)
+            self._add(row)
+            if row.verdict.outcome == "adopted" and row.measured:
+                held = self._adopt(rung, row, row.measured, held, band)
+            self._written(held, band)
+            if row.verdict.outcome == "breaks":
+                break
+        return self._written(held, band)
+
+    def _baseline(self) -> tuple[_Held | None, Band | None]:
+        """Trains the baseline with two seeds. Without a band there is no ladder: the baseline breaks."""
+        seed, settings = self._loaded.recipe.seed, {"precision": "fp32", "model.compile": "false"}
+        begin_s = time.monotonic()
+        one, row = self._train(BASELINE, settings, 1)
+        took_s = max(time.monotonic() - begin_s, 0.0)
+        verdict = _of_baseline(one, _warnings(one))
+        if one.steps == 0:
+            raise UsageError(f"the baseline does not train: {one.reason}", remedy=f"trainwright check {self._recipe}")
+        self._add(replace(row, verdict=verdict))
+        if verdict.outcome == "breaks":
+            return None, None
+        if row.run:
+            took_s = max(took_s, read_trial(row.run).seconds)
+        self._limit_s = MAX_SLOWDOWN * took_s + STARTUP_S
+        two, row = self._train(SECOND_SEED, {**settings, "seed": str(seed + 1 if seed < 2**62 else 0)}, 1)
+        verdict = _of_baseline(two, _warnings(one) | _warnings(two))
+        self._add(replace(self._compared(row, two, one, BASELINE), verdict=verdict))
+        if verdict.outcome == "breaks":
+            return None, None
+        self._known = {each.code for each in (*one.serious, *two.serious)}
+        return _Held(BASELINE, settings, one, one.loss, self._loaded.recipe.optimizer.use), band_of(one, two)
+
+    def _try(self, rung: Rung, held: _Held, band: Band) -> RungResult:
+        if rung.why_not:
+            return RungResult(rung.name, RungVerdict("not tried", rung.why_not), {})
+        changes, lr = dict(rung.settings), None
+        if rung.kind == "batch":
+            changes = dict(batch_settings(self._loaded.recipe, rung.factor, held.optimizer))
+        if rung.kind == "optimizer":
+            lr, why_not = self._range_test(rung, {**held.settings, **changes})
+            if lr is None:
+                return RungResult(rung.name, RungVerdict("not tried", why_not), changes)
+            changes["optimizer.lr"] = f"{lr:.3g}"
+        settings = {**held.settings, **changes}
+        rung_measured, row = self._train(rung.name, settings, rung.factor)
+        row = replace(row, lr=lr, below=held.name)
+        if rung_measured.ended == "stopped":
+            why = f"it took more than {MAX_SLOWDOWN:g} times as long as the baseline, and was stopped"
+            return replace(row, verdict=RungVerdict("too slow", why), measured=None)
+        if rung_measured.steps == 0:
+            return replace(row, verdict=RungVerdict("not tried", _in_one_line(rung_measured.reason)), measured=None)
+        verdict = judge(rung.kind, rung_measured, held.measured, held.anchor, band, self._known)
+        return replace(self._compared(row, rung_measured, held.measured, held.name), verdict=verdict)
+
+    @staticmethod
+    def _compared(row: RungResult, one: MeasuredRung, below: MeasuredRung, name: str) -> RungResult:
+        return replace(row, below=name, change=one.loss - below.loss, speed=below.sample_s / one.sample_s)
+
+    def _adopt(self, rung: Rung, row: RungResult, found: MeasuredRung, held: _Held, band: Band) -> _Held:
+        is_better = held.measured.loss - found.loss > band.loss
+        changes = {path: value for path, value in row.settings.items() if held.settings.get(path) != value}
+        self._known |= {each.code for each in found.serious}
+        return _Held(
+            rung.name,
+            dict(row.settings),
+            found,
+            found.loss if is_better else held.anchor,
+            rung.settings.get("optimizer.use", held.optimizer),
+            rung.factor if rung.kind == "batch" else held.factor,
+            {**held.decided, **dict.fromkeys(changes, rung.name)},
+        )
+
+    def _train(self, name: str, settings: dict[str, str], factor: int) -> tuple[MeasuredRung, RungResult]:
+        """Trains one run, or reads it where it is finished."""
+        length = length_settings(self._loaded.recipe, self._steps, factor)
+        measuring = {"log.every": "1steps", "log.sinks": "[]", "alerts": "null"}
+        asked = [*self._settings, *words({**measuring, **length, **settings})]
+        folder = self._folder / f"{name}-{self._digest(asked)}"
+        if folder.name in self._slow:
+            trial = read_trial(folder)
+        else:
+            self._say(f"{name} ...")
+            self._wait_for(folder)
+            limit_s = self._limit_s + (COMPILE_S if settings.get("model.compile") == "true" else 0.0)
+            trial = run_trial(self._recipe_file(), asked, folder, threads=self._threads, limit_s=limit_s)
+            if trial.ended == "stopped":
+                self._slow.add(folder.name)
+        if trial.ended not in ("finished", "failed", "stopped"):
+            trial = replace(trial, reason=trial.reason or f"its process ended, {trial.ended}")
+        found = measured(trial, self._steps // factor, self._batch * factor)
+        return found, RungResult(name, RungVerdict("baseline"), settings, folder, found)
+
+    def _wait_for(self, folder: Path) -> None:
+        """Waits for a run that a killed process of this ladder has left: it saves after its step, and ends."""
+        end_s = time.monotonic() + STARTUP_S + COMPILE_S
+        while is_held(folder) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+
+    def _recipe_file(self) -> Path:
+        """The file of the recipe. The name of a recipe in the box may also be that of a folder here."""
+        return Path(self._loaded.source.name)
+
+    def _digest(self, settings: Sequence[str]) -> str:
+        """Identifies the run of a recipe with settings: another recipe, or other settings, is another run folder."""
+        text = dump_masked(load(self._recipe_file(), overrides=list(settings)).recipe)
+        return hashlib.sha256(f"{text}\n{self._threads}".encode()).hexdigest()[:8]
+
+    def _range_test(self, rung: Rung, settings: dict[str, str]) -> tuple[float | None, str]:
+        """The learning rate that a range test finds, and why there is none."""
+        asked = [*self._settings, *words({**length_settings(self._loaded.recipe, self._steps), **settings})]
+        file = self._folder / f"{rung.name}-lr-{self._digest(asked)}.json"
+        with suppress(UnreadableFile, ValueError):
+            found = parse_json(read_text(file))
+            if isinstance(found, dict):
+                return _suggested(found)
+        self._say(f"{rung.name}: range test of the learning rate ...")
+        command = ["lr-range", str(self._recipe_file()), "--steps", str(RANGE_STEPS), "--json"]
+        command += ["--out", str(file.with_suffix(".svg")), *(word for each in asked for word in ("--set", each))]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _LR_RANGE.format(parent=os.getpid()), *command],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=self._limit_s + (COMPILE_S if settings.get("model.compile") == "true" else 0.0),
+                env=self._environ(),
+            )
+        except subprocess.TimeoutExpired:
+            return None, "the range test of its learning rate took too long"
+        if done.returncode != 0:
+            return None, f"the range test failed: {_in_one_line(done.stderr.rpartition('error: ')[2])}"
+        text = done.stdout.strip().splitlines()[-1]
+        write_atomically(file, text + "\n", durable=False)
+        return _suggested(json.loads(text))
+
+    def _environ(self) -> dict[str, str]:
+        paths = filter(None, (os.environ.get("PYTHONPATH"), str(self._recipe_file().absolute().parent)))
+        return {**os.environ, "OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def _add(self, row: RungResult) -> None:
+        self._rows.append(row)
+        self._say(f"{row.name}: {row.verdict}")
+
+    def _slow_before(self) -> set[str]:
+        """The run folders that an earlier process of this ladder has stopped for their time."""
+        with suppress(UnreadableFile, ValueError, KeyError, TypeError):
+            found = parse_json(read_text(self._folder / REPORT))
+            rungs = found["rungs"] if isinstance(found, dict) else []
+            return {Path(str(each["run"])).name for each in rungs if each["outcome"] == "too slow"}
+        return set()
+
+    def _written(self, held: _Held | None, band: Band | None) -> Ladder:
+        """Writes table, page and best recipe as they are now: a ladder that is killed leaves them."""
+        found = Ladder(self._folder, str(self._recipe), self._steps, self._batch, tuple(self._rows), band)
+        found = replace(found, out_of_time=self._out_of_time)
+        if held is not None:
+            self._write_best(held)
+            length = length_settings(self._loaded.recipe, self._steps, held.factor)
+            train, repeat = self._commands(words(length))
+            found = replace(found, best=held.name, train=train, repeat=repeat)
+        write_atomically(self._folder / REPORT, json.dumps(found.to_json(), indent=1) + "\n", durable=False)
+        write_page(self._folder / PAGE, found)
+        return found
+
+    def _commands(self, length: Sequence[str]) -> tuple[str, str]:
+        """Two commands: train the best recipe; repeat its rung, with the same threads and length."""
+        has_modules = bool(modules_of(self._loaded.recipe.model_dump(mode="json")))
+        beside = self._recipe_file().absolute().parent
+        variables = [f"PYTHONPATH={shlex.quote(str(beside))}"] if has_modules else []
+        train = f"trainwright train {shlex.quote(str(self._folder / BEST))}"
+        sets = [f"--set {each}" for each in length]
+        same = [f"OMP_NUM_THREADS={self._threads}", *variables, train, *sets]
+        return " ".join([*variables, train]), " ".join(same)
+
+    def _write_best(self, held: _Held) -> None:
+        """Writes the best recipe, with a comment at each line that somebody has decided."""
+        own = own_length(self._loaded.recipe, held.factor)
+        loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **own})])
+        notes = dict.fromkeys(self._loaded.asked, "of the recipe")
+        notes |= dict.fromkeys(self._loaded.overridden, "--set")
+        notes |= notes_of(self._rows, {"precision": BASELINE, "model.compile": BASELINE, **held.decided})
+        notes |= dict.fromkeys(own, f"ladder, {held.name}: as many samples as before")
+        path = self._folder / BEST
+        head = [
+            f"# The recipe of the rung {held.name}, written by: trainwright ladder {self._recipe}",
+            f"# Each rung was trained on {self._steps * self._batch:,} samples; {PAGE} and {REPORT} compare them.",
+            "# A line without a comment has its default.",
+        ]
+        write_atomically(path, "\n".join(head) + "\n" + commented(dump_masked(loaded.recipe), notes), durable=False)
+
+
+def _of_baseline(found: MeasuredRung, known: set[str]) -> RungVerdict:
+    why = unhealthy(found, known)
+    return RungVerdict("breaks", why, new_finding(found, known)) if why else RungVerdict("baseline")
+
+
+def _warnings(found: MeasuredRung) -> set[str]:
+    """Codes that do not end a ladder before it begins: it is about differences to the baseline."""
+    return {each.code for each in found.serious if each.severity == "warning"}
+
+
+def _suggested(found: dict[str, object]) -> tuple[float | None, str]:
+    rate = found.get("suggestion")
+    if isinstance(rate, float | int) and rate > 0:
+        return float(rate), ""
+    return None, "in the range test the loss never fell by 1 %"
+
+
+def _in_one_line(text: str) -> str:
+    """The text of an error without the count of its problems, and without place and remedy: these are the child's."""
+    line = re.sub(r"^(the recipe has \d+ problems?: )?(--set [\w.]+: )?", "", " ".join(text.split()))
+    return line.partition(" remedy: ")[0][:MAX_REASON_CHARS] or "it did not start"

@@ -1,0 +1,82 @@
+"""``lr-range RECIPE``: the learning rate range test, with its picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from trainwright.assembly.assemble import Parts
+from trainwright.engine.lr_range import LrRange, lr_range
+from trainwright.errors import StorageError, UsageError
+from trainwright.monitoring.terminal import Console
+from trainwright.plan.parallel import in_one_process
+from trainwright.recipe import Loaded
+from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
+from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
+
+
+def run_lr_range(
+    loaded: Loaded, parts: Parts | None = None, *, steps: int, lowest: float, highest: float
+) -> tuple[LrRange, float]:
+    """Runs the test on a new model of the recipe, or on ``parts``, which are used up.
+
+    Returns the curve with the suggestion, and the learning rate of the recipe. Raises UsageError for a wrong range.
+    """
+    if not 0 < lowest < highest < math.inf:
+        raise UsageError(f"lowest {lowest:g} must be positive and below highest {highest:g}", remedy="swap them")
+    require_loss(parts, "lr_range")
+    job = prepare(in_one_process(loaded), parts)
+    torch.set_num_threads(job.plan.threads)
+    found = lr_range(
+        job.state,
+        job.batches,
+        job.parts.loss,
+        lowest=lowest,
+        highest=highest,
+        num_steps=steps,
+        precision=job.precision,
+        clip=job.built.clip,
+    )
+    return found, job.lr
+
+
+def find_lr(
+    loaded: Loaded,
+    parts: Parts | None = None,
+    *,
+    steps: int,
+    lowest: float,
+    highest: float,
+    out: Path,
+    console: Console,
+) -> dict[str, object]:
+    """Runs the test and writes the picture to ``out`` (SVG).
+
+    Returns the suggestion (None when the loss never fell), the rate where it diverged, and the curve.
+    """
+    found, lr = run_lr_range(loaded, parts, steps=steps, lowest=lowest, highest=highest)
+    curve = Series("loss (smoothed)", found.lrs, found.losses)
+    rates = [("suggestion", found.suggestion), ("recipe", lr)]
+    drawn = [(name, value) for name, value in rates if value is not None and lowest <= value <= highest]
+    marks = [Mark("x", value, f"{name} {value:.3g}") for name, value in drawn]
+    svg = line_chart_svg(
+        [curve], title="LR range test", x_label="learning rate", y_label="loss", marks=marks, log_x=True
+    )
+    try:
+        out.write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
+    console.print(line_chart_text([curve], width=72, height=16, marks=marks, log_x=True), markup=False, highlight=False)
+    suggestion = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"
+    console.print(f"suggested lr  {suggestion}\nrecipe's lr   {lr:.3g}\npicture       {out}", highlight=False)
+    return {
+        "suggestion": found.suggestion,
+        "diverged_at": found.stopped_at,
+        "picture": str(out),
+        "lrs": list(found.lrs),
+        "losses": list(found.losses),
+        "marks": dict(drawn),
+    }

@@ -1,0 +1,148 @@
+"""``checks new CODE``: begins a check of the doctor, with its test."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.doctor.discovery import all_checks
+from trainwright.errors import UsageError, suggest
+from trainwright.runs.json_values import JsonValue
+
+_CHECK = '''\
+"""See the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.check import NotApplicable, Passed, Result, check
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
+
+MOST = 10.0
+"""What the limit is, and why it is this number."""
+
+
+@check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)
+def {name}(run: RunContext) -> Iterator[Result]:
+    """One sentence that says what is wrong, in the user's words, of 20 to 130 characters.
+
+    Why it matters: what it does to the training.
+
+    How it is detected: what is compared with what, from which step on, and the tolerance with its reason.
+
+    Exceptions: correct programs that look like it, and why the check is silent on them. At most three.
+
+    Usual cause: what people write by mistake.
+
+    Looks like: codes of checks that exist, and how to tell them apart.
+
+    Fix: one sentence; then code.
+
+        the line that is right
+
+    Sources: two independent public reports. Leave the section out where there is none, but for the detection, the
+    cause and the fix, which every page has.
+    """
+    facts = run.latest(WeightsFacts)
+    if facts is None or not facts.updates:
+        yield NotApplicable("why it says nothing about this run")
+    elif facts.highest_rate > MOST:  # replace this condition
+        yield run.finding(
+            facts.steps,
+            symptom=f"the learning rate is {facts.highest_rate:.3g}",
+            evidence=[("what was measured, seen, and expected", facts.highest_rate, MOST)],
+        )
+    else:
+        yield Passed(f"what was compared, such as {facts.updates} updates")
+'''
+_TEST = '''\
+"""{code} on faulty and on healthy programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.doctor.checks.loops import CLASSES, WIDTH, alarms, mlp, watched
+
+pytestmark = pytest.mark.slow  # watched loops take more than half a second; what needs none goes without the mark
+
+MODELS = [lambda: nn.Linear(WIDTH, CLASSES), mlp]
+
+pytestmark = pytest.mark.slow
+CODE = "{code}"
+
+
+def codes(make: Callable[[], nn.Module], *, faulty: bool) -> list[str]:
+    """Train under the watch, with or without the fault; the codes of its warnings."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=100.0 if faulty else 0.1)  # plant the fault here
+    return alarms(watched(model, optimizer=optimizer, checks=["default", "{code}"]))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_fault_is_found(make: Callable[[], nn.Module]) -> None:
+    assert "{code}" in codes(make, faulty=True)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_healthy_program_has_no_finding(make: Callable[[], nn.Module]) -> None:
+    assert codes(make, faulty=False) == []
+'''
+
+
+@dataclass(frozen=True)
+class NewCheck:
+    """The two files."""
+
+    check: Path
+    test: Path
+
+    exit_code = 0
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return [
+            f"check  {self.check}",
+            f"test   {self.test}",
+            f"run    .venv/bin/python -m pytest -n 0 {self.test}",
+            "next   docs/concepts/doctor.md, Adding a check",
+        ]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """What ``--json`` prints."""
+        return {"check": str(self.check), "test": str(self.test)}
+
+
+def new_check(code: str, root: Path = Path()) -> NewCheck:
+    """Write the files of a new check into the checkout of Trainwright in ``root``.
+
+    Raises:
+        UsageError: ``root`` is no checkout, the code is not ``topic.name`` with a known topic, or exists.
+    """
+    topic, _, name = code.partition(".")
+    folder = root / "trainwright" / "doctor"
+    if not folder.is_dir():
+        raise UsageError("a check is a file of Trainwright's source", remedy="call it in a checkout of the repository")
+    topics = {each.topic: each.pack for each in all_checks()}
+    if topic not in topics:
+        raise UsageError(f"there is no topic {topic!r}", remedy=suggest(topic, list(topics)))
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UsageError(f"{code!r} is no code", remedy=f"write {topic}.what_is_wrong, in lower case")
+    kind = "contrib" if topics[topic] else "checks"
+    tests = root / "tests" / "doctor" / (kind if kind == "contrib" else f"{kind}/{topic}")
+    made = NewCheck(folder / kind / topic / f"{name}.py", tests / f"test_{name}.py")
+    for path, text in ((made.check, _CHECK), (made.test, _TEST)):
+        if path.exists():
+            raise UsageError(f"{path} exists", remedy="take another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("{name}", name).replace("{code}", code), encoding="utf-8")
+    return made

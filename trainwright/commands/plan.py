@@ -1,0 +1,238 @@
+"""``plan RECIPE``: the forecast of a run as lines of text, as a picture and as JSON."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.assembly.assemble import Parts
+from trainwright.errors import StorageError, TrainwrightError, text_of
+from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
+from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, step_in_words
+from trainwright.plan.layout import Option
+from trainwright.plan.make import Plan
+from trainwright.plan.parallel import in_one_process
+from trainwright.plan.trace.local_device import named_device
+from trainwright.plan.trace.run_forecast import Forecast, Point, forecast, frontier
+from trainwright.recipe import Loaded
+from trainwright.recipe.byte_size import parse_bytes
+from trainwright.report.chart import Series, line_chart_text
+from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
+from trainwright.training.own_step import require_loss
+from trainwright.training.prepare import prepare
+from trainwright.training.problems import all_at_once
+from trainwright.training.run import process_settings
+
+LONGEST_S = 2.0
+"""By the roofline: a step that takes longer is not tried by a plan."""
+
+
+@dataclass(frozen=True)
+class ShownPlan:
+    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands.
+
+    ``recipe`` is its name on the command line; "" for objects from Python.
+    """
+
+    forecast: Forecast
+    points: tuple[Point, ...]
+    planned_s: float
+    recipe: str
+    measured: Plan | None = None
+    """The plan of a run on this machine, with its dry run; None where the forecast is for another device."""
+    why_not_measured: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.forecast.written.fits else 3
+
+    def lines(self) -> list[str]:
+        """The text for people; one screen without the frontier."""
+        made, device = self.forecast, self.forecast.device
+        trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
+        lines = [
+            f"plan        {made.name}: {made.parameters:,} parameters{trained}, {made.size} samples a step",
+            f"device      {usable_line(device)}",
+            f"  figures   {device.source}",
+            *layout_lines(made.written, device, "as written"),
+            *self._measured(),
+            "",
+            *timeline_text(made.trace, device.usable_bytes, self.title),
+            *held_lines(made.trace),
+            f"if all were held at once {held_in_words({str(kind): size for kind, size in made.trace.held.items()})}",
+            "",
+            *self._choice(),
+            *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
+        ]
+        return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.planned_s)}"]
+
+    def _measured(self) -> list[str]:
+        """What a dry run on this machine measures, as ``train`` does before its first step, and what is not counted."""
+        beside = "evaluation, checkpoints, the doctor and logging come on top"
+        plan = self.measured
+        if plan is None or plan.step_s is None:
+            why = f"; not measured: {self.why_not_measured}" if self.why_not_measured else ""
+            return [f"  without   reading data and the time of the interpreter{why}; {beside}"]
+        lines = [f"  measured  {step_in_words(plan.step_s, plan.wait_s)} in a dry run here; {beside}"]
+        return lines + [
+            f"  {note.topic:<9} {note.choice}: {note.why}"
+            for note in plan.notes
+            if note.topic in ("precision", "workers")
+        ]
+
+    @property
+    def title(self) -> str:
+        """Names the layout that is drawn."""
+        made, option = self.forecast, self.forecast.shown
+        nearest = "the nearest fit" if made.choice.fits else "the layout that holds least"
+        which = "as written" if made.written.fits else f"{nearest}, not as written"
+        layout, cut = option.layout, f"{option.micro} x {option.accumulation}"
+        return f"{which}: {cut}, {layout.precision}, checkpointing {layout.checkpointing}"
+
+    def _choice(self) -> list[str]:
+        made = self.forecast
+        if not made.choice.fits:
+            lines = ["nothing that keeps the training as it is fits. What else would change it, each alone:"]
+            signs = {"here": "can be done", "elsewhere": "with a package", "devices": "more devices"}
+            return lines + [
+                f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
+                + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings if remedy.fits)
+                for remedy in made.remedies
+            ]
+        if not made.settings:
+            return ["best layout  the recipe as it stands"]
+        flags = " ".join(f"--set {setting}" for setting in made.settings)
+        title = "best layout" if made.written.fits else "nearest fit"
+        command = f"  trainwright train {self.recipe} {flags}"
+        if not self.recipe:
+            command = f"  tw.fit(..., settings={dict(each.split('=', 1) for each in made.settings)})"
+        return [*layout_lines(made.choice.best, made.device, title), command]
+
+    def _unseen(self) -> list[str]:
+        lines = []
+        for each in self.forecast.trace.unseen:
+            bound = "size not known" if each.bound_bytes is None else f"at most {human_bytes(each.bound_bytes)}"
+            bound += self._left_for(each.op)
+            lines.append(f"  not seen      {each.op}{f' in {each.module}' if each.module else ''}: {each.why}; {bound}")
+        return lines
+
+    def _left_for(self, op: str) -> str:
+        """Names the memory that is reserved for it and not counted as usable."""
+        if op == "context":
+            return ", left out of what is usable"
+        margin = human_bytes(FRAGMENTATION * self.forecast.device.memory_bytes)
+        return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
+
+    def _frontier(self) -> list[str]:
+        if not self.points:
+            return []
+        curve = Series("", [p.peak_bytes / 2**30 for p in self.points], [p.step_s for p in self.points])
+        rows = [f"  {human_bytes(p.peak_bytes):>9}  {human_seconds(p.step_s):>7}  {p.what}" for p in self.points]
+        return ["", "memory against time of a step (GiB, s)", *line_chart_text([curve]).splitlines(), *rows]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        made, device = self.forecast, self.forecast.device
+        peak = made.trace.peak
+        return {
+            "recipe": made.name,
+            "device": {"name": device.name, "memory_bytes": device.memory_bytes, "usable_bytes": device.usable_bytes},
+            "parameters": made.parameters,
+            "trainable": made.trainable,
+            "fits": made.written.fits,
+            "written": _option(made.written),
+            "best": _option(made.choice.best),
+            "settings": list(made.settings),
+            "options": [_option(option) for option in made.choice.options],
+            "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op, "held": dict(peak.held)},
+            "resident": dict(made.trace.resident),
+            "kept": dict(made.trace.kept),
+            "unseen": [vars(each) for each in made.trace.unseen],
+            "remedies": [{**vars(each), "settings": list(each.settings)} for each in made.remedies],
+            "notes": [vars(note) for note in made.notes],
+            "frontier": [vars(point) for point in self.points],
+            "held": dict(made.trace.held),
+            "measured": _measured(self.measured),
+            "planned_s": self.planned_s,
+            "exit": self.exit_code,
+        }
+
+
+def _option(option: Option) -> dict[str, object]:
+    return {
+        "micro": option.micro,
+        "accumulation": option.accumulation,
+        "precision": option.layout.precision,
+        "checkpointing": option.layout.checkpointing,
+        "chunked_loss": option.layout.chunked,
+        "offload": option.layout.offload is not None,
+        "host_bytes": option.layout.offload.host_bytes if option.layout.offload else 0,
+        "peak_bytes": option.peak_bytes,
+        "step_s": option.step_s,
+        "flops": option.time.flops,
+        "moved_bytes": option.time.moved_bytes,
+        "mfu": option.time.mfu,
+        "fits": option.fits,
+    }
+
+
+def _measured(plan: Plan | None) -> dict[str, object] | None:
+    if plan is None or plan.step_s is None:
+        return None
+    held = dict(plan.memory_bytes or {})
+    return {"step_s": plan.step_s, "wait_s": plan.wait_s, "precision": plan.precision, "memory_bytes": held}
+
+
+def _dry_run(loaded: Loaded, parts: Parts | None, made: Forecast) -> tuple[Plan | None, str]:
+    """The plan of a run on this machine, tried with one batch as ``train`` does; or why it was not tried."""
+    if not made.written.fits:
+        return None, "the recipe does not fit"
+    if in_one_process(loaded).recipe != loaded.recipe:
+        return None, "the recipe is for several ranks"
+    if made.written.step_s > LONGEST_S:
+        return None, f"a step takes longer than {human_seconds(LONGEST_S)}"
+    with process_settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return prepare(loaded, parts).plan, ""
+        except Exception as error:  # raised by the user's code: `train` shows it with its place
+            return None, error.message if isinstance(error, TrainwrightError) else text_of(error, lines=1)
+
+
+def show_plan(
+    loaded: Loaded,
+    parts: Parts | None = None,
+    *,
+    recipe: str,
+    device: str | None = None,
+    memory: str | None = None,
+    devices: Path | None = None,
+    with_frontier: bool = False,
+    svg: Path | None = None,
+) -> ShownPlan:
+    """Forecasts the recipe, or ``parts`` in place of what it names, and writes the picture to ``svg``.
+
+    For this machine a dry run measures a step as well; ``parts`` are used up.
+
+    Raises UsageError for an unknown device or size, StorageError where the picture cannot be written.
+    """
+    start = time.perf_counter()
+    table = known_devices() if devices is None else load_devices(devices)
+    target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
+    require_loss(parts, "plan")
+    with all_at_once(loaded, parts):
+        made = forecast(loaded, target, parts=parts)
+    points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
+    is_here = device is None and memory is None
+    measured, why_not = _dry_run(loaded, parts, made) if is_here else (None, "")
+    shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe, measured, why_not)
+    if svg is not None:
+        try:
+            title = f"{made.name} on {target.name}, {shown.title}"
+            svg.write_text(timeline_svg(made.trace, target, title, made.shown.pass_s), "utf-8")
+        except OSError as error:
+            raise StorageError(f"{svg} cannot be written: {error}", remedy="give another --svg") from None
+    return shown

@@ -1,0 +1,83 @@
+"""Composition of ``replay``: one step of a run or of a bundle again in this process, compared, looked at, diagnosed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.assembly.assemble import Parts, is_live
+from trainwright.commands.replay.result import Rerun, Say
+from trainwright.commands.replay.trained import Origin, rerun_trained
+from trainwright.commands.replay.watched import rerun_watched
+from trainwright.errors import UsageError
+from trainwright.recipe import load
+from trainwright.replay import bundle as bundles
+from trainwright.replay.bundle import kind_of, read_bundle
+from trainwright.runs.folder import RunFolder
+from trainwright.training.subject import parts_of_run
+
+
+def rerun(
+    path: Path | str,
+    step: int | None = None,
+    *,
+    model: str | None = None,
+    settings: Sequence[str] = (),
+    say: Say = lambda text: None,
+    parts: Parts | None = None,
+) -> Rerun:
+    """Runs ``step`` of a run folder or of a bundle again, compares it with what was recorded, and looks closely.
+
+    A run of our own engine is trained to that step from the newest checkpoint before it, aside from its folder;
+    ``settings`` change its recipe. ``parts`` are the objects of a run of ``tw.fit``, anew; None: its folder says how to
+    make them, or the step is in a bundle. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds
+    what was watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
+    """
+    path = Path(path)
+    kind = kind_of(path)
+    if kind == bundles.CRASH_LOOP:
+        origin = Origin.of_crash_loop(path)
+        return rerun_trained(origin, origin.step if step is None else step, tuple(settings), say)
+    if kind is None and not (path / bundles.NAME).exists():
+        folder = RunFolder.open(path)
+        if folder.recipe.exists() and (parts is not None or not _is_in_a_bundle(folder, step)):
+            if step is None:
+                raise UsageError("a run has many steps", remedy=f"name one: trainwright replay {path} --step N")
+            origin = Origin.of_run(folder, step)
+            if parts is None and _is_live(folder):
+                parts = parts_of_run(folder, model)
+            return rerun_trained(origin, step, tuple(settings), say, parts)
+        path = _bundle_of(folder, step)
+    if settings:
+        raise UsageError("a watched step has no recipe to set", remedy="leave out --set")
+    bundle = read_bundle(path)
+    return rerun_watched(bundle, bundle.step if step is None else step, model, say)
+
+
+def _is_in_a_bundle(folder: RunFolder, step: int | None) -> bool:
+    """Whether the objects of the run came from Python, and a bundle has its step: that needs no training."""
+    if not _is_live(folder):
+        return False
+    return any(kind_of(path) == bundles.KIND and step in (None, *bundles.steps_of(path)) for path in _bundles(folder))
+
+
+def _bundles(folder: RunFolder) -> list[Path]:
+    return sorted(folder.bundles.glob("step-*"))
+
+
+def _is_live(folder: RunFolder) -> bool:
+    return is_live(load(folder.recipe, environ={}).recipe)
+
+
+def _bundle_of(folder: RunFolder, step: int | None) -> Path:
+    """The bundle of a watched run that holds ``step``."""
+    found = [path for path in _bundles(folder) if kind_of(path) == bundles.KIND]
+    held = [(path, bundles.steps_of(path)) for path in found]
+    fitting = [path for path, steps in held if step in steps or (step is None and len(found) == 1)]
+    if fitting:
+        return fitting[-1]
+    kept = ", ".join(f"{steps[0]} to {steps[-1]}" for _, steps in held if steps) or "none"
+    raise UsageError(
+        f"{folder.path} keeps no bundle {'at all' if not found else 'of that step' if step else 'alone'}",
+        remedy=f"steps that it keeps: {kept}; a run that was only watched keeps those around an incident",
+    )

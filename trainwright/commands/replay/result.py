@@ -1,0 +1,103 @@
+"""The result of the ``replay`` verb: the compared numbers, the findings, and how they are printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainwright.report.findings import lines_of
+from trainwright.runs.json_values import JsonValue, strict
+from trainwright.runs.records import Examined, Found, Record, Replayed
+
+Say = Callable[[str], None]
+"""Takes a line for the user."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One number of the step: as it was recorded, and as it was computed again."""
+
+    what: str
+    then: object
+    now: object
+
+    @property
+    def equal(self) -> bool:
+        return repr(self.then) == repr(self.now)  # a NaN is the same as a NaN
+
+
+@dataclass
+class Rerun:
+    """The result of a replay. ``exit_code`` is 0 for the same bits, else 1. ``notes`` say what makes it uncertain.
+
+    ``records`` are all that the findings were made from; ``examined`` are those of this replay alone. ``unexamined``
+    are the names of experiments that did not run.
+
+    ``blind`` says why the step cannot be run again. ``inexact``: an input of the step is unknown, so that other bits
+    are no finding.
+    """
+
+    step: int
+    source: Path
+    compared: list[Compared] = field(default_factory=list)
+    error: str | None = None
+    blind: str | None = None
+    notes: list[str] = field(default_factory=list)
+    settings: tuple[str, ...] = ()
+    inexact: bool = False
+    records: list[Record] = field(default_factory=list)
+    findings: list[Found] = field(default_factory=list)
+    examined: list[Record] = field(default_factory=list)
+    unexamined: list[str] = field(default_factory=list)
+
+    @property
+    def same_bits(self) -> bool:
+        return not self.blind and bool(self.compared) and all(each.equal for each in self.compared)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.same_bits else 1
+
+    @property
+    def outcome(self) -> str:
+        if self.blind:
+            return f"cannot be run again: {self.blind}"
+        differ = [each for each in self.compared if not each.equal]
+        changed = f" with {', '.join(self.settings)}" if self.settings else ""
+        if self.same_bits:
+            return f"the same bits{changed}: {', '.join(each.what for each in self.compared)}"
+        differences = "; ".join(f"{each.what} was {each.then}, is {each.now}" for each in differ[:4])
+        return f"not the same bits{changed}: {differences or 'nothing was recorded to compare with'}"
+
+    @property
+    def replayed(self) -> Replayed:
+        """The record for the log."""
+        outcome = self.outcome + (f"; it raised {self.error}" if self.error else "")
+        return Replayed(
+            time_s=time.time(), step=self.step, bundle=str(self.source), same_bits=self.same_bits, outcome=outcome
+        )
+
+    def lines(self) -> list[str]:
+        """The lines that are printed without ``--json``."""
+        raised = [f"it raised {self.error}"] if self.error else []
+        notes = [f"note: {each}" for each in self.notes]
+        findings = lines_of(self.findings)
+        return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *findings]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """What ``--json`` prints."""
+        return strict(
+            {
+                "step": self.step,
+                "source": str(self.source),
+                "same_bits": self.same_bits,
+                "outcome": self.outcome,
+                "error": self.error,
+                "compared": self.compared,
+                "notes": self.notes,
+                "findings": self.findings,
+                "examined": [each for each in self.records if isinstance(each, Examined)],
+            }
+        )

@@ -1,0 +1,311 @@
+"""A step of our own engine again: trained to from the newest checkpoint before it, aside from the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.checkpoint import read_run_metadata
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.manifest import read_manifest, step_of, verify
+from trainwright.checkpoint.snapshot import LiveObjects
+from trainwright.checkpoint.store import checkpoints
+from trainwright.commands.replay.closely import look_closely
+from trainwright.commands.replay.result import Compared, Rerun, Say
+from trainwright.commands.replay.watched import UNBOUNDED, compared
+from trainwright.engine.step import StepResult
+from trainwright.errors import CheckpointError, UsageError, text_of
+from trainwright.plan.parallel import in_one_process
+from trainwright.recipe import load
+from trainwright.recorder.engine_source import EngineSource, engine_recorder
+from trainwright.recorder.hooks import listening
+from trainwright.recorder.numbers import as_record
+from trainwright.recorder.program import others_of
+from trainwright.recorder.ring import Ring
+from trainwright.replay import bundle as bundles
+from trainwright.replay.bundle import BundleError
+from trainwright.replay.replayer import NotReplayable, Replayer
+from trainwright.replay.session import ReplaySession
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.identity import identity_of
+from trainwright.runs.json_values import Facts
+from trainwright.runs.lock import RunLock
+from trainwright.runs.reader import read
+from trainwright.runs.records import Ended, Examined, Record, Started, Step, Watched
+from trainwright.runs.shapes import CrashLoopFile, PlanFile, read_as, read_object
+from trainwright.training.job import Job, make_advance, spike_handler, until_of
+from trainwright.training.prepare import prepare
+from trainwright.training.resume import Earlier
+from trainwright.training.run import process_settings
+from trainwright.watching.budget import ExaminationBudget
+from trainwright.watching.experiments import ExperimentRunner, names_of
+
+HISTORY = 8  # steps before the one in question that are written down too: remedies are tried on several in a row
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run of our own engine can be taken up: recipe, what was planned, and a checkpoint or its very start."""
+
+    source: Path
+    step: int
+    recipe: Path
+    plan: Path
+    checkpoint: Path | None
+    records: Sequence[Record]
+
+    @classmethod
+    def of_run(cls, folder: RunFolder, step: int) -> Origin:
+        if step < 1:
+            raise UsageError(f"there is no step {step}", remedy="steps count from 1")
+        records = _records(folder.log)
+        last = (_plan(folder.plan).get("extent") or {}).get("steps") or _last_step(records)
+        if last is not None and step > last:
+            raise UsageError(f"{folder.path} has {last} steps, and no step {step}", remedy="name one of its steps")
+        older = (each for each in checkpoints(folder.checkpoints, identity_of(folder)) if (step_of(each) or 0) < step)
+        later = {_number(each): each for each in folder.path.glob("recipe-before-step-*.yaml")}
+        recipe = next((later[at] for at in sorted(later) if step <= at), folder.recipe)
+        return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), records)
+
+    @classmethod
+    def of_crash_loop(cls, path: Path) -> Origin:
+        about = read_as(path / bundles.NAME, CrashLoopFile)
+        if not (path / "recipe.yaml").exists():
+            raise BundleError(f"{path} is no whole bundle of a crash loop", remedy="replay the run itself")
+        held = path / "checkpoint" if about.checkpoint else None
+        if held:
+            verify(held)
+        log = path.parent.parent / "log.jsonl"
+        return cls(path, about.step, path / "recipe.yaml", path / "plan.json", held, _records(log))
+
+
+def _plan(path: Path) -> Facts:
+    """Reads plan.json: what was planned, and measured once, when the run began."""
+    return read_object(path, PlanFile) if os.path.lexists(path) else {}
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.removeprefix("recipe-before-step-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _records(log: Path) -> Sequence[Record]:
+    return read(log).records if os.path.lexists(log) else ()
+
+
+def _last_step(records: Sequence[Record]) -> int | None:
+    """The last step of a run that ended, the one that raised included; None where it goes on or was killed."""
+    end = records[-1] if records else None
+    return end.step + (end.ending == "failed") if isinstance(end, Ended) else None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say, parts: Parts | None = None) -> Rerun:
+    """Trains to ``step`` and examines it. ``parts`` are the objects of a run of ``tw.fit``, which are used up."""
+    done = Rerun(step, origin.source, settings=settings)
+    with tempfile.TemporaryDirectory(prefix="trainwright-replay-") as aside, process_settings():
+        lock = RunLock.acquire(Path(aside))
+        try:
+            job = _job(origin, RunFolder(Path(aside)), lock, done, parts)
+            begin = job.state.step
+            if begin >= step:
+                raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
+            say(f"training from step {begin} to {step}, aside from the run")
+            fractions = _fractions(origin.records)
+            _note_unknown(job, fractions, done)
+            live = _Live(job, step, _seconds(origin.records), fractions)
+            live.go()
+            done.error = live.error
+            _compare_trained(done, origin, begin, live)
+        finally:
+            lock.release(clean=True)
+        known = [r for r in origin.records if isinstance(r, Watched | Examined) and r.step < live.first]
+        known += [as_record(each) for each in live.ring.recorded(step)]
+        if live.unfinished is not None:
+            known.append(Examined(time_s=time.time(), step=step, experiment="unfinished", values=live.unfinished))
+        look_closely(done, live.runner, known)
+    return done
+
+
+def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: Parts | None) -> Job:
+    """The run before its next step, in a folder of its own."""
+    quiet = ["log.sinks=[]", "alerts=null", *done.settings]
+    planned = _plan(origin.plan)
+    if origin.checkpoint is None:
+        kept = [f"precision={planned['precision']}"] if "precision" in planned else []
+        if parts is not None and parts.generators is not None:
+            done.inexact = True
+            done.notes.append(
+                "the run drew from the random generators as they were, which is not recorded, and no checkpoint is "
+                "before this step: weights and order may differ; give seed= to tw.fit"
+            )
+        job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})), parts)
+        threads = planned.get("threads", job.plan.threads)
+        return dataclasses.replace(job, plan=dataclasses.replace(job.plan, threads=threads))
+    number = read_manifest(origin.checkpoint)["step"]
+    held = folder.checkpoints / f"step-{number:08d}"
+    held.mkdir(parents=True)
+    for file in origin.checkpoint.iterdir():
+        _link(file, held / file.name)
+    again = f"trainwright replay {origin.source}"
+    earlier = Earlier(
+        folder, lock, held, read_run_metadata(held), ("all",), done.notes.append, lambda paths, undo=(): again
+    )
+    return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), parts, earlier=earlier)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A living run may delete a checkpoint while it is read: a hard link keeps it, where there can be one."""
+    try:
+        os.link(source, target)
+    except OSError:
+        target.symlink_to(source.absolute())
+
+
+def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
+    """A run that is counted in seconds has learning rates that no step number tells: they are taken from the log."""
+    unknown = [at for at in range(job.state.step + 1, done.step + 1) if at not in fractions]
+    if job.plan.extent.seconds is not None and unknown:
+        done.inexact = True
+        done.notes.append(
+            f"the run is counted in seconds, its learning rate follows the clock, and the log does not have that of "
+            f"{len(unknown)} of {done.step - job.state.step} steps"
+        )
+
+
+def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> None:
+    """By the log; a step that is not in it, by a second run of it."""
+    done.compared += _as_logged(origin.records, begin, live)
+    if not any(each.what in ("loss", "error") for each in done.compared):
+        done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
+        try:
+            session = ReplaySession(Replayer(live.objects, names_of(live.objects)), live.ring, done.step)
+            done.compared += compared(session.recorded_step, session.run(upto="step"), live.objects)
+        except NotReplayable as error:
+            done.notes.append(f"a second run was not possible: {error}")
+
+
+class _Live:
+    """Trains a run up to the step, and records its last steps."""
+
+    def __init__(self, job: Job, step: int, seconds: dict[int, float], fractions: dict[int, float]) -> None:
+        state = job.state
+        self.job, self.step, self._seconds, self._fractions = job, step, seconds, fractions
+        self.first = max(state.step + 1, step - HISTORY)
+        self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
+        self._recorder = recorder = engine_recorder(state, self.ring.add, self.first)
+        self.objects = LiveObjects(recorder.roots, recorder.optimizers, recorder.parameters)
+        self._source = EngineSource(self._recorder)
+        self.runner = ExperimentRunner(self.objects, self.ring, ExaminationBudget(job.device, "all"))
+        self.results: dict[int, StepResult] = {}
+        self.error: str | None = None
+        self.unfinished: Facts | None = None
+
+    def go(self) -> None:
+        """Trains up to the step with the engine. An exception in an earlier step is not caught."""
+        state, until = self.job.state, until_of(self.job.plan)
+        advance = make_advance(self.job, witness=self._source, spikes=spike_handler(self.job.loaded))
+        stream = iter(self.job.batches)
+        with ExitStack() as stack:
+            stack.callback(self._recorder.stop_modes)
+            while state.step < self.step and self.error is None:
+                state.fraction = self._fractions.get(state.step + 1, until(state))
+                batch = next(stream, None) if state.fraction < 1.0 else None
+                if batch is None:
+                    raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
+                if state.step + 1 == self.first:
+                    stack.enter_context(listening([self._recorder], self.objects.roots))
+                if state.step + 1 in (self.first, self.step) and not self._has_snapshot(state.step + 1):
+                    self._keep_state()
+                try:
+                    self._note(advance(state, batch))
+                except Exception as error:
+                    if state.step + 1 < self.step:
+                        raise
+                    self.error = text_of(error)
+                    self.unfinished = self.runner.unfinished(self._recorder.current, self._recorder.tape, error)
+
+    def _has_snapshot(self, step: int) -> bool:
+        return any(snapshot.step == step for snapshot in self.ring.snapshots)
+
+    def _keep_state(self) -> None:
+        newest = self.ring.steps[-1].program if self.ring.steps else []
+        self.objects.further = {id(each): each for _, each in others_of(newest)}
+        self.ring.add_snapshot(self.objects.snapshot(self.job.state.step + 1))
+
+    def _note(self, result: StepResult) -> None:
+        self.job.state.elapsed_s += self._seconds.get(result.step, 0.0)
+        self.results[result.step] = dataclasses.replace(
+            result, batch=StepBatch(tuple(MicroBatch(None, micro.ids) for micro in result.batch.micro))
+        )
+        if result.step >= self.first:
+            self._source.end_step(result)
+            if self._recorder.failed is not None:
+                raise self._recorder.failed
+            if result.spike is not None and result.spike.action == "rollback":  # the state after it is another
+                self._keep_state()
+
+
+def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
+    """Returns the newest record of each logged step, with the step after which its window begins."""
+    found, since = {}, 0
+    for record in records:
+        if isinstance(record, Started):
+            since = record.step
+        if isinstance(record, Step):
+            found[record.step] = (since, record)
+            since = record.step
+    return found
+
+
+def _seconds(records: Iterable[Record]) -> dict[int, float]:
+    """How long each step took; exact where each was logged."""
+    return {at: one.step_s for since, one in _windows(records).values() for at in range(since + 1, one.step + 1)}
+
+
+def _fractions(records: Iterable[Record]) -> dict[int, float]:
+    """The share of the run that was used when each step began, as far as the log has it."""
+    return {since + 1 + at: each for since, one in _windows(records).values() for at, each in enumerate(one.fractions)}
+
+
+def _as_logged(records: Sequence[Record], begin: int, live: _Live) -> Iterator[Compared]:
+    """Compares the logged numbers of the step, and of those before it, with the ones computed now."""
+    logged, step = _windows(records), live.step
+    earlier = [at for at in sorted(logged) if begin < at < step and at in live.results]
+    if earlier:
+        then = [logged[at][1].loss for at in earlier]
+        yield Compared(f"losses of {len(earlier)} steps before", then, [float(live.results[at].loss) for at in earlier])
+    if live.error is not None:
+        ends = [record for record in records if isinstance(record, Ended) and record.step in (step - 1, step)]
+        failed = [record.reason for record in ends if record.ending == "failed"]
+        yield Compared("error", failed[-1] if failed else None, live.error)
+        return
+    result = live.results[step]
+    if step in logged:
+        since, one = logged[step]
+        yield Compared("loss", one.loss, float(result.loss))
+        yield Compared("gradient norm", one.grad_norm, float(result.grad_norm))
+        yield Compared("learning rate", one.lr, result.lr)
+        if since >= begin:
+            ids = [micro.ids.tobytes() for at in range(since + 1, step + 1) for micro in live.results[at].batch.micro]
+            yield Compared("sample ids", one.ids_hash, hashlib.blake2b(b"".join(ids), digest_size=8).hexdigest())
+        return
+    watched = [each for each in records if isinstance(each, Watched) and each.step == step]
+    if watched:
+        yield Compared("loss", watched[-1].loss, float(result.loss))
+        yield Compared("learning rate", watched[-1].lr, result.lr)

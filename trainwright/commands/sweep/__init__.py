@@ -1,0 +1,8 @@
+"""``sweep``: trials of a recipe with other settings, by Optuna, each an ordinary run folder."""
+
+from trainwright.commands.sweep.call import sweep
+from trainwright.commands.sweep.control import run_one, run_sweep
+from trainwright.commands.sweep.result import SweepResult
+from trainwright.commands.sweep.spec import Sweep, is_sweep_file, over_of, read_sweep
+
+__all__ = ["Sweep", "SweepResult", "is_sweep_file", "over_of", "read_sweep", "run_one", "run_sweep", "sweep"]

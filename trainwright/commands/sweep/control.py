@@ -1,0 +1,410 @@
+"""Runs the trials of a sweep, several at once, and resumes a sweep that was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from trainwright.commands.sweep.result import INTERRUPTED, SweepResult, ranked, shown, train_best, write_results
+from trainwright.commands.sweep.spec import SPEC, Sweep, differences, spec_of, without_overrides
+from trainwright.commands.sweep.study import (
+    JOURNAL,
+    StudyTrials,
+    TrialRow,
+    Unfinished,
+    quiet_optuna,
+    require_optuna,
+    trial_folder,
+)
+from trainwright.commands.sweep.values import ValueReader
+from trainwright.errors import StorageError, UsageError
+from trainwright.plan.explain import human_seconds
+from trainwright.plan.machine import read_machine
+from trainwright.recipe import load
+from trainwright.runs.figures import figure
+from trainwright.runs.files import UnreadableFile, read_text
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.shapes import PlanFile, read_as
+from trainwright.runs.storage import write_atomically
+from trainwright.trials import Trial, TrialProcess, read_trial
+
+POLL_S = 0.05
+LOCK = "sweep.lock"
+MAX_WAIT_S = 120.0
+"""Time that the trials of a killed sweep have to save, before a new process gives up."""
+PROCESS_BYTES = 700 * 2**20
+"""Memory of a process that has imported torch, in addition to that of the plan."""
+MAX_FAILED_AT_FIRST = 3
+"""A sweep ends when this number of trials has failed and none has succeeded: the others would fail too."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class _Running:
+    """A trial in progress. ``device`` is the GPU that it uses, None on a CPU."""
+
+    trial: Unfinished
+    process: TrialProcess
+    values: ValueReader
+    device: str | None
+
+
+def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
+    """Runs the trials of a sweep that have not ended, and returns the table of all.
+
+    Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save; the same call resumes them.
+    Raises UsageError where the folder holds another sweep, or another process runs this one.
+    """
+    return _run(sweep, None, say, environ)
+
+
+def run_one(sweep: Sweep, number: int, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
+    """Runs one trial of a sweep in this job of a cluster. All jobs share the journal on a common file system.
+
+    The sampler and the pruner use the trials that have ended when this one starts.
+    """
+    sweep.require_no_price()
+    if not 0 <= number < sweep.trials:
+        raise UsageError(f"the sweep has no trial {number}", remedy=f"give --trial 0 to --trial {sweep.trials - 1}")
+    return _run(replace(sweep, jobs=1), number, say, environ)
+
+
+def _run(sweep: Sweep, only: int | None, say: Say, environ: Mapping[str, str] | None) -> SweepResult:
+    require_optuna()
+    _make_folder(sweep)
+    with ExitStack() as stack:
+        locks = [stack.enter_context(_locked(sweep.folder / LOCK, "this sweep", say, shared=only is not None))]
+        if only is None:
+            # Left by a process that was killed while it wrote. No other process writes now.
+            (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
+        else:
+            path = trial_folder(sweep, only).with_suffix(".lock")
+            locks.append(stack.enter_context(_locked(path, f"trial {only}", say)))
+        stack.enter_context(quiet_optuna())
+        stop = stack.enter_context(_stopping())
+        _keep_spec(sweep)
+        return _Control(sweep, locks, stop, say, os.environ if environ is None else environ).run(only)
+
+
+class _Control:
+    """The loop of a sweep: starts trials, reads their values, prunes them, and writes their results."""
+
+    def __init__(
+        self, sweep: Sweep, locks: Sequence[int], stop: threading.Event, say: Say, environ: Mapping[str, str]
+    ) -> None:
+        self._sweep, self._locks, self._stop, self._say = sweep, locks, stop, say
+        self._environ = without_overrides(environ)
+        self._trials = StudyTrials(sweep)
+        self._running: list[_Running] = []
+        self._pending: deque[Unfinished] = deque()
+        self._devices = _devices(sweep, environ)
+        self._jobs = sweep.jobs or len(self._devices) or None
+        self._began_s = time.monotonic()
+        self._seconds_before = _seconds_used(sweep) if math.isfinite(sweep.budget.usd) else 0.0
+        self._why_ended = ""
+
+    def run(self, only: int | None) -> SweepResult:
+        """Runs all trials, or the one with the number ``only``."""
+        if only is None:
+            self._trials.load(self._trials.num_started - 1)
+            unfinished = [self._trials.unfinished[number] for number in sorted(self._trials.unfinished)]
+            self._pending += [each for each in unfinished if each.number < self._sweep.trials]
+        elif only not in self._trials.ended:
+            self._pending.append(self._trials.load_only(only))
+        self._print_start()
+        try:
+            while self._go_on(starts_new=only is None):
+                time.sleep(POLL_S)
+        except BaseException:
+            self._stop_all()
+            for each in self._running:
+                each.process.wait()
+            raise
+        return self._result(only)
+
+    def _go_on(self, *, starts_new: bool) -> bool:
+        """Follows the running trials, and starts others. Returns False when none runs any more."""
+        for each in list(self._running):
+            self._follow(each)
+        if self._is_over():
+            self._stop_all()
+        else:
+            while len(self._running) < self._num_jobs() and (trial := self._next(starts_new=starts_new)):
+                self._begin(trial)
+        return bool(self._running)
+
+    def _next(self, *, starts_new: bool) -> Unfinished | None:
+        if self._pending:
+            return self._pending.popleft()
+        return self._trials.ask() if starts_new and self._trials.count < self._sweep.trials else None
+
+    def _begin(self, trial: Unfinished) -> None:
+        """Starts a trial or resumes it. A trial whose log already has its result needs no process."""
+        folder = trial_folder(self._sweep, trial.number)
+        values = ValueReader(RunFolder(folder).log, self._sweep.metric)
+        self._report(trial, values)
+        before = read_trial(folder)
+        if trial.pruned_at is not None or (before.is_over and before.steps):
+            self._finish(trial, values, before)
+            return
+        used = [each.device for each in self._running]
+        device = min(self._devices, key=used.count, default=None)
+        process = TrialProcess(
+            self._sweep.recipe,
+            self._sweep.settings_of(trial.params),
+            folder,
+            threads=self._sweep.threads,
+            environ={**self._environ, **({"CUDA_VISIBLE_DEVICES": device} if device else {})},
+            keep_open=self._locks,
+        )
+        self._running.append(_Running(trial, process, values, device))
+
+    def _report(self, trial: Unfinished, values: ValueReader) -> None:
+        for step, value in values.read():
+            if trial.pruned_at is None:
+                self._trials.report(trial, step, value)
+
+    def _follow(self, running: _Running) -> None:
+        code = running.process.poll()  # before the log is read: it is complete when the process has ended
+        has_value = running.values.value is not None  # the first one shows that the metric is measured
+        if code is not None or self._sweep.pruner != "none" or not has_value:
+            self._report(running.trial, running.values)
+        if running.trial.pruned_at is not None:
+            running.process.ask_to_stop()
+        if code is not None:
+            self._running.remove(running)
+            self._finish(running.trial, running.values, running.process.read())
+
+    def _finish(self, trial: Unfinished, values: ValueReader, run: Trial) -> None:
+        row = self._row(trial, values, run)
+        if row.ended == "stopped":
+            self._say(f"trial {trial.number} stopped at step {run.steps}; it can be resumed")
+            return
+        self._trials.finish(trial, row)
+        value = "" if row.value is None else f"  {self._sweep.metric} {figure(row.value)}"
+        params = "  ".join(f"{path}={shown(each)}" for path, each in trial.params.items())
+        self._say(f"trial {trial.number:3}  {params}  {row.ended} at step {row.steps}{value}")
+        rows = self._trials.rows()
+        if len(rows) >= MAX_FAILED_AT_FIRST and all(each.ended == "failed" for each in rows):
+            self._why_ended = f"the first {len(rows)} trials failed: {row.reason}"
+
+    def _row(self, trial: Unfinished, values: ValueReader, run: Trial) -> TrialRow:
+        if trial.pruned_at is not None:
+            value: float | None = trial.values[trial.pruned_at]
+            ended, steps = "pruned", trial.pruned_at
+        else:
+            value, steps = values.value, run.steps
+            ended = "finished" if run.is_over and run.ended != "failed" else run.ended
+        is_finite = value is not None and math.isfinite(value)
+        if ended == "finished" and not is_finite:
+            ended = "diverged" if value is not None else "failed"
+        if ended in ("running", "not started"):
+            ended = "stopped"
+        reason = run.reason or ("killed: out of memory, perhaps" if ended in ("killed", "no end record") else "")
+        if ended == "failed" and not reason:
+            reason = "no value was measured"
+        return TrialRow(
+            trial.number,
+            trial.params,
+            value if is_finite and ended in ("finished", "pruned") else None,
+            steps,
+            run.seconds,
+            "failed" if ended in ("killed", "no end record") else ended,
+            tuple(each.code for each in run.findings if each.severity != "info"),
+            reason[:500] if ended != "finished" else "",
+            str(run.folder.relative_to(self._sweep.folder)),
+        )
+
+    def _stop_all(self) -> None:
+        for each in self._running:
+            each.process.ask_to_stop()
+
+    def _is_over(self) -> bool:
+        elapsed_s, budget = time.monotonic() - self._began_s, self._sweep.budget
+        price = self._sweep.usd_per_hour or 0.0
+        if self._stop.is_set():
+            self._why_ended = INTERRUPTED
+        elif elapsed_s > budget.seconds:
+            self._why_ended = f"the budget of {human_seconds(budget.seconds)} is spent"
+        elif price * (self._seconds_before + elapsed_s) / 3600 > budget.usd:
+            self._why_ended = f"the budget of {budget.usd:g} USD is spent"
+        return bool(self._why_ended)
+
+    def _num_jobs(self) -> int:
+        """Number of concurrent trials. By default it is 1 until the first trial has written its plan."""
+        if self._jobs is None and self._running:
+            plan = RunFolder(self._running[0].process.folder).plan
+            if plan.is_file():
+                self._jobs = _jobs_by_plan(plan, self._sweep.threads)
+                self._say(f"{self._jobs} trial{'s' if self._jobs > 1 else ''} at once")
+        return self._jobs or 1
+
+    def _print_start(self) -> None:
+        sweep, done = self._sweep, len(self._trials.ended)
+        for each in sweep.space:
+            self._say(str(each))
+        pruner = "" if sweep.pruner == "none" else f", {sweep.pruner} pruner"
+        before = f", {done} of them have ended" if done else ""
+        self._say(
+            f"{sweep.trials} trials{before}: {sweep.sampler} sampler{pruner}, seed {sweep.seed}, in {sweep.folder}"
+        )
+        if sweep.jobs != 1 and (sweep.sampler == "tpe" or sweep.pruner != "none"):
+            self._say("several at once: later trials depend on the order in which others end; --jobs 1 is repeatable")
+
+    def _result(self, only: int | None) -> SweepResult:
+        self._trials.refresh()
+        rows = self._trials.rows()
+        for number in sorted(self._trials.unfinished):
+            trial = self._trials.unfinished[number]
+            run = read_trial(trial_folder(self._sweep, number))
+            folder = str(run.folder.relative_to(self._sweep.folder))
+            rows.append(TrialRow(number, trial.params, None, run.steps, run.seconds, "stopped", folder=folder))
+        sweep = self._sweep
+        table = ranked(rows, sweep.mode)
+        result = SweepResult(
+            sweep.folder,
+            sweep.metric,
+            sweep.mode,
+            table,
+            self._trials.importance(),
+            self._why_ended,
+            only,
+            train_best(sweep, table),
+        )
+        write_results(sweep, result)
+        return result
+
+
+def _make_folder(sweep: Sweep) -> None:
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {sweep.folder}: {error}", remedy="choose another --folder") from None
+
+
+def _keep_spec(sweep: Sweep) -> None:
+    """Writes the sweep file into the folder. Raises UsageError if the folder holds another sweep."""
+    path = sweep.folder / SPEC
+    if path.is_file():
+        changed = differences(spec_of(read_text(path)), spec_of(sweep.to_yaml()))
+        if changed:
+            raise UsageError(
+                f"{sweep.folder} holds another sweep: {', '.join(changed)} differ",
+                remedy=f"give this one another name (--name), or resume that one: trainwright sweep {sweep.folder}",
+            )
+    elif (sweep.folder / JOURNAL).exists() or (sweep.folder / "log.jsonl").exists():
+        raise UsageError(f"{sweep.folder} holds something else", remedy="give the sweep another --name")
+    write_atomically(path, sweep.to_yaml())
+
+
+@contextmanager
+def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterator[int]:
+    """Holds the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        waited_s, has_said = 0.0, False
+        while not _flock(descriptor, shared=shared):
+            holder = _holder(descriptor)
+            if holder is not None or waited_s > MAX_WAIT_S:
+                raise UsageError(
+                    f"another process runs {what}{f': {holder}' if holder else ''}", remedy="wait for it, or end it"
+                )
+            if not has_said:
+                say(f"waiting for {path.name}: trials of a process that has ended are saving ...")
+                has_said = True
+            time.sleep(POLL_S)
+            waited_s += POLL_S
+        if not shared:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, *, shared: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _holder(descriptor: int) -> str | None:
+    """The process that holds the lock; None: it has ended, and its trials still save."""
+    with suppress(ValueError, KeyError, psutil.Error, TypeError):
+        found = json.loads(os.pread(descriptor, 1000, 0))
+        if found["host"] != socket.gethostname():
+            return f"process {found['pid']} on {found['host']}"
+        if psutil.Process(found["pid"]).status() != psutil.STATUS_ZOMBIE:
+            return f"process {found['pid']}"
+    return None
+
+
+@contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set. A second SIGINT raises KeyboardInterrupt."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _devices(sweep: Sweep, environ: Mapping[str, str]) -> list[str]:
+    """The GPUs; each trial uses one. Empty for trials on the CPU."""
+    if load(sweep.recipe, overrides=sweep.settings, environ={}).recipe.device == "cpu":
+        return []
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [each.strip() for each in visible.split(",") if each.strip()]
+    return [str(each.index) for each in read_machine().gpus]
+
+
+def _seconds_used(sweep: Sweep) -> float:
+    """The time in which at least one trial trained, by the logs of all trials."""
+    trials = (read_trial(path.with_suffix("")) for path in (sweep.folder / "trials").glob("trial-*.json"))
+    total_s, last_s = 0.0, -math.inf
+    for began_s, end_s in sorted(span for trial in trials for span in trial.spans):
+        total_s += max(0.0, end_s - max(began_s, last_s))
+        last_s = max(last_s, end_s)
+    return total_s
+
+
+def _jobs_by_plan(plan: Path, threads: int) -> int:
+    """The number of concurrent trials that cores and memory allow, by the plan of a trial that has begun."""
+    try:
+        held = read_as(plan, PlanFile).memory_bytes or {}
+    except UnreadableFile:
+        held = {}
+    machine = read_machine()
+    by_cores = machine.cores // threads
+    by_memory = 1 + machine.available_bytes // (PROCESS_BYTES + sum(held.values()))
+    return max(1, min(by_cores, by_memory))

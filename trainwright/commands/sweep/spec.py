@@ -1,0 +1,381 @@
+"""Reads and checks a sweep from a file, the command line or Python, and reports all its problems at once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from trainwright.commands.sweep.space import Dimension, grid_points, parse_dimension, setting_of
+from trainwright.errors import Problem, Problems, RecipeError, UsageError, suggest
+from trainwright.recipe import Loaded, load
+from trainwright.recipe.duration import Duration
+from trainwright.recipe.override import ENV_PREFIX, RESERVED_ENV
+from trainwright.recipe.schema import NAME_PATTERN
+from trainwright.recipe.source import Place
+from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
+from trainwright.runs.files import UnreadableFile, read_text
+
+SPEC = "sweep.yaml"
+"""The sweep file that is kept in the folder of a sweep."""
+DEFAULT_TRIALS = 20
+MAX_CHECKED_COMBINATIONS = 200
+NOT_SWEPT = ("name", "folder")
+VALIDATION_LOSS, TRAIN_LOSS = "loss", "train_loss"
+
+
+class SweepFile(BaseModel):
+    """The keys of a sweep file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    recipe: str
+    over: dict[str, JsonValue]
+    set: dict[str, JsonValue] = {}
+    name: str | None = Field(default=None, pattern=NAME_PATTERN)
+    sampler: Literal["grid", "random", "tpe"] | None = None
+    pruner: Literal["none", "median", "hyperband"] = "none"
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
+    trials: int | None = Field(default=None, ge=1, le=100_000)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    threads: int = Field(default=1, ge=1)
+    jobs: int | None = Field(default=None, ge=1)
+    budget: str | None = None
+    usd_per_hour: float | None = Field(default=None, gt=0)
+    folder: str = "runs"
+    recipe_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class SweepBudget:
+    """When a sweep ends; infinity: no limit."""
+
+    seconds: float = math.inf
+    trials: float = math.inf
+    usd: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str | None) -> SweepBudget:
+        """Reads ``20min``, ``24`` or ``24trials``, and ``5USD``. Raises UsageError."""
+        if text is None:
+            return cls()
+        if found := re.fullmatch(r"(\d+)\s*(?:trials?)?", text):
+            return cls(trials=int(found[1]))
+        if found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*USD", text, re.IGNORECASE):
+            return cls(usd=float(found[1]))
+        try:
+            duration = Duration.parse(text)
+        except UsageError:
+            duration = None
+        if duration is None or duration.unit != "s":
+            raise UsageError(
+                f"{text!r} is no budget", remedy="write a time (20min), a number of trials (24) or 5USD"
+            ) from None
+        return cls(seconds=duration.value)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep.
+
+    ``settings`` are the overrides of all trials, ``folder`` is the folder of the sweep. The number of ``threads`` of a
+    trial identifies the sweep, because it changes the last bits of sums. The number of ``jobs`` (concurrent trials)
+    does not.
+    """
+
+    recipe: Path
+    recipe_sha256: str
+    settings: tuple[str, ...]
+    space: tuple[Dimension, ...]
+    sampler: Literal["grid", "random", "tpe"]
+    pruner: Literal["none", "median", "hyperband"]
+    metric: str
+    mode: Literal["min", "max"]
+    trials: int
+    seed: int
+    threads: int
+    folder: Path
+    jobs: int | None = None
+    budget: SweepBudget = SweepBudget()
+    usd_per_hour: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def settings_of(self, params: Mapping[str, object]) -> list[str]:
+        """The overrides of a trial."""
+        return [*self.settings, *(setting_of(path, value) for path, value in params.items())]
+
+    def require_no_price(self) -> None:
+        """Raises UsageError for a budget in USD, which jobs of a cluster cannot keep: none knows the time of others."""
+        if math.isfinite(self.budget.usd):
+            raise UsageError("a budget in USD is for one machine", remedy="limit the number of trials: trials: 24")
+
+    def to_yaml(self) -> str:
+        """The file of the sweep folder: a sweep file too, with the recipe's absolute path and its hash."""
+        return write(
+            {
+                "recipe": str(self.recipe),
+                "recipe_sha256": self.recipe_sha256,
+                "name": self.name,
+                "folder": str(self.folder.parent),
+                "set": {each.partition("=")[0]: read(each.partition("=")[2], "").value for each in self.settings},
+                "over": {each.path: each.written for each in self.space},
+                "sampler": self.sampler,
+                "pruner": self.pruner,
+                "metric": self.metric,
+                "mode": self.mode,
+                "trials": self.trials,
+                "seed": self.seed,
+                "threads": self.threads,
+            }
+        )
+
+
+def is_sweep_file(path: Path) -> bool:
+    """True for a sweep file: a YAML file with the key ``over``."""
+    try:
+        value = read(read_text(path, follow_links=True), str(path)).value if path.is_file() else None
+    except (UnreadableError, UnreadableFile, OSError):  # reported by the caller that loads it as a recipe
+        return False
+    return isinstance(value, dict) and "over" in value
+
+
+def read_sweep(
+    what: Path,
+    *,
+    over: Mapping[str, object] | None = None,
+    settings: Sequence[str] = (),
+    environ: Mapping[str, str],
+    **options: object,
+) -> Sweep:
+    """Reads a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
+
+    ``options`` are other keys of a sweep file, None for those to leave; they replace those of the file.
+    Raises RecipeError with every problem at once.
+    """
+    replaced = {key: value for key, value in options.items() if value is not None}
+    if (what / SPEC).is_file():
+        what = what / SPEC
+    elif what.is_dir():
+        raise UsageError(f"{what} holds no sweep", remedy="give a sweep file, a recipe, or the folder of a sweep")
+    if what.name == SPEC or is_sweep_file(what):
+        document = _document(what)
+    else:
+        where = {f"over.{path}": Place(f"--over {path}") for path in over or {}}
+        recipe = str(what.absolute() if what.is_file() else what)  # else the name of one in the box
+        document = Document(str(what), {"recipe": recipe, "over": {}}, where)
+        replaced.setdefault("name", f"{what.stem}-sweep")
+    assert isinstance(document.value, dict)
+    value: dict[str, object] = {**document.value, **replaced}
+    if over:
+        written = value.get("over")
+        value["over"] = {**(written if isinstance(written, dict) else {}), **over}
+    file = _checked_keys(value, document)
+    return _checked(file, document, what, [*_settings_in(environ), *settings])
+
+
+def _document(path: Path) -> Document:
+    try:
+        document = read(read_text(path, follow_links=True), str(path))
+    except UnreadableError as error:
+        raise RecipeError(error.problem) from None
+    if document.problems:
+        raise RecipeError(document.problems)
+    if not isinstance(document.value, dict):
+        raise UsageError(f"{path} is no sweep file", remedy="write at least recipe: and over:")
+    return document
+
+
+def _checked_keys(value: Mapping[str, object], document: Document) -> SweepFile:
+    try:
+        return SweepFile.model_validate(value)
+    except ValidationError as error:
+        raise RecipeError([_problem(each, document) for each in error.errors(include_url=False)]) from None
+
+
+def _problem(detail: Any, document: Document) -> Problem:
+    path = ".".join(map(str, detail["loc"]))
+    where = str(_place(document, path))
+    if detail["type"] == "extra_forbidden":
+        return Problem(path, "is not a key of a sweep", remedy=suggest(path, SweepFile.model_fields), where=where)
+    remedy = "write recipe: and over:" if detail["type"] == "missing" else "see docs/how-to/sweep.md"
+    return Problem(path, str(detail["msg"]), got=str(detail.get("input"))[:60], remedy=remedy, where=where)
+
+
+def _place(document: Document, path: str) -> Place:
+    while path and path not in document.places:
+        path = path.rpartition(".")[0]
+    return document.places.get(path, Place(document.name))
+
+
+def _settings_in(environ: Mapping[str, str]) -> list[str]:
+    """The overrides in the environment, as settings: a sweep that is resumed elsewhere has the same."""
+    names = [name for name in sorted(environ) if name.startswith(ENV_PREFIX)]
+    pairs = [(name.removeprefix(ENV_PREFIX), environ[name]) for name in names]
+    return [f"{rest.lower().replace('__', '.')}={text}" for rest, text in pairs if rest not in RESERVED_ENV]
+
+
+def without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a trial: its settings are given on its command line."""
+    return {
+        name: text
+        for name, text in environ.items()
+        if not name.startswith(ENV_PREFIX) or name.removeprefix(ENV_PREFIX) in RESERVED_ENV
+    }
+
+
+def _checked(file: SweepFile, document: Document, what: Path, settings: Sequence[str]) -> Sweep:
+    beside = what.parent / file.recipe
+    path = beside if beside.is_file() else Path(file.recipe)  # else the name of a recipe in the box
+    settings = [*(setting_of(path, value) for path, value in file.set.items()), *settings]
+    loaded = load(path, overrides=settings, environ={})
+    problems = Problems()
+    if not file.over:
+        remedy = "give for example --over optimizer.lr=log:1e-4..1e-1"
+        problems.found.append(Problem("over", "is empty: nothing is varied", remedy=remedy, where=document.name))
+    space = list[Dimension]()
+    for name, written in file.over.items():
+        place = str(_place(document, f"over.{name}"))
+        found = Problems()
+        with found.at(name):
+            space.append(_dimension(name, written, file, path, settings))
+        problems.found += [replace(each, where=place) for each in found.found]
+    with problems.at("budget"):
+        budget = SweepBudget.parse(file.budget)
+        if math.isfinite(budget.usd) and file.usd_per_hour is None:
+            raise UsageError("a budget in USD needs the price", remedy="write usd_per_hour: 2.5, or --usd-per-hour 2.5")
+    with problems.at("metric"):
+        metric, mode = _metric(file, loaded)
+    with problems.at("sampler"):
+        sampler, points = _sampler(file, space)
+    problems.raise_if_any()
+    _check_combinations(space, points, path, settings)
+    trials = min(file.trials or points or DEFAULT_TRIALS, points or math.inf, budget.trials)
+    sha256 = hashlib.sha256(Path(loaded.source.name).read_bytes()).hexdigest()
+    if file.recipe_sha256 not in (None, sha256):
+        raise UsageError(
+            f"{path} has changed since the sweep began: its trials would not be comparable",
+            remedy="restore the recipe, or begin another sweep with --name",
+        )
+    return Sweep(
+        Path(loaded.source.name).absolute(),
+        sha256,
+        tuple(settings),
+        tuple(space),
+        sampler,
+        file.pruner,
+        metric,
+        mode,
+        int(trials),
+        file.seed,
+        file.threads,
+        (Path(file.folder) / (file.name or what.stem)).absolute(),
+        file.jobs,
+        budget,
+        file.usd_per_hour,
+    )
+
+
+def _dimension(name: str, written: object, file: SweepFile, path: Path, settings: Sequence[str]) -> Dimension:
+    """Reads one dimension and has the schema check its values. Raises UsageError."""
+    if name.partition(".")[0] in NOT_SWEPT:
+        raise UsageError("names the folder of a trial, and cannot be varied", remedy="vary another path")
+    if outer := [each for each in file.over if name.startswith(f"{each}.")]:
+        raise UsageError(f"is a part of {outer[0]}, which is varied too", remedy="keep one of the two")
+    if isinstance(written, dict) and any(value is not None for value in written.values()):
+        raise UsageError("is a section", remedy=f"write the path in one line: {name}.{next(iter(written))}: ...")
+
+    def is_accepted(value: float) -> bool:
+        try:
+            load(path, overrides=[*settings, setting_of(name, value)], environ={})
+        except RecipeError:
+            return False
+        return True
+
+    def is_whole(number: float) -> bool:
+        return is_accepted(int(number)) and not is_accepted(number + 0.5)
+
+    dimension = parse_dimension(name, written, is_whole)
+    refused = list[Problem]()
+    for value in dimension.checked_values:
+        value = int(value) if dimension.is_int and isinstance(value, float) else value
+        try:
+            load(path, overrides=[*settings, setting_of(name, value)], environ={})
+        except RecipeError as error:
+            refused += error.problems
+    if refused:
+        raise RecipeError(list({(each.path, each.rule, each.got): each for each in refused}.values()))
+    return dimension
+
+
+def _metric(file: SweepFile, loaded: Loaded) -> tuple[str, Literal["min", "max"]]:
+    has_validation = loaded.recipe.data.val is not None
+    metric = file.metric or (VALIDATION_LOSS if has_validation else TRAIN_LOSS)
+    if metric != TRAIN_LOSS and not has_validation:
+        raise UsageError(
+            f"{metric} is measured on a validation set, and the recipe has none",
+            remedy=f"add data.val, or write metric: {TRAIN_LOSS}",
+        )
+    if file.mode is None and metric not in (VALIDATION_LOSS, TRAIN_LOSS):
+        raise UsageError(f"it is not known if a larger {metric} is better", remedy="write mode: max, or --mode max")
+    return metric, file.mode or "min"
+
+
+def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid", "random", "tpe"], int | None]:
+    """The sampler, and the number of points of a grid. Without one, a grid where it is small enough to be tried."""
+    if file.sampler == "grid":
+        return "grid", len(grid_points(space))
+    grids = [each.grid for each in space]
+    if file.sampler is None and space and None not in grids:
+        points = math.prod(len(grid) for grid in grids if grid is not None)
+        if points <= (file.trials or DEFAULT_TRIALS):
+            return "grid", points
+    return file.sampler or "tpe", None
+
+
+def _check_combinations(space: Sequence[Dimension], points: int | None, path: Path, settings: Sequence[str]) -> None:
+    """Has the schema check the combinations of a grid. Raises RecipeError with all problems."""
+    if points is None or points > MAX_CHECKED_COMBINATIONS or len(space) < 2:
+        return
+    found = list[Problem]()
+    for point in grid_points(space):
+        words = [setting_of(each.path, value) for each, value in zip(space, point, strict=True)]
+        try:
+            load(path, overrides=[*settings, *words], environ={})
+        except RecipeError as error:
+            found += [replace(each, where=f"trial with {', '.join(words)}") for each in error.problems]
+    if found:
+        raise RecipeError(found)
+
+
+def differences(before: SweepFile, now: SweepFile) -> list[str]:
+    """The keys in which two sweeps of one folder differ, apart from how much of them is run."""
+    free = {"trials", "jobs", "budget", "usd_per_hour", "folder", "name"}
+    return [key for key in SweepFile.model_fields if key not in free and getattr(before, key) != getattr(now, key)]
+
+
+def spec_of(text: str) -> SweepFile:
+    """The keys of the file that ``Sweep.to_yaml`` wrote."""
+    document = read(text, SPEC)
+    assert isinstance(document.value, dict)
+    return _checked_keys(document.value, document)
+
+
+def over_of(words: Iterable[str]) -> dict[str, object]:
+    """Reads ``--over PATH=VALUES`` of the command line. Raises UsageError."""
+    found = dict[str, object]()
+    for word in words:
+        path, equals, values = word.partition("=")
+        if not equals or not path.strip():
+            raise UsageError(f"--over {word} is no PATH=VALUES", remedy="--over optimizer.lr=log:1e-4..1e-1")
+        found[path.strip()] = values.strip()
+    return found

@@ -1,0 +1,324 @@
+"""``verify parallel``: whether the first steps of a recipe on several ranks are those of one process, and how fast."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from trainwright.assembly.assemble import at_recipe
+from trainwright.checkpoint.cursor import count_tokens
+from trainwright.checkpoint.manifest import name_of
+from trainwright.checkpoint.rng import preserved_rng, reseed
+from trainwright.engine.loss import as_loss_fn, call_loss
+from trainwright.errors import TrainwrightError, UsageError
+from trainwright.plan.batch import solve_batch
+from trainwright.plan.parallel import AXES, in_one_process, solve_layout
+from trainwright.recipe import Loaded, load
+from trainwright.recipe.parallel import Parallel
+from trainwright.runs.reader import read
+from trainwright.runs.records import Step
+from trainwright.runs.shapes import PlanFile, read_as
+from trainwright.training.prepare import prepare
+
+EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
+"""Of the arithmetic of the forward pass: the relative distance of two neighbours."""
+DEVIATIONS = 4
+"""Standard deviations that a rounding error may have: of independent ones 1 in 1,500 has more, see ``rounding``."""
+OF_CONTROL = 8
+"""How many times the distance between two splits in one process the layout may have: its sums have another order."""
+NO_ROUNDING = 0.01
+"""Relative distance of the control run from which on it is no rounding: the model draws numbers, or sees the batch."""
+
+
+ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis in Parallel.model_fields and axis != "replicate"]
+"""The layout of one process, whatever that of the recipe is."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a step adds up on its longest way, from inputs to loss: ``terms`` in all sums, in ``layers`` results."""
+
+    terms: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: nn.Module, counted: int) -> Sums:
+        """``counted`` are the values that the loss is the mean of. Each weight adds as many terms as it has columns."""
+        columns = [weight.numel() // max(1, len(weight)) for weight in model.parameters() if weight.dim() > 1]
+        return cls(sum(columns) + counted, max(1, len(columns)))
+
+
+def rounding(sums: Sums, precision: str) -> float:
+    """The relative distance that two orders of the same sums may have.
+
+    Sums of n terms, rounded independently, are with probability 1 - 2 exp(-d^2 / 2) within d sqrt(n) eps / 2 of their
+    value where nothing cancels (Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
+    Comput. 41, 2019, theorem 2.4), so two of them within twice that. Products are added in fp32 in any precision; a
+    lower one rounds the result of each layer once more.
+    """
+    results = 0.0 if precision == "fp32" else math.sqrt(sums.layers) * EPS[precision]
+    return DEVIATIONS * (math.sqrt(sums.terms) * EPS["fp32"] + results)
+
+
+REMEDY = "look for a loss that is no sum over samples, and for what a rank computes from its own share alone"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest distance between two runs: relative for losses and norms, for weights to the largest of a tensor.
+
+    ``weights`` are those of the tensor that is farthest for what it may be.
+    """
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class LayoutProof:
+    """The result. ``found`` is the distance of the ranks to one process, ``allowed`` what rounding explains.
+
+    ``exact``: both were run with ``parallel.exact``, and must have the same bits. ``speed_up`` compares median steps.
+    """
+
+    recipe: Path
+    ranks: int
+    steps: int
+    precision: str
+    found: Distance
+    allowed: Distance
+    exact: bool
+    speed_up: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether no distance is larger than allowed."""
+        return all(getattr(self.found, name) <= allowed for name, allowed in asdict(self.allowed).items())
+
+    @property
+    def exit_code(self) -> int:
+        """0 when equal, else 1."""
+        return 0 if self.equal else 1
+
+    def lines(self) -> list[str]:
+        """The text for people."""
+        how = "the same bits, with parallel.exact" if self.exact else "within rounding"
+        verdict = how if self.equal else f"NOT {how}"
+        rows = [
+            f"  {name:<10} {getattr(self.found, name):.3g} (at most {allowed:.3g})"
+            for name, allowed in asdict(self.allowed).items()
+        ]
+        what = f"{self.steps} steps on {self.ranks} ranks against one process, {self.precision}: {verdict}"
+        remedy = f"remedy: {REMEDY}"
+        return [what, *rows, f"speed-up {self.speed_up:.2f} on {self.ranks} ranks", *([] if self.equal else [remedy])]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        return {**asdict(self), "recipe": str(self.recipe), "equal": self.equal}
+
+
+class RunRanks(Protocol):
+    """Runs this program with ``words`` as that many ranks, in ``folder``. Returns exit code and what was printed."""
+
+    def __call__(self, words: Sequence[str], ranks: int, folder: Path, /) -> tuple[int, str]: ...
+
+
+def by_torchrun(words: Sequence[str], ranks: int, folder: Path) -> tuple[int, str]:
+    """The RunRanks of the command line."""
+    more = ["--", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the same on both sides
+    command = [sys.executable, "-m", "trainwright", *words, *more]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.returncode, done.stderr or done.stdout
+
+
+def verify_parallel(
+    recipe: Path,
+    *,
+    ranks: int = 2,
+    steps: int = 5,
+    settings: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+    run_ranks: RunRanks = by_torchrun,
+) -> LayoutProof:
+    """Trains the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compares.
+
+    The second run shows how far rounding alone leads. A model that draws random numbers (dropout) is compared with
+    ``parallel.exact``: the ranks would draw others. Raises the user's errors, and UsageError for a model that sees its
+    micro-batch as a whole, such as one with BatchNorm.
+    """
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
+    settings = (*settings, "parallel.replicate=auto", "parallel.compress=none")
+    loaded = load(recipe, overrides=list(settings))
+    with at_recipe(loaded, "parallel"):
+        solve_layout(loaded.recipe, ranks)
+    folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
+    try:
+        return _Layouts(loaded, recipe, ranks, steps, tuple(settings), folder, say, run_ranks).prove()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run left: by step, and its last weights."""
+
+    losses: list[float]
+    norms: list[float]
+    seconds: list[float]
+    weights: dict[str, torch.Tensor]
+    precision: str
+
+    def distance(self, other: _Trained, tensor: str) -> Distance:
+        """``tensor`` is the one whose weights are compared."""
+        return Distance(
+            _farthest(self.losses, other.losses),
+            _farthest(self.norms, other.norms),
+            _apart(self.weights[tensor], other.weights[tensor]),
+        )
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """The runs, and the settings that all of them share."""
+
+    loaded: Loaded
+    path: Path
+    ranks: int
+    steps: int
+    settings: tuple[str, ...]
+    folder: Path
+    say: Callable[[str], None]
+    run_ranks: RunRanks
+
+    def prove(self) -> LayoutProof:
+        exact, sums = first_look(in_one_process(self.loaded))
+        degrees = solve_layout(self.loaded.recipe, self.ranks)
+        if exact and degrees.ranks > degrees.replicate:
+            raise UsageError(
+                "the model draws random numbers (dropout), and ranks that divide the work in this way draw others than "
+                "one process does: there is nothing to compare with",
+                remedy="compare without: --set model.args.dropout=0, or with parallel.replicate alone",
+            )
+        self.say(
+            "the model draws random numbers: compared is parallel.exact" if exact else "the model draws no numbers"
+        )
+        slices = ["parallel.exact=true", *self._smaller(self.ranks)] if exact else []
+        alone = self._trained("one process", 1, *slices)
+        precision = f"precision={alone.precision}"  # measured once: two runs might measure differently
+        smaller = (precision, *self._smaller(2))
+        control = None if exact else self._trained("one process, smaller micro-batches", 1, *smaller)
+        spread = self._trained(f"{self.ranks} ranks", self.ranks, precision, *slices)
+        speed_up = statistics.median(alone.seconds) / statistics.median(spread.seconds)
+        found, allowed = max(
+            ((alone.distance(spread, each), _allowed(alone, control, each, sums)) for each in alone.weights),
+            key=lambda pair: _excess(pair[0].weights, pair[1].weights),
+        )
+        return LayoutProof(
+            self.path, self.ranks, self.steps, alone.precision, found, allowed, exact, round(speed_up, 3)
+        )
+
+    def _smaller(self, parts: int) -> list[str]:
+        """Settings by which a forward pass takes this many times fewer samples."""
+        ask = self.loaded.recipe.batch
+        batch = solve_batch(ask.size, ask.micro, ask.accumulation)
+        return [f"batch.size={batch.size}", f"batch.micro={math.ceil(batch.micro / parts)}", "batch.accumulation=null"]
+
+    def _trained(self, what: str, ranks: int, *more: str) -> _Trained:
+        self.say(f"{self.steps} steps: {what}")
+        name = what.replace(",", "").replace(" ", "-")
+        fixed = [f"until={self.steps}steps", "log.every=1steps", "log.doctor=false", "checkpoint.every=null"]
+        fixed += ["evaluation.batches=1", "schedule.warmup=0steps", f"name={name}", f"folder={self.folder / 'runs'}"]
+        fixed += ["alerts=null", "metrics=[]", "observers=[]", "checkpoint.restore_best=false"]  # these are of one rank
+        fixed += ALONE_SETTINGS if ranks == 1 else []
+        words = [word for each in (*self.settings, *fixed, *more) for word in ("--set", each)]
+        code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)
+        if code != 0:
+            last = [line for line in printed.splitlines() if line.strip()][-12:]
+            text = "\n  ".join(last)
+            error = TrainwrightError(f"the run of {what} ended with {code}:\n  {text}", remedy="mend what it names")
+            error.exit_code = code if code in (1, 2) else 1
+            raise error
+        return _read(self.folder / "runs" / name, self.steps)
+
+
+def _excess(found: float, allowed: float) -> float:
+    """How many times as far as it may be."""
+    if found == 0.0 or allowed == math.inf:
+        return 0.0
+    return found / allowed if allowed else math.inf
+
+
+def _allowed(alone: _Trained, control: _Trained | None, tensor: str, sums: Sums) -> Distance:
+    """What rounding explains: by theory, or where sums cancel what the ``control`` shows, of the weights as well.
+
+    Without a control nothing. Raises UsageError where the control is another training.
+    """
+    if control is None:
+        return Distance(0.0, 0.0, 0.0)
+    noise, least = alone.distance(control, tensor), rounding(sums, alone.precision)
+    farthest = max(noise.loss, noise.grad_norm)
+    if farthest > max(NO_ROUNDING, OF_CONTROL * least):
+        raise UsageError(
+            "there is nothing to compare with: in one process, too, smaller micro-batches change loss or gradient "
+            f"by {farthest:.0%}, so the model sees its micro-batch as a whole",
+            remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
+        )
+    return Distance(*(max(OF_CONTROL * each, least) for each in asdict(noise).values()))
+
+
+def first_look(loaded: Loaded) -> tuple[bool, Sums]:
+    """Whether the forward pass in training draws random numbers (another seed gives another loss); and its sums."""
+    job = prepare(loaded)
+    loss_fn, micro = as_loss_fn(job.parts.loss), next(job.batches).micro[0]
+    tokens = count_tokens(micro.data) // max(1, micro.size)
+    sums = Sums.of(job.state.model, job.plan.batch.size * max(1, tokens))
+
+    def loss_of(seed: int) -> float:
+        reseed(seed)
+        with torch.no_grad():
+            output = call_loss(loss_fn, job.state.model, micro, "the first batch")
+        return float(output if isinstance(output, torch.Tensor) else output.total)
+
+    with preserved_rng():
+        return loss_of(0) != loss_of(1), sums
+
+
+def _read(run: Path, steps: int) -> _Trained:
+    records = [each for each in read(run / "log.jsonl").records if isinstance(each, Step)]
+    weights = load_file(run / "checkpoints" / name_of(len(records)) / "model.safetensors")
+    if len(records) < steps:
+        raise UsageError(f"the data gave {len(records)} steps of {steps}", remedy=f"add --steps {len(records)}")
+    return _Trained(
+        [each.loss for each in records],
+        [each.grad_norm for each in records],
+        [each.step_s for each in records[1:] or records],
+        weights,
+        read_as(run / "plan.json", PlanFile).precision,
+    )
+
+
+def _farthest(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(a), 1e-12) if a != b else 0.0 for a, b in zip(mine, theirs, strict=True))
+
+
+def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    if not mine.is_floating_point() or not mine.numel():
+        return 0.0 if torch.equal(mine, theirs) else math.inf
+    largest = max(float(mine.abs().max()), 1e-12)
+    return float((mine.double() - theirs.double()).abs().max()) / largest

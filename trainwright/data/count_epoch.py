@@ -1,0 +1,88 @@
+"""The length of an epoch of data that do not tell it: they are read once before the run, and nothing is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from trainwright.data.generators import HeldGenerators, prepare_epoch, seeded
+from trainwright.data.ready import PROGRESS_S, Pass, ReadyBatches, silent
+from trainwright.data.unwrap import Unwrapped
+from trainwright.errors import Problem, RecipeError
+from trainwright.plan.make import RunFacts
+from trainwright.recipe import Recipe
+from trainwright.recipe.duration import Duration
+
+PATIENCE_S = 120.0
+"""How long an epoch is counted: some streams never end."""
+
+
+def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Callable[[str], None]) -> RunFacts:
+    """``facts`` with the length of an epoch, where a length of the recipe is in epochs and the data do not tell it.
+
+    Raises RecipeError where they can be iterated only once, and where no end is in sight.
+    """
+    own, path = facts.own_batches, _in_epochs(recipe)
+    is_known = facts.train_samples is not None or (own is not None and own.count is not None)
+    if is_known or not path:
+        return facts
+    if isinstance(data.dataset, ReadyBatches) and data.dataset.once:
+        raise _unknown(path, "one whose data can be iterated once cannot be counted before it")
+    begin_s = told_s = time.monotonic()
+    counted = 0
+    for counted, _ in enumerate(_epoch(data, recipe.seed), start=1):
+        now_s = time.monotonic()
+        if now_s - begin_s > PATIENCE_S:
+            raise _unknown(path, f"after {counted:,} {_things(data)} in {PATIENCE_S:g} s there was no end of one")
+        if now_s - told_s > PROGRESS_S:
+            told_s = now_s
+            say(f"counting an epoch: {counted:,} {_things(data)} so far")
+    took = f"{counted:,} {_things(data)}, counted in {time.monotonic() - begin_s:.2g} s"
+    say(f"epoch       {took}: {path} is in epochs, and the data do not tell their length")
+    return (
+        replace(facts, train_samples=counted)
+        if own is None
+        else replace(facts, own_batches=replace(own, count=counted))
+    )
+
+
+def _in_epochs(recipe: Recipe) -> str:
+    """The first length of the recipe that is in epochs, by its path; "" where none is."""
+    lengths: dict[str, Duration | None] = {
+        "until": recipe.until,
+        "schedule.warmup": recipe.schedule.warmup,
+        "evaluation.every": recipe.evaluation.every,
+        "checkpoint.every": recipe.checkpoint.every,
+        "checkpoint.keep_every": recipe.checkpoint.keep_every,
+        "log.every": recipe.log.every,
+    }
+    return next((path for path, length in lengths.items() if length is not None and length.unit == "ep"), "")
+
+
+def _epoch(data: Unwrapped, seed: int) -> Iterator[object]:
+    """The batches, or the samples, of the first epoch. What is drawn for them leaves no trace."""
+    if isinstance(data.dataset, ReadyBatches):
+        with HeldGenerators([data.dataset.source]).preserved():
+            one = Pass(data.dataset, seed, 0, silent)
+            while (batch := one.next()) is not None:
+                yield batch
+        return
+    if data.order is not None:  # its positions are drawn, no sample is read
+        with HeldGenerators([data.order.sampler]).preserved():
+            for ids in data.order.batches(seed, 0):
+                yield from [ids] if data.order.in_batches else ids
+        return
+    with seeded(seed):
+        prepare_epoch(data.dataset, seed, 0)
+        yield from data.dataset
+
+
+def _things(data: Unwrapped) -> str:
+    return "samples" if data.own_batches is None else "batches"
+
+
+def _unknown(path: str, why: str) -> RecipeError:
+    remedy = "give it in steps, samples, tokens or seconds, or data that can be iterated again: a list, a loader, "
+    remedy += "a function without arguments that makes the iterator"
+    return RecipeError(Problem(path, f"is in epochs, and {why}", remedy=remedy))

@@ -1,0 +1,338 @@
+"""Reads a batch: a pure function of (dataset, key), with the same bits in any worker process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterator
+from itertools import count, islice
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+
+from trainwright.checkpoint.cursor import BadSample, Cursor, Ids
+from trainwright.checkpoint.rng import preserved_rng, reseed, seed_of
+from trainwright.data.collation import Batch, Collate, Sample, misfits
+from trainwright.data.generators import EpochGenerators, seeded
+from trainwright.data.in_progress import InProgress
+from trainwright.data.padding import differ_in_length
+from trainwright.data.shares import pieces, slices
+from trainwright.errors import DataError, text_of
+
+OnBadSample = Literal["stop", "quarantine"]
+AnyDataset: TypeAlias = Any
+"""A map-style or iterable dataset, by its methods; it need not be a ``torch.utils.data.Dataset``."""
+
+
+class Key(NamedTuple):
+    """Names one micro-batch. ``closes``: it is the last of an optimizer step.
+
+    ``cursor`` is the position of the stream after it; ``ids`` are dataset positions (n,) without those in quarantine,
+    so there may be none. Samples that are not ``counted`` are read, and weigh nothing. Where a step is shared between
+    ranks, ``of_all`` are the samples of all of them.
+    """
+
+    epoch: int
+    start: int
+    ids: Ids
+    closes: bool
+    cursor: Cursor
+    counted: bool = True
+    of_all: Ids | None = None
+
+    def without(self, left_out: Container[int]) -> Key:
+        """Returns the key of the same micro-batch without these samples."""
+        return self._replace(ids=np.array([i for i in self.ids.tolist() if i not in left_out], dtype=np.int64))
+
+
+class Fetched(NamedTuple):
+    """A micro-batch on the host: the samples of ``key`` without the ``bad``; ``data`` is None when none is left.
+
+    ``read_s`` is how long it took the process that read it, in seconds.
+    """
+
+    key: Key
+    data: Batch
+    bad: tuple[BadSample, ...] = ()
+    read_s: float = 0.0
+
+    @property
+    def ids(self) -> Ids:
+        """Dataset positions of the samples in ``data`` that count."""
+        if not self.key.counted:
+            return self.key.ids[:0]
+        return self.key.without({bad.id for bad in self.bad}).ids if self.bad else self.key.ids
+
+
+class Failed(NamedTuple):
+    """What a dataset raised, as text, since not every exception can be sent to another process."""
+
+    ids: tuple[int, ...]
+    what: str
+    remedy: str = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
+
+    def error(self) -> DataError:
+        """Returns the error to raise in the training process."""
+        which = f"sample {self.ids[0]}" if len(self.ids) == 1 else f"one of the samples {list(self.ids)}"
+        return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=self.remedy)
+
+
+PAD = "the samples differ in length: a collate function has to pad them, DataLoader(dataset, ..., collate_fn=tw.pad())"
+
+
+def batch_seed(seed: int, epoch: int, start: int) -> int:
+    """Returns a seed that depends on what is read and on nothing else, so not on the worker."""
+    return seed_of(f"{seed}:{epoch}:{start}")
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Returns the seed of one sample, whatever micro-batch it comes in."""
+    return seed_of(f"{seed}:{epoch}:sample {index}")
+
+
+class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
+    """A map-style dataset whose index is a Key.
+
+    The generators are seeded before each sample is read, from (seed, epoch, index), so a sample is the same in any
+    micro-batch. What is drawn for several samples at once, by a collate function or in ``__getitems__``, is drawn from
+    a seed of the micro-batch. A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded; its
+    ``fetch_batch(ids)`` is asked for whole batches where it has one.
+
+    When ``on_bad_sample`` is quarantine, a sample that cannot be read or collated is left out. The others are what they
+    would be had it been known before.
+    """
+
+    def __init__(
+        self,
+        dataset: AnyDataset,
+        *,
+        seed: int,
+        collate: Collate = default_collate,
+        on_bad_sample: OnBadSample = "stop",
+    ) -> None:
+        self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
+        self.in_progress = InProgress(0)
+        inner = _inside_subsets(dataset)
+        self.samples_draw = not (isinstance(inner, TensorDataset) or getattr(inner, "deterministic", False))
+        self.makes_batches = hasattr(dataset, "fetch_batch") and not self.samples_draw
+        own_collate = collate is not default_collate and not self.makes_batches
+        self.sliced = is_sliced(dataset, collate)
+        self.in_batches = self.sliced or self.makes_batches or hasattr(inner, "__getitems__")
+        self.batches_draw = own_collate or (self.samples_draw and self.in_batches)
+
+    def __getitem__(self, key: Key) -> Fetched | Failed:
+        begin_s = time.perf_counter()
+        if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
+            self.dataset.set_epoch(key.epoch)
+        if self.samples_draw or self.batches_draw:
+            with preserved_rng():
+                fetched = self._fetched(key)
+        else:
+            fetched = self._fetched(key)
+        self.in_progress.begin(-1, 0)
+        return _timed(fetched, begin_s)
+
+    def _fetched(self, key: Key) -> Fetched | Failed:
+        whole, bad = key, tuple[BadSample, ...]()
+        while len(key.ids):
+            found = self._in_one_go(key) if self.in_batches else self._one_by_one(key)
+            if isinstance(found, Fetched):
+                return Fetched(whole, found.data, bad)
+            if isinstance(found, Failed):
+                return found
+            if self.on_bad_sample == "stop":
+                return Failed((found[0].id,), found[0].what)
+            bad = (*bad, *found)
+            key = key.without({each.id for each in found})
+        return Fetched(whole, None, bad)
+
+    def _in_one_go(self, key: Key) -> Fetched | Failed | list[BadSample]:
+        self.in_progress.begin(int(key.ids[0]), len(key.ids))
+        self._seed_batch(key)
+        try:
+            return Fetched(key, self._batch(key))
+        except (Exception, SystemExit) as error:
+            alone = self._one_by_one(key)  # says which sample it was
+            return Failed(tuple(key.ids.tolist()), text_of(error, lines=1)) if isinstance(alone, Fetched) else alone
+
+    def _batch(self, key: Key) -> Batch:
+        if self.makes_batches:
+            return self.dataset.fetch_batch(key.ids)
+        if self.sliced:
+            index = torch.from_numpy(key.ids)
+            return tuple(tensor.index_select(0, index) for tensor in self.dataset.tensors)
+        return self.collate(self.dataset.__getitems__(key.ids.tolist()))
+
+    def _one_by_one(self, key: Key) -> Fetched | Failed | list[BadSample]:
+        samples, bad = [], []
+        for index in key.ids.tolist():
+            self.in_progress.begin(index)
+            if self.samples_draw:
+                reseed(sample_seed(self.seed, key.epoch, index))
+            try:
+                samples.append(self.dataset[index])
+            except (Exception, SystemExit) as error:
+                bad.append(BadSample(index, text_of(error, lines=1)))
+                if self.on_bad_sample == "stop":
+                    break
+        if bad:
+            return bad
+        self.in_progress.begin(int(key.ids[0]), len(key.ids))
+
+        def collate(some: list[Sample]) -> Batch:
+            self._seed_batch(key)
+            return self.collate(some)
+
+        return _collated(key, samples, collate)
+
+    def _seed_batch(self, key: Key) -> None:
+        if self.batches_draw:
+            reseed(batch_seed(self.seed, key.epoch, key.start))
+
+
+def _timed(fetched: Fetched | Failed, begin_s: float) -> Fetched | Failed:
+    return fetched._replace(read_s=time.perf_counter() - begin_s) if isinstance(fetched, Fetched) else fetched
+
+
+def is_sliced(dataset: AnyDataset, collate: Collate) -> bool:
+    """Whether a batch is taken out of tensors in memory, as it is."""
+    return isinstance(dataset, TensorDataset) and collate is default_collate
+
+
+def _inside_subsets(dataset: AnyDataset) -> AnyDataset:
+    """Returns what a Subset is of: it has ``__getitems__``, and may read sample by sample all the same."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Failed | list[BadSample]:
+    try:
+        return Fetched(key, collate(samples))
+    except Exception as error:
+        what, ids = f"{text_of(error, lines=1)} while collating", key.ids.tolist()
+        alone = misfits(samples, collate).items()
+        if alone:
+            return [BadSample(ids[at], f"{what} ({why})") for at, why in alone]
+        return Failed(tuple(ids), what, PAD) if differ_in_length(samples) else Failed(tuple(ids), what)
+
+
+class Reading(Protocol):
+    """The settings that ``FetchStream`` reads; ``Loading`` has them."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_size(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def drop_last(self) -> bool: ...
+    @property
+    def epochs(self) -> int | None: ...
+    @property
+    def collate(self) -> Collate: ...
+    @property
+    def quarantine(self) -> frozenset[int]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+
+
+def shared(step: Key, settings: Reading) -> Iterator[Key]:
+    """Yields the keys of a rank's micro-batches of a step, which ``step`` names as a whole; none for an empty one."""
+    if not len(step.ids):
+        return
+    cut = slices if settings.exact else pieces
+    parts = list(cut(step.ids, settings.rank, settings.ranks, settings.micro_size))
+    for number, part in enumerate(parts, start=1):
+        start, closes = step.start + part.offset, number == len(parts)
+        yield Key(step.epoch, start, part.ids, closes, step.cursor, part.counted, step.ids if closes else None)
+
+
+class FetchStream(IterableDataset["Fetched | Failed"]):
+    """Micro-batches of an iterable dataset, epoch after epoch, until an epoch has no sample.
+
+    ids are positions in the stream. Each epoch draws from generators of its own, seeded once. To start within an epoch
+    the samples before the start are read again, so that a shuffle buffer inside the dataset fills in the same way.
+    Samples in quarantine are read and dropped. Every rank reads the whole stream and keeps its share. A sample that
+    raises ends the stream whatever ``on_bad_sample`` says, since a generator that has raised gives no further items.
+    """
+
+    def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
+        self.dataset, self.start, self.settings = dataset, start, settings
+        self.in_progress = InProgress(0)
+
+    def __iter__(self) -> Iterator[Fetched | Failed]:
+        first, end = self.start.epoch, self.settings.epochs
+        epochs = count(first) if end is None else range(first, end)
+        for epoch in epochs:
+            skip = self.start.position if epoch == self.start.epoch else 0
+            any_sample, begin_s = skip > 0, time.perf_counter()
+            for fetched in self._epoch(epoch, skip):
+                any_sample = any_sample or isinstance(fetched, Failed) or len(fetched.ids) > 0
+                yield _timed(fetched, begin_s)
+                begin_s = time.perf_counter()
+            if not any_sample:
+                return
+
+    def _epoch(self, epoch: int, skip: int) -> Iterator[Fetched | Failed]:
+        settings, position, own = self.settings, 0, EpochGenerators(batch_seed(self.settings.seed, epoch, -1))
+        with own.in_use():
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            items = iter(self.dataset)
+        while True:
+            size = settings.batch_size if position >= skip else min(settings.batch_size, skip - position)
+            with own.in_use():
+                samples, failed = self._take(items, size, position)
+            self.in_progress.begin(-1, 0)
+            short = len(samples) < size
+            if failed:
+                yield failed
+            elif position >= skip and not (short and settings.drop_last):
+                yield from self._micro_batches(epoch, position, samples)
+            if short:
+                return
+            position += size
+
+    def _take(self, items: Iterator[Sample], size: int, position: int) -> tuple[list[Sample], Failed | None]:
+        """Reads up to ``size`` samples; fewer at the end of the stream and where it raises."""
+        samples: list[Sample] = []
+        try:
+            self.in_progress.begin(position)
+            for sample in islice(items, size):
+                samples.append(sample)
+                self.in_progress.begin(position + len(samples))
+        except (Exception, SystemExit) as error:
+            remedy = (
+                "catch it in the dataset and go on with the next sample: nothing comes from an iterator that raised"
+            )
+            return samples, Failed((position + len(samples),), text_of(error, lines=1), remedy)
+        return samples, None
+
+    def _micro_batches(self, epoch: int, position: int, samples: list[Sample]) -> Iterator[Fetched | Failed]:
+        settings = self.settings
+        for key in self._keys(epoch, position, len(samples)):
+            part = [samples[i - position] for i in key.ids.tolist()]
+            self.in_progress.begin(key.start, len(part))
+            with seeded(batch_seed(settings.seed, epoch, key.start)):
+                found = _collated(key, part, settings.collate) if part else Fetched(key, None)
+            self.in_progress.begin(-1, 0)
+            yield Failed((found[0].id,), found[0].what) if isinstance(found, list) else found
+
+    def _keys(self, epoch: int, position: int, count: int) -> Iterator[Key]:
+        """Yields the keys of a step of ``count`` samples from ``position`` on."""
+        settings, end = self.settings, Cursor(epoch, position + count)
+        if settings.ranks > 1 or settings.exact:
+            whole = Key(epoch, position, np.arange(position, position + count), True, end)
+            yield from shared(whole.without(settings.quarantine), settings)
+            return
+        for first in range(0, count, settings.micro_size):
+            start, stop = position + first, position + min(first + settings.micro_size, count)
+            one = Key(epoch, start, np.arange(start, stop), stop == end.position, Cursor(epoch, stop))
+            yield one.without(settings.quarantine)

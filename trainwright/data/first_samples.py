@@ -1,0 +1,39 @@
+"""The first samples of a training set, from which a plan is made: a process apart reads them before this one does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import islice
+
+from torch.utils.data import TensorDataset
+
+from trainwright.data.collation import Sample
+from trainwright.data.fetch import AnyDataset
+from trainwright.data.fork import try_in_fork
+from trainwright.data.unwrap import length_of
+from trainwright.errors import TrainwrightError
+
+LIMIT_S = 2.0
+"""What cannot be tried by then is not read."""
+
+
+def first_samples(dataset: AnyDataset, most: int, left_out: Collection[int] = ()) -> Iterator[Sample]:
+    """Yields at most ``most`` samples that can be read, none in ``left_out``; fewer where they are slow to read.
+
+    Raises DataError when one ends the process that tries it.
+    """
+    positions = list(islice((i for i in range(length_of(dataset) or 0) if i not in left_out), most))
+    if not isinstance(dataset, TensorDataset):
+        tried = try_in_fork(dataset, positions, limit_s=LIMIT_S)
+        positions = positions[: max(1, tried)]
+    for position in positions:
+        try:
+            sample = dataset[position]
+        except TrainwrightError:
+            raise
+        except (
+            Exception,
+            SystemExit,
+        ):  # it may be in quarantine by a checkpoint; else its batch raises the same, with its id
+            continue
+        yield sample

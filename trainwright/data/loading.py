@@ -1,0 +1,499 @@
+"""The stream of step batches: its order is a pure function of (seed, epoch, position), and sample ids are known."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+from trainwright.checkpoint.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
+from trainwright.checkpoint.cut import share_of
+from trainwright.data.collation import Batch, Collate
+from trainwright.data.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, is_sliced, shared
+from trainwright.data.files import FilesOrder
+from trainwright.data.order import epoch_order
+from trainwright.data.read_files import OpenFiles
+from trainwright.data.ready import ReadyBatches, ReadyStream, Say, compared, silent
+from trainwright.data.sample_order import LoaderOrder, OwnOrder, regrouped
+from trainwright.data.unwrap import length_of
+from trainwright.data.workers import WorkerInit, Workers, read_in_workers
+from trainwright.errors import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are made: ``batch_size`` samples per optimizer step, in micro-batches of ``micro_size``.
+
+    ``prefetch``, ``timeout_s``, ``worker_init`` and ``start_method`` are about the ``workers``, see there. ``epochs``
+    None: no end.
+    ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
+    cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
+    With an ``order`` of batches, or ready batches, ``joined`` of them are a step. ``live``: what the user's loader
+    draws at the beginning of an epoch comes from the random generators of the process, as in a loop over it; else from
+    generators that are seeded by (seed, epoch). ``loader`` is its order then, where it is a DataLoader.
+    ``rank`` is which of ``ranks`` shares of every step is read, of ready batches which rows; where that is ``exact``,
+    a step has the same micro-batches on any number of ranks.
+    """
+
+    batch_size: int
+    micro_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    workers: int = 0
+    prefetch: int = 2
+    timeout_s: float | None = None
+    worker_init: WorkerInit | None = None
+    start_method: str | None = None
+    pin_memory: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    collate: Collate = default_collate
+    epochs: int | None = None
+    quarantine: frozenset[int] = frozenset()
+    on_bad_sample: OnBadSample = "stop"
+    every: int = 1
+    order: OwnOrder | None = None
+    live: bool = False
+    loader: LoaderOrder | None = None
+    joined: int = 1
+    rank: int = 0
+    ranks: int = 1
+    exact: bool = False
+
+
+AT_ONCE, AT_ONCE_BYTES = 32, 2**20
+"""Steps whose batches are made at once from tensors in memory: so many, and so many bytes together."""
+
+
+class StepBatches:
+    """An endless iterable of StepBatch over a dataset; finite over an iterable dataset that ends.
+
+    Iteration starts at ``cursor`` and visits every sample exactly once per epoch. The last step of an epoch is short
+    unless ``drop_last``. A sample in quarantine is left out of its micro-batch and no other sample moves. An empty
+    micro-batch or step is skipped; where all are empty, the stream ends.
+
+    Of a sampler's order or of ready batches, ``resumed`` says after the first batch how the stream came to a cursor
+    within an epoch, and ``say`` is told what happens meanwhile.
+
+    Raises DataError for a sample that cannot be read, or when every sample is in quarantine for that.
+    """
+
+    def __init__(
+        self, dataset: AnyDataset, loading: Loading, *, cursor: Cursor | None = None, say: Say = silent
+    ) -> None:
+        self.dataset, self.loading, self.cursor, self.say = dataset, loading, cursor or Cursor(), say
+        self.resumed = ""
+        self._start = self.cursor.start if self.cursor.position else None
+        self._has_steps = False  # whether the epoch that was planned last has any
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
+        return _ahead(steps, self.at_once)
+
+    @property
+    def reads_in_workers(self) -> bool:
+        """Whether worker processes read the samples. Ready batches come from an iterator of their own."""
+        return self.loading.workers > 0 and not isinstance(self.dataset, ReadyBatches)
+
+    @property
+    def looks_at_training(self) -> bool:
+        """Whether the order may follow what was trained on meanwhile, so that nothing may be read further ahead."""
+        order = self.loading.loader or self.loading.order
+        return order is not None and not order.is_pure
+
+    @property
+    def at_once(self) -> int:
+        """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
+        loading = self.loading
+        if isinstance(self.dataset, ReadyBatches):  # of a list nothing is copied, unless to another device
+            return AT_ONCE if self.dataset.are_in_memory and loading.device.type == "cpu" else 1
+        if loading.workers or self.looks_at_training or not is_sliced(self.dataset, loading.collate):
+            return 1
+        sample_bytes: int = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
+        return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))
+
+    def _ready(self) -> Iterator[StepBatch | None]:
+        """The steps, and None after the last one of an epoch."""
+        loading = self.loading
+        seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # then each step is compared
+        stream = ReadyStream(
+            self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared, live=loading.live
+        )
+        for step in stream.steps(loading.joined):
+            if step is None:
+                yield None
+                continue
+            (batches, cursor), of_all = step, None
+            self.resumed = stream.resumed
+            if loading.ranks > 1:
+                of_all = np.concatenate([batch.ids for batch in batches])
+                batches = [_share(batch, loading) for batch in batches]
+            if loading.device.type != "cpu":
+                batches = [MicroBatch(to_device(batch.data, loading.device), batch.ids) for batch in batches]
+            yield StepBatch(tuple(batches), cursor, of_all=of_all)
+
+    def _read(self) -> Iterator[StepBatch | None]:
+        """The steps, and None after the last one of an epoch where the next must not be drawn yet."""
+        window: list[MicroBatch] = []
+        bad: list[BadSample] = []  # of this step and of empty steps before it
+        found: set[int] = set()
+        read_s = 0.0
+        for fetched in self._fetched(found):
+            if fetched is None:
+                yield None
+                continue
+            if isinstance(fetched, Failed):
+                raise fetched.error()
+            if fetched.bad:
+                bad += fetched.bad
+                found.update(each.id for each in fetched.bad)
+            read_s += fetched.read_s
+            if len(fetched.ids) or not fetched.key.counted:
+                window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
+            if fetched.key.closes and window:
+                cursor = self._with_start(fetched.key.cursor)
+                yield StepBatch(tuple(window), cursor, tuple(bad), fetched.key.of_all, read_s)
+                window, bad, read_s = [], [], 0.0
+        if bad and self.loading.epochs is None:
+            raise _none_left(bad)
+
+    def _with_start(self, cursor: Cursor) -> Cursor:
+        return (
+            cursor if self._start is None else Cursor(cursor.epoch, cursor.position, cursor.digest, start=self._start)
+        )
+
+    def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed | None]:
+        """``found`` holds the samples that could not be read; it grows while iterating, and they are not read again."""
+        loading = self.loading
+        if isinstance(self.dataset, IterableDataset):
+            stream = FetchStream(self.dataset, start=self.cursor, settings=loading)
+            if loading.workers == 0:
+                return self._seeding_workers(_pinned(iter(stream), loading))
+            return self._seeding_workers(read_in_workers(stream, None, _one_worker(loading)))
+        source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
+        epochs = self.epochs(found)
+        if loading.workers == 0:
+            return _pinned(_one_by_one(source, epochs), loading)
+        how = _one_worker(loading) if isinstance(self.dataset, OpenFiles) else _workers(loading)
+        keys = chain.from_iterable(epochs if loading.loader is None else _apart(epochs, how.count * how.prefetch))
+        return _without(found, read_in_workers(source, keys, how), source)
+
+    def _seeding_workers(self, fetched: Iterator[Fetched | Failed]) -> Iterator[Fetched | Failed]:
+        """What a stream gives. A loop over its loader draws a seed for the workers at the beginning of each epoch."""
+        epoch = self.cursor.epoch if self.cursor.position else self.cursor.epoch - 1
+        for each in fetched:
+            if isinstance(each, Fetched) and each.key.epoch > epoch:
+                epoch = each.key.epoch
+                if self.loading.loader is not None:
+                    self.loading.loader.draw_seed(epoch)
+            yield each
+
+    def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
+        """Yields the keys of all ``epochs``."""
+        return chain.from_iterable(self.epochs(found))
+
+    def epochs(self, found: Collection[int] = ()) -> Iterator[Iterator[Key]]:
+        """Yields for each epoch from the cursor on the keys of its micro-batches; ends when no batch can be filled.
+
+        Each epoch leaves out the quarantine and what ``found`` holds when the epoch starts. The order of an epoch is
+        drawn when its first key is asked for.
+        """
+        last = self.loading.epochs
+        for epoch in count(self.cursor.epoch) if last is None else range(self.cursor.epoch, last):
+            yield self._epoch(epoch, found)
+            if not self._has_steps:  # nor would there be one in a later epoch
+                return
+
+    def _epoch(self, epoch: int, found: Collection[int]) -> Iterator[Key]:
+        loading, steps = self.loading, self._in_our_order
+        begin = self.cursor.position if epoch == self.cursor.epoch else 0
+        left_out = np.array([*loading.quarantine, *found])
+        self._has_steps = begin > 0
+        if loading.order is not None or self._draws_live(begin):
+            steps = self._in_own_order
+        for planned in islice(steps(epoch, begin, left_out), 0, None, loading.every):
+            for key in self._cut(epoch, planned):
+                self._has_steps = self._has_steps or len(key.ids) > 0 or steps == self._in_our_order
+                yield key
+
+    def _draws_live(self, begin: int) -> bool:
+        """Whether the order of an epoch is that of the loader; the rest of one that began otherwise goes on so."""
+        return self.loading.loader is not None and (begin == 0 or self._start is not None)
+
+    def _in_our_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
+        loading, size = self.loading, len(self.dataset)
+        if not size or (loading.drop_last and size < loading.batch_size):
+            return
+        whole = size - size % loading.batch_size if loading.drop_last else size
+        order, reached = self._order_of(epoch), size if loading.shuffle else whole
+        if len(left_out) and np.isin(order[:reached], left_out).all():
+            return
+        # an epoch that began with another batch size has its last whole batch elsewhere
+        end = size - (size - begin) % loading.batch_size if loading.drop_last else size
+        for start in range(begin, end, loading.batch_size):
+            ids = order[start : min(start + loading.batch_size, end)]
+            yield _Planned(start, ((ids, ~np.isin(ids, left_out) if len(left_out) else None),))
+
+    def _order_of(self, epoch: int) -> Ids | FilesOrder:
+        """The positions of an epoch; only slices are taken of it."""
+        seed, shuffle = self.loading.seed, self.loading.shuffle
+        if isinstance(self.dataset, OpenFiles):
+            return self.dataset.files.order(seed=seed, epoch=epoch, shuffle=shuffle)
+        return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
+
+    def _in_own_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
+        loading, digest, start = self.loading, hashlib.blake2b(digest_size=8), begin
+        order, drawn = self._drawn(epoch, begin)
+        if begin:
+            drawn = self._passed_over(drawn, begin, digest)
+        batches = drawn if order.in_batches else regrouped(drawn, loading.batch_size)
+        while window := list(islice(batches, loading.joined if order.in_batches else 1)):
+            if loading.drop_last and not order.in_batches and len(window[0]) < loading.batch_size:
+                return
+            for ids in window:
+                digest.update(ids.tobytes())
+            parts = tuple((ids, ~np.isin(ids, left_out) if len(left_out) else None) for ids in window)
+            yield _Planned(start, parts, digest.hexdigest())
+            start += sum(map(len, window))
+
+    def _drawn(self, epoch: int, begin: int) -> tuple[OwnOrder, Iterator[Ids]]:
+        """The order of an epoch and its positions, from the first one on."""
+        loader, order = self.loading.loader, self.loading.order
+        if loader is None or not self._draws_live(begin):
+            assert order is not None
+            return order, order.batches(self.loading.seed, epoch)
+        if begin and self._start is not None:
+            return loader, loader.again(epoch, self._start)
+        self._start, drawn = loader.begin(epoch)
+        return loader, drawn
+
+    def _passed_over(self, drawn: Iterator[Ids], begin: int, digest: hashlib.blake2b) -> Iterator[Ids]:
+        """Yields what comes after the first ``begin`` positions, which are drawn and not read."""
+        number, rest = 0, np.zeros(0, dtype=np.int64)
+        while number < begin and (ids := next(drawn, None)) is not None:
+            mine, rest = ids[: begin - number], ids[begin - number :]
+            digest.update(mine.tobytes())
+            number += len(mine)
+        what = f"the first {number:,} positions of epoch {self.cursor.epoch} were drawn again"
+        self.resumed = compared(what, number, digest.hexdigest() == self.cursor.digest, self.cursor)
+        if len(rest):
+            yield rest
+        yield from drawn
+
+    def _cut(self, epoch: int, planned: _Planned) -> Iterator[Key]:
+        """Yields the keys of a step, or of this rank's share of it."""
+        loading, start, end = self.loading, planned.start, planned.end
+        after = Cursor(epoch, end, planned.digest)
+        if loading.ranks > 1 or loading.exact:
+            of_all = np.concatenate([_kept(*part) for part in planned.parts])
+            yield from shared(Key(epoch, start, of_all, True, after), loading)
+            return
+        for ids, kept in planned.parts:
+            for first in range(0, len(ids), loading.micro_size):
+                some = slice(first, min(first + loading.micro_size, len(ids)))
+                stop = start + some.stop - first
+                mine = _kept(ids[some], None if kept is None else kept[some])
+                yield Key(epoch, start, mine, stop == end, after if stop == end else Cursor(epoch, stop))
+                start = stop
+
+
+def _share(whole: MicroBatch, loading: Loading) -> MicroBatch:
+    """The rows of this rank. Raises DataError for a ready batch that ranks cannot share."""
+    try:
+        return share_of(whole, loading.rank, loading.ranks)
+    except UsageError as error:
+        raise DataError(
+            f"{loading.ranks} ranks share the rows of a ready batch, and this has none to share: {error.message}",
+            remedy="give batches whose tensors have a row for each sample, a Dataset of samples with a collate_fn, or "
+            "train in one process",
+        ) from error
+
+
+class _Planned(NamedTuple):
+    """The positions of a step, in parts that are not read together, each with which of them are kept (None: all)."""
+
+    start: int
+    parts: tuple[tuple[Ids, NDArray[np.bool_] | None], ...]
+    digest: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(len(ids) for ids, _ in self.parts)
+
+
+def _kept(ids: Ids, kept: NDArray[np.bool_] | None) -> Ids:
+    return ids if kept is None else ids[kept]
+
+
+def _workers(loading: Loading) -> Workers:
+    return Workers(
+        loading.workers,
+        loading.prefetch,
+        loading.timeout_s,
+        loading.worker_init,
+        loading.start_method,
+        loading.pin_memory,
+    )
+
+
+def _one_worker(loading: Loading) -> Workers:
+    """Of what is read from its beginning each further worker would read all, too, and most datasets would shard it."""
+    return _workers(replace(loading, workers=1))
+
+
+def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:
+    """Reads again what workers had read before a sample of it was found bad, as a resumed run would read it."""
+    for fetched in batches:
+        if found and isinstance(fetched, Fetched) and not found.isdisjoint(fetched.key.ids.tolist()):
+            yield source[fetched.key.without(found)]
+        else:
+            yield fetched
+
+
+def _none_left(bad: list[BadSample]) -> DataError:
+    return DataError(
+        f"no sample is left to train on: the last {len(bad)} could not be read, "
+        f"sample {bad[0].id} because of {bad[0].what}",
+        sample_ids=[each.id for each in bad],
+        remedy="open one with dataset[i]: all are likely to have the same fault",
+    )
+
+
+def _ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatch]:
+    """The same steps, so many of them read at once, but never beyond a None: what follows depends on those before.
+
+    What reading raises comes at its own step.
+    """
+    if at_once == 1:
+        yield from filter(None, steps)
+        return
+    error: Exception | None = None
+    while error is None:
+        several: list[StepBatch] = []
+        is_over = True
+        try:
+            for batch in islice(steps, at_once):
+                is_over = False
+                if batch is None:
+                    break
+                several.append(_looked_at(batch))
+        except Exception as raised:
+            error = raised
+        yield from several
+        if is_over and error is None:
+            return
+    raise error
+
+
+def _looked_at(batch: StepBatch) -> StepBatch:
+    """The same batch, which then knows what each step asks of it: one at a time that takes 10 us."""
+    batch.size, batch.tokens, batch.tensors  # noqa: B018
+    return batch
+
+
+def _one_by_one(source: Fetch, epochs: Iterator[Iterator[Key]]) -> Iterator[Fetched | Failed | None]:
+    """What the dataset gives for each key, and None after the last one of an epoch."""
+    for keys in epochs:
+        for key in keys:
+            yield source[key]
+        yield None
+
+
+def _apart(epochs: Iterator[Iterator[Key]], ahead: int) -> Iterator[Iterator[Key]]:
+    """The same epochs, each followed by as many empty keys as workers read ahead.
+
+    A key is asked for when the batch that lies so many before it has been taken. So the order of an epoch is drawn
+    after the last step of the epoch before, as in a loop over the loader.
+    """
+    for keys in epochs:
+        yield keys
+        yield iter([NOTHING] * ahead)
+
+
+NOTHING = Key(0, 0, np.zeros(0, dtype=np.int64), False, Cursor())
+"""Names no samples: it closes no step."""
+F = TypeVar("F", Fetched | Failed, Fetched | Failed | None)
+
+
+def _pinned(batches: Iterator[F], loading: Loading) -> Iterator[F]:
+    return map(_pin, batches) if loading.pin_memory else batches
+
+
+def _pin(fetched: F) -> F:
+    if not isinstance(fetched, Fetched):
+        return fetched
+    return fetched._replace(data=_map(lambda tensor: tensor.pin_memory(), fetched.data))
+
+
+def to_device(data: Batch, device: torch.device) -> Batch:
+    """Moves every tensor of a nested batch, without waiting where the memory is pinned. Other leaves stay unchanged."""
+    if device.type == "cpu":  # where it was made
+        return data
+    return _map(lambda tensor: tensor.to(device, non_blocking=True), data)
+
+
+def _map(change: Callable[[Tensor], Tensor], data: Batch) -> Batch:
+    if isinstance(data, Tensor):
+        return change(data)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_map(change, value) for value in data))
+    if isinstance(data, tuple | list):
+        return type(data)(_map(change, value) for value in data)
+    if isinstance(data, Mapping):
+        return {key: _map(change, value) for key, value in data.items()}
+    return data
+
+
+class EvaluationBatches:
+    """One pass in the order of the dataset, at most ``limit`` batches; may be iterated more than once.
+
+    The quarantine of ``loading`` is of the training set and ignored here. A sample that cannot be read is an error.
+    """
+
+    def __init__(self, dataset: AnyDataset, loading: Loading, *, limit: int | None = None) -> None:
+        once = replace(
+            loading,
+            epochs=1,
+            shuffle=False,
+            drop_last=False,
+            quarantine=frozenset(),
+            on_bad_sample="stop",
+            live=False,
+            loader=None,
+        )
+        self.steps, self.limit = StepBatches(dataset, once), limit
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for step in islice(self.steps, self.limit):
+            yield from step.micro
+
+    @property
+    def count(self) -> int | None:
+        """The number of batches; None for a stream that does not say."""
+        count = self._whole
+        return count if self.limit is None or (count or math.inf) < self.limit else self.limit
+
+    @property
+    def _whole(self) -> int | None:
+        dataset, order, batch_size = self.steps.dataset, self.steps.loading.order, self.steps.loading.batch_size
+        if isinstance(dataset, ReadyBatches):
+            return dataset.size
+        if order is not None and order.in_batches:
+            return order.size
+        size = length_of(dataset) if order is None else order.size
+        return None if size is None else math.ceil(size / batch_size)
+
+    def part(self, count: int) -> EvaluationBatches:
+        """At most ``count`` of these batches, always the same: evenly spaced, or the first ones of a stream."""
+        is_stream = isinstance(self.steps.dataset, IterableDataset | ReadyBatches)
+        every = 1 if is_stream else math.ceil((self.count or count) / count)
+        return EvaluationBatches(self.steps.dataset, replace(self.steps.loading, every=every), limit=count)

@@ -1,0 +1,146 @@
+"""Reads samples by their position from files that can only be read from the beginning."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from trainwright.checkpoint.rng import seed_of
+from trainwright.data.files import COUNT, Files, Read, count_samples
+from trainwright.data.generators import OwnGenerators
+from trainwright.errors import DataError, UsageError
+
+MOST_READERS = 64
+"""Unless more are asked for: each holds a file open."""
+_COUNT_ANEW = "count its samples anew: sizes of tw.files, or delete the JSON file that has them"
+
+
+def files(
+    paths: str | Sequence[str | Path],
+    read: Read,
+    *,
+    sizes: Sequence[int] | Mapping[str, int] | str | Path | None = None,
+    readers: int | None = None,
+) -> OpenFiles:
+    """Samples of files that can only be read from the beginning, such as ``IterableDataset`` reads; on several ranks
+    each opens its part of the files.
+
+    ``paths`` are any names that ``read`` knows, or a pattern (``"shards/*.jsonl"``) of files here. ``read(path)`` gives
+    the samples of one, the same each time. ``sizes`` are their numbers, as a list, by name, or in a JSON file, which is
+    written where there is none yet; without them every file is read once to count. ``readers``: in how many places the
+    files are read side by side; by default as many as there are files, at most 64, rounded down to a power of two.
+
+    Raises UsageError where nothing matches and for numbers that do not fit, StorageError for a JSON file.
+    """
+    if isinstance(paths, str):
+        names = sorted(glob.glob(paths))  # noqa: PTH207  it may be absolute
+    else:
+        names = [os.fspath(path) for path in paths]
+    if not names:
+        raise UsageError(f"no file matches {paths!r}", remedy="give a pattern of files that exist, or their names")
+    if len(set(names)) < len(names):
+        raise UsageError("a file is named twice, so its samples would come twice in an epoch", remedy="name each once")
+    counts = count_samples(names, read, sizes)
+    if len(counts) != len(names) or min(counts) < 0 or not sum(counts):
+        raise UsageError(f"sizes has {len(counts)} numbers, {sum(counts)} in all, for {len(names)} files", remedy=COUNT)
+    if readers is None:
+        readers = 1 << (min(len(names), MOST_READERS).bit_length() - 1)
+    if not 1 <= readers <= sum(counts):
+        raise UsageError(f"readers={readers} for {sum(counts)} samples", remedy="leave it out, or give 1 or more")
+    return OpenFiles(Files(tuple(names), read, tuple(counts), readers))
+
+
+class OpenFiles(Dataset[Any]):
+    """Keeps open what it read from last, one file for each reader and one more.
+
+    A sample that lies ahead in an open file is read on to; for any other its file is opened again and the samples
+    before are dropped. What ``read`` draws comes from generators of that file and epoch alone.
+    """
+
+    deterministic = True
+
+    def __init__(self, files: Files) -> None:
+        self.files, self.epoch = files, 0
+        self._ends = np.cumsum(files.sizes)
+        self._open: list[_OpenFile] = []
+        self._pid = os.getpid()
+        self._inherited: list[object] = []
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the samples that follow are of."""
+        self.epoch = epoch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": [], "_inherited": []}
+
+    def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self):
+            raise IndexError(f"there are {len(self)} samples, and {position} is none of them")
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """The samples at these positions, in their order."""
+        if self._pid != os.getpid():  # a forked process shares where its parent's files are read
+            self._inherited += self._open
+            self._open, self._pid = [], os.getpid()
+        return [
+            sample for number, offset, count in self._runs(positions) for sample in self._read(number, offset, count)
+        ]
+
+    def _runs(self, positions: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yields (file, first sample in it, how many) of positions that follow each other."""
+        at = np.asarray(positions, dtype=np.int64)
+        numbers = np.searchsorted(self._ends, at, side="right")
+        breaks = np.flatnonzero((np.diff(at) != 1) | (np.diff(numbers) != 0)) + 1
+        for run in np.split(np.arange(len(at)), breaks):
+            number = int(numbers[run[0]])
+            yield number, int(at[run[0]] - self._ends[number] + self.files.sizes[number]), len(run)
+
+    def _read(self, number: int, offset: int, count: int) -> list[Any]:
+        behind = [
+            each for each in self._open if (each.number, each.epoch) == (number, self.epoch) and each.position <= offset
+        ]
+        found = max(behind, key=lambda each: each.position, default=None)
+        if found is None:
+            found = _OpenFile(self.files, number, self.epoch)
+        else:
+            self._open.remove(found)
+        samples = found.take(offset, count)
+        if found.position < self.files.sizes[number]:
+            self._open = [*self._open[-self.files.readers :], found]
+        return samples
+
+
+class _OpenFile:
+    """A file that has been read up to a position."""
+
+    def __init__(self, files: Files, number: int, epoch: int) -> None:
+        self.number, self.epoch, self.position = number, epoch, 0
+        self._path, self._size = files.paths[number], files.sizes[number]
+        self._generators = OwnGenerators(seed_of(f"{epoch}:{number}:file"))
+        with self._generators:
+            self._samples = iter(files.read(self._path))
+
+    def take(self, offset: int, count: int) -> list[Any]:
+        """The samples from an offset on, which is not before the position. Raises DataError where they are fewer or
+        more than were counted."""
+        with self._generators:
+            for _ in islice(self._samples, offset - self.position):
+                self.position += 1
+            samples = list(islice(self._samples, count)) if self.position == offset else []
+            self.position += len(samples)
+            if len(samples) < count:
+                raise DataError(f"{self._path} has {self.position} samples, and not {self._size}", remedy=_COUNT_ANEW)
+            if self.position == self._size and next(self._samples, self) is not self:
+                raise DataError(f"{self._path} has more than {self._size} samples", remedy=_COUNT_ANEW)
+        return samples

@@ -1,0 +1,384 @@
+"""Ready batches: what can only be iterated is run as it is, with its own workers; one pass over it is an epoch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from itertools import chain, count
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_convert
+
+from trainwright.checkpoint.codec import Tree, encode
+from trainwright.checkpoint.cursor import Cursor, EpochStart, MicroBatch, StreamState, count_rows
+from trainwright.checkpoint.rng import RngBag, seed_of
+from trainwright.data.batch_digest import digest_with
+from trainwright.data.collation import Batch
+from trainwright.data.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
+from trainwright.data.workers import sigchld_as_it_was
+from trainwright.errors import DataError, text_of
+
+Say: TypeAlias = Callable[[str], None]
+PROGRESS_S = 10.0
+"""How often it is said how far a replay has come."""
+_END = object()
+ALL_OF_FIRST, DIGESTED = 16, 16
+"""Batches of an epoch that are all covered by its digest, and of which one is later: another order differs at once."""
+SPARSE = f"/{DIGESTED}"
+"""Ends the digest of an epoch that does not cover all batches."""
+IDS_OF = 32
+"""Batches whose ids are made at once: between two steps a call costs ten times what it does in a row."""
+PLAIN = {int, float, str, bool, type(None)}
+"""Types of values that nobody changes, and a checkpoint keeps."""
+_NAMES = {str}
+MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
+AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
+
+
+class ReadyBatches:
+    """An iterable of batches, or a function without arguments that makes one for each pass; ``kind`` names it."""
+
+    def __init__(self, source: object, kind: str = "") -> None:
+        self.source = source
+        self.kind = kind or str(getattr(source, "__name__", type(source).__name__))
+
+    @property
+    def makes(self) -> bool:
+        return callable(self.source) and not isinstance(self.source, Iterable)
+
+    @property
+    def once(self) -> bool:
+        """Whether it is an iterator that cannot begin again."""
+        source = self.source
+        return isinstance(source, Iterable) and iter_is_itself(source) and not hasattr(source, "reset")
+
+    @property
+    def size(self) -> int | None:
+        """Batches of an epoch; None where that is not known."""
+        if self.makes or not hasattr(self.source, "__len__"):
+            return None
+        with suppress(Exception):  # some only raise, each another error
+            return len(self.source)
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the source says so."""
+        named = getattr(self.source, "batch_size", None)
+        return named if isinstance(named, int) and named > 0 else None
+
+    @property
+    def keeps_state(self) -> bool:
+        return _keeper_of(self.source) is not None
+
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether they lie in a list, and torch draws their order: nothing of them depends on training."""
+        loader = self.source
+        if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not default_convert:
+            return False
+        dataset: object = loader.dataset
+        return type(dataset) in (list, tuple) and type(loader.sampler) in (SequentialSampler, RandomSampler)
+
+    @property
+    def origin(self) -> object:
+        """What the batches are made of."""
+        return self.source.dataset if isinstance(self.source, DataLoader) else self.source
+
+    def first_row(self) -> object:
+        """One sample of the first batch, which comes again where the source can be iterated only once.
+
+        Raises DataError where there is none, or where rows cannot be counted.
+        """
+        with HeldGenerators([self.source]).preserved():
+            batch = Pass(self, 0, 0, silent).next()
+        if batch is None:
+            raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+        if self.once:
+            self.source = chain([batch.data], self.source)  # type: ignore[arg-type]
+        if count_rows(batch.data) is None:
+            raise DataError(
+                f"one sample cannot be taken out of a batch of a {self.kind}, whose tensors have no rows in common",
+                remedy="leave out what needs a sample: a plan, and batch.micro, offload or parallel: auto",
+            )
+        return _row(batch.data)
+
+    def begin(self, seed: int | None, epoch: int) -> Any:
+        """Returns what is iterated in an epoch. The generators that it holds are seeded, unless ``seed`` is None."""
+        made = self.source() if self.makes else self.source  # type: ignore[operator]
+        if seed is None:
+            set_epoch(made, epoch)
+        else:
+            prepare_epoch(made, seed, epoch)
+        if iter_is_itself(made) and callable(reset := getattr(made, "reset", None)) and epoch:
+            reset()
+        return made
+
+
+def iter_is_itself(source: object) -> bool:
+    return isinstance(source, Iterator)
+
+
+class Pass:
+    """One epoch of the user's iterator, and what is known of how far it has come.
+
+    The ids of a batch are positions in the pass, one for each row; one in all where rows cannot be counted. The
+    ``generators`` are those of the pass before, which is over.
+
+    ``live``: what is drawn up to the first batch comes from the random generators of the process, as in a loop over the
+    same iterator, and what is drawn later from a copy of them. ``start`` is the random state in which such a pass of an
+    earlier process began, whose batches are read again.
+    """
+
+    def __init__(
+        self,
+        source: ReadyBatches,
+        seed: int,
+        epoch: int,
+        say: Say,
+        state: StreamState | None = None,
+        *,
+        covers_all: bool = False,
+        generators: OwnGenerators | None = None,
+        live: bool = False,
+        start: EpochStart | None = None,
+    ) -> None:
+        self._say = say
+        self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
+        self._generators = generators or OwnGenerators(0)
+        self.start, held = start, HeldGenerators([source.source])
+        if start is not None:
+            self._generators.restore(start.rng)
+            held.restore(start.held)
+        elif live:
+            self.start = EpochStart(RngBag.capture(), held.read())
+        else:
+            self._generators.seed(seed_of(f"{seed}:{epoch}:batches"))
+        self._is_live = live and start is None
+        try:
+            with nullcontext() if self._is_live else self._generators, sigchld_as_it_was():
+                made = source.begin(None if self.start else seed, epoch)
+                keeper = _keeper_of(made)
+                if state is not None and keeper is not None:
+                    keeper.load(copy.deepcopy(state.own))
+                self._iterator = iter(made)
+                self._keeper = keeper or _keeper_of(self._iterator)
+                if state is not None and keeper is None and self._keeper is not None:
+                    self._keeper.load(copy.deepcopy(state.own))
+        except Exception as error:
+            raise self._failed(error) from error
+        if state is not None:
+            self._generators.restore(state.rng())
+        self._around_next = nullcontext() if _draws_in_workers(made) else self._generators
+        self._covers_all = covers_all
+        self._ids_begin = self._ids_end = 0
+
+    def next(self) -> MicroBatch | None:
+        """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
+        try:
+            if self._is_live:
+                data, self._is_live = next(self._iterator, _END), False
+                self._generators.continue_here()
+            else:
+                with self._around_next:
+                    data = next(self._iterator, _END)
+        except Exception as error:
+            raise self._failed(error) from error
+        if data is _END:
+            return None
+        data = _as_tensors(data)
+        rows = count_rows(data) or 1
+        begin, self.number, self.position = self.position, self.number + 1, self.position + rows
+        if self.position > self._ids_end:
+            self._ids_begin, self._ids_end = begin, begin + rows * IDS_OF
+            self._ids = np.arange(begin, self._ids_end)
+        ids = self._ids[begin - self._ids_begin : self.position - self._ids_begin]
+        if self._covers_all or self.number <= ALL_OF_FIRST:
+            self.digest = digest_with(self.digest, data)
+        elif self.number % DIGESTED == 0:
+            self.digest = digest_with(self.digest, data) + SPARSE
+        elif self.number == ALL_OF_FIRST + 1:
+            self.digest += SPARSE
+        return MicroBatch(data, ids)
+
+    def _failed(self, error: Exception) -> DataError:
+        return DataError(
+            f"the data raised {text_of(error, lines=1)} after {self.number} batches of epoch {self.epoch}",
+            remedy="iterate over the data by hand; nothing comes from an iterator that raised",
+        )
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the iterator can say where it stands."""
+        return self._keeper is not None
+
+    def cursor(self) -> Cursor:
+        """Where the epoch stands after the batch that came last."""
+        return Cursor(self.epoch, self.position, self.digest, self._state(), self.start)
+
+    def _state(self) -> StreamState | None:
+        """None also for a state that a checkpoint cannot keep: it never executes code. That is said, once."""
+        if self._keeper is None:
+            return None
+        try:
+            own = _copied(self._keeper.read())
+        except Exception as error:  # the user's code, or a TypeError that names what is in the way
+            self._keeper = None
+            self._say(
+                f"the state of the loader is not kept, a resume reads its batches again: {text_of(error, lines=1)}"
+            )
+            return None
+        return StreamState(own, self._generators.read(), self.number)
+
+
+def _copied(own: Tree) -> Tree:
+    """Raises TypeError for what a checkpoint cannot keep."""
+    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and _NAMES.issuperset(map(type, own)):
+        return own.copy()
+    own = copy.deepcopy(own)
+    encode(own)
+    return own
+
+
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
+class _Keeper(NamedTuple):
+    """How a loader or its iterator says where it stands, and is put there."""
+
+    read: Callable[[], Tree]
+    load: Callable[[Tree], object]
+
+
+def _keeper_of(thing: object) -> _Keeper | None:
+    for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        read, load = (getattr(thing, name, None) for name in names)
+        if callable(read) and callable(load):
+            return _Keeper(read, load)
+    return None
+
+
+def _draws_in_workers(source: object) -> bool:
+    """Whether nothing is drawn in this process once the loader is begun."""
+    is_plain = type(source) is DataLoader and isinstance(source.dataset, IterableDataset)
+    return is_plain and source.num_workers > 0  # type: ignore[attr-defined]
+
+
+class ReadyStream:
+    """Ready batches, epoch after epoch, from a cursor on, until an epoch is empty or the source cannot begin again.
+
+    A resume within an epoch loads the state of the iterator, where it has one that a checkpoint can keep; else the
+    batches before the cursor are read again and dropped. ``resumed`` says afterwards what that came to.
+    ``covers_all``: a digest covers every batch, else some of them.
+    """
+
+    def __init__(
+        self,
+        source: ReadyBatches,
+        start: Cursor,
+        *,
+        seed: int,
+        epochs: int | None,
+        say: Say,
+        covers_all: bool = False,
+        live: bool = False,
+    ) -> None:
+        self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
+        self._live, self._covers_all, self._generators = live, covers_all, OwnGenerators(seed)
+        self.resumed = ""
+        self._said: set[str] = set()
+
+    def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
+        """Yields the batches of each step, ``joined`` of them or what is left of an epoch, and None at its end."""
+        first = self.start.epoch
+        for epoch in count(first) if self.epochs is None else range(first, self.epochs):
+            one = self._begun(epoch)
+            is_empty = one.position == 0
+            while window := [batch for _ in range(joined) if (batch := one.next()) is not None]:
+                is_empty = False
+                yield window, one.cursor()
+            if self.source.once and self.epochs is None:
+                self.say(f"the data can be iterated once, and gave {one.number:,} batches; to go on, {AGAIN}")
+            if self.source.once or is_empty:
+                return
+            yield None
+
+    def _begun(self, epoch: int) -> Pass:
+        start = self.start
+        if epoch != start.epoch or not start.position:
+            return self._pass(epoch)
+        if start.stream is not None:
+            one = self._pass(epoch, start.stream)
+            if one.is_stateful:
+                one.number, one.position, one.digest = start.stream.number, start.position, start.digest
+                self.resumed = "the loader goes on from its own state, as exactly as that says where it was"
+                return one
+        one = self._pass(epoch)
+        self._replay(one)
+        return one
+
+    def _pass(self, epoch: int, state: StreamState | None = None) -> Pass:
+        start = self.start
+        is_resumed = epoch == start.epoch and start.position > 0
+        covers_all = self._covers_all or (is_resumed and not start.digest.endswith(SPARSE))
+        return Pass(
+            self.source,
+            self.seed,
+            epoch,
+            self._say_once,
+            state,
+            covers_all=covers_all,
+            generators=self._generators,
+            live=self._live and not is_resumed,
+            start=start.start if is_resumed else None,
+        )
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+    def _replay(self, one: Pass) -> None:
+        start, told_s = self.start, time.monotonic()
+        while one.position < start.position and one.next() is not None:
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                self.say(f"reading the data again: {one.position:,} of {start.position:,} samples")
+        what = f"the first {one.number:,} batches of epoch {start.epoch} were read again and not trained on"
+        self.resumed = compared(what, one.position, one.digest == start.digest, start)
+
+
+def compared(what: str, reached: int, is_same: bool, start: Cursor) -> str:
+    """Says what going over the beginning of an epoch again came to, by ``reached`` samples."""
+    if is_same:
+        return f"{what}, and they are the same as before"
+    short = "" if reached == start.position else f" there were only {reached:,}, and"
+    return f"{what}, and they are NOT the same as before:{short} {MAY_REPEAT}"
+
+
+def _row(data: Batch) -> Batch:
+    """The first row of every tensor, of a batch of any nesting."""
+    if isinstance(data, Tensor):
+        return data[0] if data.dim() else data
+    if isinstance(data, tuple | list):
+        return tuple(_row(each) for each in data)
+    return {key: _row(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+
+
+def _as_tensors(data: Batch) -> Batch:
+    """With tensors in place of NumPy arrays of numbers."""
+    if isinstance(data, Tensor):
+        return data
+    if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
+        return torch.from_numpy(np.require(data, requirements=["C", "W"]))
+    if type(data) is tuple or type(data) is list:  # of a list a copy: whoever made it may change it
+        if type(data) is tuple and False not in [isinstance(each, Tensor) for each in data]:
+            return data
+        return type(data)([each if isinstance(each, Tensor) else _as_tensors(each) for each in data])
+    return {key: _as_tensors(value) for key, value in data.items()} if type(data) is dict else data

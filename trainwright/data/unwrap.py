@@ -1,0 +1,271 @@
+"""Whatever data people have, taken apart: the dataset, the order of its samples, and how it is read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from trainwright.data.collation import Collate, Sample
+from trainwright.data.columns import Columns
+from trainwright.data.fetch import AnyDataset
+from trainwright.data.mixture import Mixture
+from trainwright.data.read_files import OpenFiles
+from trainwright.data.ready import ReadyBatches
+from trainwright.data.sample_order import LoaderOrder, OwnOrder
+from trainwright.data.workers import WorkerInit
+from trainwright.errors import UsageError, text_of
+from trainwright.plan.own_batches import OwnBatches
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """A dataset, and the settings of the DataLoader that it came in; None where there was none.
+
+    ``order`` is that of a sampler of the user's own, and ``loader`` the order of a loop over the whole DataLoader.
+    Where the data come in batches of their own, ``dataset`` is a
+    ReadyBatches, or ``order`` gives batches. ``not_used`` says which settings of the loader have no effect, and why.
+    """
+
+    dataset: AnyDataset
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    workers: int | None = None
+    collate: Collate = default_collate
+    prefetch: int | None = None
+    timeout_s: float | None = None
+    worker_init: WorkerInit | None = None
+    start_method: str | None = None
+    order: OwnOrder | None = None
+    loader: LoaderOrder | None = None
+    not_used: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> object:
+        """What identifies the data: the dataset that ready batches are made of, as far as that is known."""
+        return self.dataset.origin if isinstance(self.dataset, ReadyBatches) else self.dataset
+
+    @property
+    def own_batches(self) -> OwnBatches | None:
+        """What is known of the batches that the data come in; None where Trainwright makes the batches."""
+        if isinstance(self.dataset, ReadyBatches):
+            return OwnBatches(self.dataset.batch_size, self.dataset.size, ready=True)
+        if self.order is not None and self.order.in_batches:
+            return OwnBatches(self.order.batch_size, self.order.size)
+        return None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch; None where that is not known."""
+        if self.order is None:
+            return length_of(self.dataset)
+        return None if self.order.in_batches else self.order.size
+
+
+def unwrap(data: object) -> Unwrapped:
+    """Returns the dataset of ``data``, which has one of these forms:
+
+    - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples; one of Hugging Face without a
+      format gives tensors, as with ``with_format("torch")``;
+    - a tuple of tensors of one length, or a dict of them, whose rows are samples;
+    - a mixture of datasets, see ``mix``;
+    - a torch DataLoader, whose sampler is kept;
+    - anything else that can be iterated, or a function without arguments that makes such a thing: ready batches.
+
+    NumPy arrays become tensors of their own dtype that share their memory. Raises UsageError for anything else, and
+    for an empty dataset.
+    """
+    if isinstance(data, DataLoader):
+        unwrapped = _unwrap_loader(data)
+    elif isinstance(data, Mixture):
+        unwrapped = Unwrapped(data, order=OwnOrder(data.order))
+    else:
+        unwrapped = Unwrapped(_with_tensors(_dataset(data)))
+    _require_length(unwrapped)
+    return unwrapped
+
+
+def _dataset(data: object) -> AnyDataset:
+    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return TensorDataset(*_of_one_length(data))
+    if isinstance(data, Mapping) and data and all(isinstance(part, Tensor | np.ndarray) for part in data.values()):
+        return Columns(dict(zip(data, _of_one_length([*data.values()]), strict=True)))
+    if type(data) is np.ndarray and data.dtype == np.float64:
+        return _from_numpy(data)
+    if hasattr(data, "iloc"):
+        raise UsageError(
+            f"a {type(data).__name__} has columns of any kind, and which are inputs and which the target is not known",
+            remedy="name them: tw.table(frame, inputs=['a', 'b'], target='y')",
+        )
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
+    if (indexed and not isinstance(data, type)) or (isinstance(data, IterableDataset) and not _is_pipeline(data)):
+        return data
+    if _gives_batches(data):
+        return ReadyBatches(data)
+    raise UsageError(
+        f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__, and cannot be iterated",
+        remedy="give a Dataset, a DataLoader, a tuple or dict of tensors of one length, or an iterable of batches",
+    )
+
+
+def _is_pipeline(data: object) -> bool:
+    """Whether it is a loader that calls itself an IterableDataset, as that of WebDataset: it gives batches."""
+    stages = getattr(data, "pipeline", ())
+    return isinstance(stages, Sequence) and any(isinstance(stage, DataLoader) for stage in stages)
+
+
+def _with_tensors(dataset: AnyDataset) -> AnyDataset:
+    """A dataset of Hugging Face without a format gives lists of numbers, of which torch makes a list of columns."""
+    if not hasattr(dataset, "with_format"):
+        return dataset
+    has_format = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)
+    return dataset if has_format else dataset.with_format("torch")
+
+
+def _gives_batches(data: object) -> bool:
+    if isinstance(data, Mapping | str | bytes | type | nn.Module):
+        return False
+    if isinstance(data, Iterable):
+        return True
+    if not callable(data):
+        return False
+    try:
+        parameters = inspect.signature(data).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = (each for each in parameters if each.default is each.empty)
+    return all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in needed)
+
+
+def _of_one_length(columns: tuple[Any, ...] | list[Any]) -> list[Tensor]:
+    tensors = [part if isinstance(part, Tensor) else _from_numpy(part) for part in columns]
+    if len(lengths := {len(tensor) if tensor.dim() else 0 for tensor in tensors}) > 1:
+        raise UsageError(
+            f"the tensors have different lengths: {sorted(lengths)}",
+            remedy="give one row per sample in each; samples of different shapes need a torch Dataset",
+        )
+    return tensors
+
+
+def length_of(dataset: AnyDataset) -> int | None:
+    """The number of samples; None for a stream that does not say, and for ready batches."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if not hasattr(dataset, "__len__"):
+        return None
+    try:
+        size: int = len(dataset)
+    except Exception:
+        if is_stream:  # it inherits one that only raises
+            return None
+        raise
+    return None if is_stream and size == 0 else size
+
+
+def _require_length(data: Unwrapped) -> None:
+    try:
+        sizes = (length_of(data.dataset), data.samples, data.own_batches.count if data.own_batches else None)
+    except Exception as error:
+        raise UsageError(
+            f"len() of the dataset raised {text_of(error, lines=1)}",
+            remedy="let its __len__ return the number of samples, or make it an IterableDataset",
+        ) from None
+    if 0 in sizes:
+        raise UsageError("the dataset is empty", remedy="check its arguments and where it reads from")
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    """In torch's default dtype where it is of float64, in which NumPy computes unasked."""
+    try:
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what is read-only
+    except TypeError:
+        raise UsageError(
+            f"an array of {array.dtype} cannot be a tensor", remedy="give numbers: array.astype('float32'), or codes"
+        ) from None
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
+    if _runs_as_it_is(loader):
+        return Unwrapped(ReadyBatches(loader))
+    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    if type(loader.batch_sampler) is BatchSampler:  # also one that the user made
+        inside = loader.batch_sampler
+        sampler, batch_size, drop_last = inside.sampler, inside.batch_size, inside.drop_last
+    order = None
+    if batch_size is None:
+        order = OwnOrder(loader.batch_sampler, in_batches=True)  # type: ignore[arg-type]
+    elif not (_shuffles_all(sampler) or _is_plain(sampler) or isinstance(loader.dataset, IterableDataset)):
+        order = OwnOrder(sampler)
+    if order is not None and not _gives_positions(order):
+        return Unwrapped(ReadyBatches(loader))
+    in_batches = order is not None and order.in_batches
+    own = LoaderOrder(loader, loader.batch_sampler if in_batches else sampler, in_batches=in_batches)  # type: ignore[arg-type]
+    if order is not None:
+        own.repeats = order.repeats
+    context = loader.multiprocessing_context
+    return Unwrapped(
+        loader.dataset,
+        batch_size,
+        _shuffles_all(sampler),
+        drop_last,
+        loader.num_workers,
+        default_collate if loader.collate_fn is None else loader.collate_fn,
+        loader.prefetch_factor,
+        loader.timeout or None,
+        loader.worker_init_fn,
+        context.get_start_method() if isinstance(context, BaseContext) else context,
+        order,
+        None if isinstance(loader.dataset, OpenFiles) else own,
+        dict(_not_used(loader)),
+    )
+
+
+def _runs_as_it_is(loader: DataLoader[Sample]) -> bool:
+    """Whether the batches of a loader cannot be made otherwise than by it."""
+    is_subclass = type(loader).__iter__ is not DataLoader.__iter__
+    several = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
+    return is_subclass or several or (loader.batch_size is None and loader.batch_sampler is None)
+
+
+def _gives_positions(order: OwnOrder) -> bool:
+    try:
+        order.try_twice()
+    except TypeError:
+        return False
+    except Exception as error:
+        raise UsageError(
+            f"the sampler raised {text_of(error, lines=1)}", remedy="iterate over it by hand: list(loader.sampler)"
+        ) from error
+    return True
+
+
+def _not_used(loader: DataLoader[Sample]) -> Iterator[tuple[str, str]]:
+    if not loader.in_order:
+        yield "in_order=False", "batches come in their order, so that the run can be resumed"
+
+
+def _is_plain(sampler: object) -> bool:
+    return type(sampler) is SequentialSampler
+
+
+def _shuffles_all(sampler: object) -> bool:
+    """Returns whether a sampler visits every sample once, in a random order."""
+    if not isinstance(sampler, RandomSampler) or type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)

@@ -1,0 +1,152 @@
+"""Where alerts go: a webhook, a command, the desktop. What a channel raises never contains a secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.error import HTTPError, URLError
+
+from trainwright.errors import TrainwrightError, UsageError
+from trainwright.monitoring.alerts.rules import Alert
+
+TIMEOUT_S = 10.0
+
+
+class NotDeliveredError(TrainwrightError):
+    """A channel did not take an alert. The message has no address and no header in it."""
+
+
+class Channel(Protocol):
+    """Takes one alert of the run called ``run``. Raises NotDeliveredError."""
+
+    @property
+    def name(self) -> str: ...
+
+    def send(self, run: str, alert: Alert) -> None: ...
+
+
+@dataclass(frozen=True, repr=False)
+class Webhook:
+    """POSTs ``{"text": ...}``, as Slack, Mattermost and others take it, to the address in an environment variable."""
+
+    url: str
+    name: str = "webhook"
+
+    @classmethod
+    def of_variable(cls, variable: str, environ: Mapping[str, str]) -> Webhook:
+        """Raises UsageError where the variable holds no address; its value is not in the message."""
+        url = environ.get(variable, "").strip()
+        if not url:
+            raise UsageError(
+                f"alerts.webhook: the environment variable {variable} is not set",
+                remedy=f"export {variable}=https://..., or leave alerts out: --set alerts=null",
+            )
+        if not url.startswith(("https://", "http://")):
+            raise UsageError(
+                f"alerts.webhook: {variable} holds no address", remedy="it must begin with https:// or http://"
+            )
+        return cls(url)
+
+    def send(self, run: str, alert: Alert) -> None:
+        text = f"{run}: {alert.text}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # as Slack wants
+        body = json.dumps({"text": text}).encode()
+        try:
+            request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"}, method="POST")
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                answer.read(1024)
+        except HTTPError as error:
+            error.close()
+            raise NotDeliveredError(f"the server answered {error.code}") from None
+        except URLError as error:
+            reason = error.reason
+            why = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
+            raise NotDeliveredError(f"cannot be reached: {why}") from None
+        except Exception as error:  # http.client and ssl raise many kinds, some with the address in their text
+            raise NotDeliveredError(f"failed: {type(error).__name__}") from None
+
+
+@dataclass(frozen=True)
+class Command:
+    """Runs a program without a shell; it reads ``{"run", "kind", "step", "text"}`` from its standard input."""
+
+    argv: tuple[str, ...]
+    name: str = "command"
+
+    @classmethod
+    def of(cls, argv: Sequence[str]) -> Command:
+        """Raises UsageError where there is no such program."""
+        if shutil.which(argv[0]) is None:
+            raise UsageError(
+                f"alerts.command: there is no program {argv[0]}",
+                remedy="give its path, and see that it may be executed: chmod +x",
+            )
+        return cls(tuple(argv))
+
+    def send(self, run: str, alert: Alert) -> None:
+        message = json.dumps({"run": run, **alert._asdict()})
+        try:
+            done = subprocess.run(
+                self.argv,
+                input=message.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise NotDeliveredError(f"it ran for more than {TIMEOUT_S:g} s") from None
+        except OSError as error:
+            raise NotDeliveredError(f"it could not be run: {error.strerror}") from None
+        if done.returncode:
+            raise NotDeliveredError(f"it ended with {done.returncode}")
+
+
+def desktop(platform: str = sys.platform) -> Channel:
+    """Notifications of this machine's desktop. Raises UsageError where it has no program for them."""
+    program = "osascript" if platform == "darwin" else "notify-send"
+    found = shutil.which(program)
+    if found is None:
+        raise UsageError(
+            f"alerts.desktop: there is no program {program} on this machine",
+            remedy="install libnotify-bin, or name a webhook or a command instead",
+        )
+    return _MacDesktop(found) if program == "osascript" else _LinuxDesktop(found)
+
+
+@dataclass(frozen=True)
+class _LinuxDesktop:
+    program: str
+    name: str = "desktop"
+
+    def send(self, run: str, alert: Alert) -> None:
+        _run([self.program, "--app-name=Trainwright", "--", f"{run}: {alert.kind}", alert.text])
+
+
+@dataclass(frozen=True)
+class _MacDesktop:
+    """The texts are passed as arguments, so that nothing in them is read as a script."""
+
+    program: str
+    name: str = "desktop"
+
+    def send(self, run: str, alert: Alert) -> None:
+        script = "on run argv\ndisplay notification (item 2 of argv) with title (item 1 of argv)\nend run"
+        _run([self.program, "-e", script, f"{run}: {alert.kind}", alert.text])
+
+
+def _run(argv: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S, check=False, env=dict(os.environ))
+    except subprocess.TimeoutExpired:
+        raise NotDeliveredError("it does not answer") from None
+    except OSError as error:
+        raise NotDeliveredError(f"it could not be run: {error.strerror}") from None
+    if done.returncode:
+        raise NotDeliveredError(f"it ended with {done.returncode}")

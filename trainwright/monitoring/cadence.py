@@ -1,0 +1,37 @@
+"""When: an object apart from what is done. Due every so many steps, seconds of training or shares of the run."""
+
+from __future__ import annotations
+
+from trainwright.checkpoint.train_state import TrainState
+
+
+class Every:
+    """True once for each boundary of ``steps``, ``seconds`` or ``fraction`` that a run passes; one is given.
+
+    Boundaries lie at whole multiples, so a resumed run keeps the rhythm of the first: ``since`` is its state
+    when it begins again.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        fraction: float | None = None,
+        since: TrainState | None = None,
+    ) -> None:
+        assert sum(each is not None for each in (steps, seconds, fraction)) == 1
+        self.steps, self.seconds, self.fraction = steps, seconds, fraction
+        self._passed = 0 if since is None or steps is not None else self._boundaries(since)
+
+    def due(self, state: TrainState) -> bool:
+        """Whether a boundary was passed since the last call. Costs no host sync."""
+        if self.steps is not None:
+            return state.step % self.steps == 0
+        before, self._passed = self._passed, self._boundaries(state)
+        return self._passed > before
+
+    def _boundaries(self, state: TrainState) -> int:
+        if self.seconds is not None:
+            return int(state.elapsed_s / self.seconds)
+        return int(state.fraction / (self.fraction or 1.0))

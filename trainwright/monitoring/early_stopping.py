@@ -1,0 +1,66 @@
+"""Ends a run whose validation no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from trainwright.checkpoint.codec import StateDict
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.observer import Stop
+from trainwright.engine.step import StepResult
+from trainwright.errors import UsageError, require_choice
+
+
+class EarlyStopping:
+    """An Observer: stops after ``patience`` evaluations in a row that have not improved ``metric`` by ``min_delta``.
+
+    What it has counted is part of a checkpoint.
+
+    Args:
+        patience: Evaluations to wait for an improvement.
+        metric: ``loss``, or any figure of the validation.
+        min_delta: The least change that counts as an improvement.
+        mode: Whether a smaller or a larger value is better.
+    """
+
+    needs_evaluation = True
+
+    def __init__(
+        self, patience: int = 3, metric: str = "loss", min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise UsageError(f"patience is {patience!r}", remedy="give how many evaluations to wait: patience=3")
+        if not 0 <= min_delta < math.inf:
+            raise UsageError(f"min_delta is {min_delta!r}", remedy="give a number from 0: min_delta=0.001")
+        require_choice("mode", mode, ("min", "max"))
+        self.patience, self.metric, self.min_delta = patience, metric, min_delta
+        self._sign = 1.0 if mode == "min" else -1.0
+        self.best: float | None = None
+        self.waited = 0
+        """Evaluations in a row without an improvement."""
+
+    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+        if result.evaluation is None:
+            return None
+        value = result.evaluation.figure(self.metric)
+        if math.isfinite(value) and (self.best is None or self._sign * (self.best - value) > self.min_delta):
+            self.best, self.waited = value, 0
+            return None
+        self.waited += 1
+        if self.waited < self.patience:
+            return None
+        best = "never finite" if self.best is None else f"not better than {self.best:.6g}"
+        return Stop(f"early stopping: {self.metric} was {best} in {self.waited} evaluations")
+
+    def state_dict(self) -> StateDict:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
+        best, waited = saved["best"], saved["waited"]
+        if not isinstance(waited, int) or not isinstance(best, float | None):
+            raise ValueError(f"the state of an EarlyStopping is {dict(saved)}")
+        self.best, self.waited = best, waited
+
+    def close(self) -> None: ...

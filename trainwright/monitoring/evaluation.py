@@ -1,0 +1,102 @@
+"""Evaluation when it is due; it changes nothing of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from trainwright.checkpoint.cursor import MicroBatch
+from trainwright.checkpoint.modes import averaged_weights
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
+from trainwright.engine.evaluate import EvaluationResult, evaluate
+from trainwright.engine.loss import Loss
+from trainwright.engine.metrics import NO_METRICS, MetricSet
+from trainwright.engine.over_ranks import share_buffers
+from trainwright.engine.precision import Precision
+from trainwright.monitoring.cadence import Every
+
+
+class EvaluationListener(Protocol):
+    """Is called with the result of each evaluation."""
+
+    def evaluated(self, step: int, seen: EvaluationResult) -> None: ...
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """What is evaluated in the course of a run, which is ``count`` batches (0: the whole set), and at its end."""
+
+    in_course: Iterable[MicroBatch]
+    at_end: Iterable[MicroBatch]
+    count: int = 0
+
+
+class PeriodicEvaluation:
+    """Evaluates when due; ``last`` is the newest result.
+
+    The weights are the averaged ones of an optimizer that averages them itself, such as ScheduleFree.
+
+    The metric ``ema_loss`` or ``swa_loss`` is the loss of the average of the weights.
+    Of several sets the loss is that of the first, and each figure of each has the name of the set before its own.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, ValidationSet],
+        loss: Callable[..., Loss | Tensor],
+        every: Every,
+        *,
+        precision: Precision,
+        listeners: Sequence[EvaluationListener] = (),
+        world: World = SOLO,
+        metrics: MetricSet = NO_METRICS,
+    ) -> None:
+        self._sets, self._loss, self._every, self._world, self._metrics = sets, loss, every, world, metrics
+        self._precision, self._listeners = precision, listeners
+        self._seen = (-1, False)
+        self.last: EvaluationResult | None = None
+
+    def due(self, state: TrainState) -> bool:
+        return self._every.due(state)
+
+    def __call__(self, state: TrainState) -> None:
+        counts = max(each.count for each in self._sets.values())
+        self._evaluate(state, {name: each.in_course for name, each in self._sets.items()}, counts)
+
+    def finish(self, state: TrainState) -> None:
+        """Evaluates the last step, if that was not done: as all before it, which the best is chosen by, and whole."""
+        if self._seen != (state.step, state.ema.is_complete):  # an average may be completed after the last step
+            self(state)
+        if any(each.at_end is not each.in_course for each in self._sets.values()):
+            self._evaluate(state, {name: each.at_end for name, each in self._sets.items()}, 0)
+
+    def _evaluate(self, state: TrainState, sets: Mapping[str, Iterable[MicroBatch]], count: int) -> None:
+        if self._world.size > 1:
+            share_buffers(state, self._world)
+        with averaged_weights(state.optimizer):
+            each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
+        seen, first = _as_one(each_seen), next(iter(sets.values()))
+        if state.ema.is_complete:
+            with state.ema.swapped():
+                average = self._evaluated(state.model, first, NO_METRICS)
+            metrics = {**seen.metrics, f"{state.ema.kind}_loss": average.loss}
+            seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
+        self._seen, self.last = (state.step, state.ema.is_complete), replace(seen, batches=count)
+        for listener in self._listeners:
+            listener.evaluated(state.step, self.last)
+
+    def _evaluated(self, model: nn.Module, batches: Iterable[MicroBatch], metrics: MetricSet) -> EvaluationResult:
+        return evaluate(model, self._loss, batches, precision=self._precision, world=self._world, metrics=metrics)
+
+
+def _as_one(sets: Mapping[str, EvaluationResult]) -> EvaluationResult:
+    """The result of the first set, with the figures of all by name where there are several."""
+    first = next(iter(sets.values()))
+    if len(sets) == 1:
+        return first
+    figures = {f"{name}.{key}": value for name, seen in sets.items() for key, value in seen.figures.items()}
+    return replace(first, metrics=figures, seconds=sum(seen.seconds for seen in sets.values()))

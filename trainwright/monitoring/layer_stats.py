@@ -1,0 +1,402 @@
+"""Statistics by layer, now and then: norms of gradients, how far updates go, and what activations look like.
+
+All of it is computed on the device and copied to the host without waiting. Nothing is hooked in other steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.checkpoint.shards import local
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.checkpoint.transforms import is_transformed
+from trainwright.engine.step import StepResult
+from trainwright.runs import records
+
+R = TypeVar("R", bound=records.Record)
+
+SAMPLED = 4096
+"""Elements, evenly spread, that stand for a larger tensor: moments of alike elements are then 2 % off."""
+LOW, BINS = -24, 40
+"""Activations are counted by the power of two below them, from 2**LOW on; the first bin has zero and what is less."""
+FIRST_EVERY = 25
+"""Steps between two records at first."""
+OF_RUN = 1000
+"""Later a record comes when the step number has grown by a part in so many: of a million steps about 5000."""
+COST = 0.005
+"""Share of the time of a run that these statistics may take."""
+MOST_LAYERS = 200
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of the model by its path: a module, and the trained parameters in it."""
+
+    path: str
+    module: nn.Module | None
+    parameters: tuple[nn.Parameter, ...]
+
+
+def layers_of(*models: nn.Module) -> list[Layer]:
+    """Each block by the first number in its path, such as ``blocks.3``; beside blocks, the modules with parameters.
+
+    Of several models, such as those of a GAN, the path begins with the number of the model.
+    """
+    layers = []
+    for number, model in enumerate(models):
+        modules, prefix = dict(model.named_modules()), f"{number}." if len(models) > 1 else ""
+        found: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(_path_of(name), []).append(parameter)
+        layers += [Layer(prefix + path, modules.get(path), tuple(own)) for path, own in found.items()]
+    return layers if len(layers) <= MOST_LAYERS else layers[: MOST_LAYERS // 2] + layers[-(MOST_LAYERS // 2) :]
+
+
+def _path_of(name: str) -> str:
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1])
+
+
+class Sampler:
+    """Copies SAMPLED elements of a tensor, evenly spread; of a small tensor some several times."""
+
+    def __init__(self) -> None:
+        self._spread: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        flat, count = tensor.detach().reshape(-1), tensor.numel()
+        key = (count, flat.device)
+        if key not in self._spread:
+            places = torch.arange(SAMPLED, dtype=torch.float64, device="cpu") * (count / SAMPLED)
+            self._spread[key] = places.long().to(flat.device, non_blocking=True)
+        return flat[self._spread[key]]
+
+
+class HostCopy:
+    """Copies a tensor to the host without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def start(self, values: Tensor) -> None:
+        """Starts to copy ``values``."""
+        if values.device.type != "cuda":
+            self._pending = values, None
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._pending = host, done
+
+    def take(self, *, wait: bool) -> Tensor | None:
+        """The copy, once; None where there is none, or not yet."""
+        if self._pending is None:
+            return None
+        values, done = self._pending
+        if done is not None and not (wait or done.query()):  # type: ignore[no-untyped-call]
+            return None
+        if done is not None:
+            done.synchronize()
+        self._pending = None
+        return values
+
+
+class HookedStats:
+    """Statistics of single steps, from hooks that are registered for these steps only."""
+
+    def __init__(self) -> None:
+        self.hooks_s = 0.0
+        """Seconds that hooks took, in all."""
+        self._handles: list[RemovableHandle] = []
+        self._sampled: dict[int, Tensor] = {}
+        self._sample, self._copy = Sampler(), HostCopy()
+
+    @property
+    def is_pending(self) -> bool:
+        """True while a copy to the host has not been read."""
+        return self._copy.is_pending
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def close(self) -> None:
+        """Removes hooks that are still registered."""
+        self._unhook()
+
+
+class LayerStats(HookedStats):
+    """The statistics of one step at a time.
+
+    ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
+    then ``read`` gives the record when the host has it, without waiting for it. A forward pass counts where ``is_live``
+    says that it is one of the training. Where a rank holds parts of the parameters, these are measured, and
+    ``put_together`` makes of their squared norms, (3, parameters), those of the whole.
+    """
+
+    def __init__(
+        self,
+        *models: nn.Module,
+        activations: bool = True,
+        is_live: Callable[[], bool] = torch.is_grad_enabled,
+        put_together: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers = layers_of(*models)
+        self.paths = tuple(layer.path for layer in self.layers)
+        self._with_activations, self._is_live, self._put_together = activations, is_live, put_together
+        self._measured: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stands_for: Tensor | None = None
+        self._parameters = [p for layer in self.layers for p in layer.parameters]
+        self._counts = [len(layer.parameters) for layer in self.layers]
+
+    def begin(self) -> None:
+        """Hooks the layers for one forward pass; of several micro-batches the first counts."""
+        self._sampled, self._measured = {}, {}
+        for index, layer in enumerate(self.layers if self._with_activations else ()):
+            if layer.module is not None:
+                self._handles.append(layer.module.register_forward_hook(self._hook(index)))
+
+    def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
+        def keep(module: nn.Module, given: object, output: object) -> None:
+            begin_s = time.perf_counter()
+            is_new = index not in self._sampled and self._is_live()  # an evaluation may lie between two steps
+            if is_new and not is_transformed() and (found := tensor_in(output)) is not None:
+                with torch.no_grad():
+                    self._sampled[index] = self._sample(local(found)).float()
+            self.hooks_s += time.perf_counter() - begin_s
+
+        keep.is_recorders = True  # type: ignore[attr-defined]  # not one of the loop's own, which a replay must have
+        return keep
+
+    @torch.no_grad()
+    def before_update(self, optimizer: Optimizer | None = None) -> None:
+        """Norms of the gradients, and what the weights are before the update: of what ``optimizer`` holds, or of all.
+
+        Of several optimizers each must be told of before its own update. What comes first in a step counts.
+        """
+        owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        new = [
+            (index, p)
+            for index, p in enumerate(self._parameters)
+            if index not in self._measured and (owned is None or id(p) in owned)
+        ]
+        if not new:
+            return
+        norms = torch._foreach_norm([_dense(p) for _, p in new])
+        for (index, p), norm in zip(new, norms, strict=True):
+            self._measured[index] = norm.float().square(), self._some_of(local(p))
+        if len(self._measured) == len(self._parameters):
+            self._unhook()
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """How far the update went, as a share of the weights; starts the copy of all to the host."""
+        self._unhook()
+        measured, self._measured = self._measured, {}
+        if not measured:  # the step did not come so far
+            return
+        after = [self._some_of(local(p)) for p in self._parameters]
+        for index in measured.keys() ^ range(len(after)):  # not updated in this step: it did not move
+            measured[index] = after[index].new_zeros((), dtype=torch.float32), after[index]
+        grads, before = zip(*(measured[index] for index in range(len(after))), strict=True)
+        moved = torch._foreach_sub(after, list(before))
+        squares = torch.stack([torch.stack(grads), self._squares(moved), self._squares(before)])
+        if self._put_together is not None:
+            self._put_together(squares, self._parameters)
+        layers = torch.stack([part.sum(1) for part in torch.split(squares, self._counts, dim=1)])
+        norms, ratios = layers[:, 0].sqrt(), (layers[:, 1] / layers[:, 2]).sqrt()
+        known = torch.stack(self._rows(ratios.device))
+        self._copy.start(torch.cat([norms, ratios, *_moments(known), histogram(known).flatten()]))
+        self._sampled = {}
+
+    def _rows(self, device: torch.device) -> list[Tensor]:
+        missing = torch.full((SAMPLED,), math.nan, device=device)
+        return [self._sampled.get(index, missing).to(device) for index in range(len(self.layers))]
+
+    def _squares(self, samples: Sequence[Tensor]) -> Tensor:
+        """The square of each parameter's norm, as samples of it tell."""
+        squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
+        if self._stands_for is None:  # made once: the copy to a GPU waits
+            whole = [local(p).numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
+            self._stands_for = torch.tensor(whole, device=squares.device)
+        return squares * self._stands_for
+
+    def _some_of(self, tensor: Tensor) -> Tensor:
+        """A copy of all elements, or of SAMPLED of them."""
+        return tensor.detach().reshape(-1).clone() if tensor.numel() <= SAMPLED else self._sample(tensor)
+
+    def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
+        """The fields of a Layers record, once they are on the host; None before, and where there is nothing new."""
+        values = self._copy.take(wait=wait)
+        if values is None:
+            return None
+        count = len(self.layers)
+        columns = values[: 5 * count].view(5, count).tolist()
+        bins = values[5 * count :].view(count, BINS).mul(100 / SAMPLED).round().int().tolist()
+        names = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
+        fields: dict[str, object] = {name: tuple(map(short, column)) for name, column in zip(names, columns)}
+        return fields | {"act_log2": tuple(map(without_ends, bins))}
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, or this rank's part of it; the values that are there, of a sparse one."""
+    if parameter.grad is None:
+        return torch.zeros((), device=parameter.device)
+    grad = local(parameter.grad)
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.mean(1), rows.std(1), rows.abs().amax(1)
+
+
+def histogram(rows: Tensor, low: int = LOW, bins: int = BINS) -> Tensor:
+    """How many elements of each row have which power of two. A host sync is not needed: all sizes are known."""
+    powers = torch.frexp(rows.nan_to_num(0.0, 0.0, 0.0).abs()).exponent - 1 - low
+    powers = torch.where(rows == 0, 0, powers).clamp_(0, bins - 1)
+    counts = torch.zeros(len(rows), bins, device=rows.device)
+    return counts.scatter_add_(1, powers.long(), torch.isfinite(rows).float())
+
+
+def tensor_in(output: object) -> Tensor | None:
+    """The first floating-point tensor of what a module returned."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and output.numel() else None
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((found for each in values if (found := tensor_in(each)) is not None), None)
+
+
+def short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def without_ends(counts: list[int]) -> tuple[int, ...]:
+    """Per cent by power of two, begun with the index of the first that is not zero; () where nothing was seen."""
+    filled = [index for index, count in enumerate(counts) if count]
+    return (filled[0], *counts[filled[0] : filled[-1] + 1]) if filled else ()
+
+
+class StepStats(Protocol):
+    """Statistics that are measured in some steps: ``LayerStats``, or ``OutputGradStats``."""
+
+    hooks_s: float
+    paths: tuple[str, ...]
+
+    @property
+    def is_pending(self) -> bool: ...
+    def begin(self) -> None: ...
+    def before_update(self, optimizer: Optimizer | None = None) -> None: ...
+    def after_update(self) -> None: ...
+    def read(self, *, wait: bool = False) -> Mapping[str, object] | None: ...
+    def close(self) -> None: ...
+
+
+class LayerLog(Generic[R]):
+    """Writes a record now and then: ``record`` makes it of the fields that ``stats`` read.
+
+    The second step is measured, and then one in ``FIRST_EVERY``, and fewer later on: see ``OF_RUN``. Fewer, too, where
+    what the host takes for it would be more than ``COST`` of the time; not so ``in_step``, where all ranks take part.
+    """
+
+    def __init__(
+        self,
+        stats: StepStats,
+        write: Callable[[R], None],
+        record: Callable[..., R],
+        *,
+        in_step: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._stats, self._to, self._record = stats, write, record
+        self._clock, self._wall_clock = clock, wall_clock
+        self._in_step = in_step
+        self._next, self._measured = 0, 0
+        self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
+
+    def before_update(self, step: int, optimizer: Optimizer | None = None) -> None:
+        """The gradients of ``step`` are whole: those of ``optimizer``, or all."""
+        if step == self._measured:
+            begin_s = self._clock()
+            self._stats.before_update(optimizer)
+            self._paid_s += self._clock() - begin_s
+
+    def after(self, step: int, step_s: float) -> None:
+        """``step`` is over, and took so long."""
+        begin_s = self._clock()
+        self._steps_s += step_s
+        if step == self._measured:
+            self._stats.after_update()
+            self._next = step + self.apart(step)
+        if self._stats.is_pending:
+            self._write(self._measured)
+        may_cost = self._in_step or self._paid_s + self._stats.hooks_s <= COST * self._steps_s
+        if step + 1 >= self._next and may_cost:
+            self._measured = step + 1
+            self._stats.begin()
+        self._paid_s += self._clock() - begin_s
+
+    @staticmethod
+    def apart(step: int) -> int:
+        """How many steps after this one the next is measured."""
+        return max(FIRST_EVERY, step // OF_RUN)
+
+    def _write(self, step: int, *, wait: bool = False) -> None:
+        fields = self._stats.read(wait=wait)
+        if fields is None:
+            return
+        names = () if self._named else self._stats.paths
+        self._named = True
+        self._to(self._record(time_s=self._wall_clock(), step=step, layers=names, **fields))
+
+    def close(self) -> None:
+        """Writes what is on its way."""
+        self._stats.close()
+        self._write(self._measured, wait=True)
+
+
+class LayerObserver:
+    """An Observer and, as ``probe``, a Probe, that tells ``log`` of the steps of our own engine."""
+
+    def __init__(self, log: LayerLog[R]) -> None:
+        self._log = log
+
+    def probe(self, state: TrainState) -> Mapping[str, Tensor]:
+        """A Probe that adds nothing to the step's own record."""
+        self._log.before_update(state.step + 1)
+        return {}
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        self._log.after(result.step, result.step_s)
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def scalars_of(record: records.Layers, paths: Sequence[str]) -> dict[str, float]:
+    """What sinks get: one number for each statistic of each layer."""
+    columns = {"grad_norm": record.grad_norm, "update_ratio": record.update_ratio, "act_std": record.act_std}
+    return {
+        f"layers/{name}/{path}": value
+        for name, column in columns.items()
+        for path, value in zip(paths, column, strict=True)
+        if not math.isnan(value)
+    }

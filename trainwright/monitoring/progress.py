@@ -1,0 +1,296 @@
+"""What a person sees of a run: a live line on a terminal or in a notebook, a plain line now and then in a file."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import psutil
+import torch
+from rich.cells import cell_len
+from torch import Tensor
+
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.evaluate import EvaluationResult
+from trainwright.engine.step import StepResult
+from trainwright.monitoring.notebook import NotebookCell
+from trainwright.monitoring.terminal import Console, Live, Text
+from trainwright.runs.figures import figure
+from trainwright.runs.printing import printable
+from trainwright.runs.records import Found
+from trainwright.runs.secrets import masked
+
+LIVE_EVERY_S = 0.25
+PLAIN_EVERY_S = 10.0
+MIN_STEPS_LIVE = 16
+"""Steps whose losses a line that is renewed at once averages at least: single losses flicker."""
+MAX_PENDING = 64
+"""Losses that are kept on their device one by one, before they are summed up there."""
+MIN_WAIT_FRACTION = 0.1
+GAP = "  "
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressLine:
+    """The line. ``parts`` are in the order of importance: a narrow terminal shows the first ones.
+
+    Args:
+        fraction: Of the run that is done, from 0 to 1.
+        epoch: The number of the epoch, the first is 1; None: the data have no epochs.
+        epochs: How many are planned.
+        loss: The mean over the steps since the last line.
+        val: The last validation loss.
+        memory_of: Whose memory it is: that of the process, or that of tensors on the GPU.
+        findings: Counts of what the doctor found, in words.
+        left_s: Seconds until the whole run is over; None: not known yet.
+        mfu: Model FLOPs utilization.
+        wait: The fraction of the time in which steps waited for data.
+        references: Losses that mean something, by name.
+    """
+
+    fraction: float
+    step: int
+    loss: float
+    lr: float
+    memory_bytes: int
+    samples_s: float
+    memory_of: str = "process"
+    epoch: int | None = None
+    epochs: float | None = None
+    val: float | None = None
+    findings: str = ""
+    skipped: int = 0
+    left_s: float | None = None
+    tokens_s: float | None = None
+    mfu: float | None = None
+    wait: float = 0.0
+    references: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[str]:
+        parts = [f"{self.fraction:4.0%}"]
+        if self.epoch is not None:
+            parts.append(f"epoch {self.epoch}{f'/{self.epochs:.4g}' if self.epochs else ''}")
+        parts += [f"step {self.step}", f"loss {figure(self.loss)}"]
+        if self.val is not None:
+            parts.append(f"val {figure(self.val)}")
+        parts.append(f"lr {self.lr:.3g}")
+        if self.findings:
+            parts.append(self.findings)
+        if self.skipped:
+            parts.append(f"{self.skipped} step{'s' * (self.skipped > 1)} skipped")
+        parts += [f"ETA {duration(self.left_s)}", f"{self.memory_of} {self.memory_bytes / 2**30:.2f} GiB"]
+        if self.wait > MIN_WAIT_FRACTION:
+            parts.append(f"waits for data {self.wait:.0%}")
+        parts.append(f"{self.samples_s:,.0f} samples/s")
+        if self.tokens_s:
+            parts.append(f"{self.tokens_s:,.0f} tokens/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        if self.references:
+            parts.append(among_references(self.loss, self.references))
+        return parts
+
+    def text(self, width: int | None = None) -> str:
+        """The line, of at most ``width`` cells: of parts that do not fit, the last ones are left out."""
+        parts = self.parts
+        while width is not None and len(parts) > 1 and cell_len(GAP.join(parts)) > width:
+            parts.pop()
+        return GAP.join(parts)
+
+
+class _Summed(NamedTuple):
+    """On the device: the sum and the number of the finite losses."""
+
+    total: Tensor
+    number: Tensor
+
+
+class LossMean:
+    """The mean of the losses of steps, which are not read before the mean is asked for: one host sync.
+
+    The mean is over the steps since it was taken last, and over at least the newest ``least`` steps. Losses that are
+    not finite are left out where others are.
+    """
+
+    def __init__(self, least: int = 1) -> None:
+        self._newest: deque[Tensor] = deque(maxlen=least)
+        self._pending: list[Tensor] = []
+        self._sums: list[_Summed] = []
+        self._steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        self._newest.append(loss)
+        self._pending.append(loss)
+        self._steps += 1
+        if len(self._pending) == MAX_PENDING:
+            self._sums.append(_summed(self._pending))
+            self._pending = []
+
+    def take(self) -> float:
+        """Returns the mean, and begins again."""
+        if self._steps < len(self._newest):
+            sums = [_summed([*self._newest])]
+        else:
+            sums = self._sums + ([_summed(self._pending)] if self._pending else [])
+        self._pending, self._sums, self._steps = [], [], 0
+        total, number = (torch.stack(each).sum().item() for each in zip(*sums, strict=True))
+        return total / number if number else math.nan
+
+
+def _summed(losses: Sequence[Tensor]) -> _Summed:
+    values = torch.stack([loss.detach() for loss in losses]).float()
+    finite = values.isfinite()
+    return _Summed(values.where(finite, 0.0).sum(), finite.sum())
+
+
+class Progress:
+    """An Observer. Reads losses only when it shows a line: on a GPU one host sync each quarter of a second.
+
+    The attributes are set when they are known: ``references`` are losses by name, of which the line says which are
+    passed (``{"bigram": 2.46}``); ``findings`` gives those so far; ``peak_samples_s`` is the pace at the peak rate of
+    the devices; ``left_s`` estimates the seconds until the run is over; ``epochs`` is how many are planned, and
+    ``has_epochs`` whether the data have any.
+    """
+
+    def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock, self._quiet = console, clock, quiet
+        self.references: Mapping[str, float] = {}
+        self.findings: Callable[[], Sequence[Found]] = tuple
+        self.peak_samples_s: float | None = None
+        self.left_s: Callable[[TrainState], float | None] = _at_this_pace
+        self.epochs: float | None = None
+        self.has_epochs = False
+        self._live = Live(console=console, auto_refresh=False, transient=True) if moves_cursor(console) else None
+        self._cell = NotebookCell() if console.is_jupyter and not quiet else None
+        is_renewed = self._live is not None or self._cell is not None
+        self._every_s = LIVE_EVERY_S if is_renewed else PLAIN_EVERY_S
+        self._losses = LossMean(MIN_STEPS_LIVE if is_renewed else 1)
+        self._shown_s = clock()
+        self._samples: int | None = None
+        self._tokens = 0
+        self._val: float | None = None
+        self._wait_s = self._work_s = 0.0
+        if self._live and not quiet:
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the live one, without secrets."""
+        self.print(masked(text))
+
+    def print(self, text: str) -> None:
+        """A line as it is, such as an address with its token."""
+        if self._quiet:
+            return
+        try:
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+        except (OSError, SystemExit):  # whoever read the other end of the pipe is gone: no reason to stop training
+            self._quiet = True
+
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
+        """Shows the validation loss from now on."""
+        self._val = seen.loss
+        metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())
+        part = f" on {seen.batches} batch{'es' * (seen.batches > 1)}" if seen.batches else ""
+        passed = f"   {among_references(seen.loss, self.references)}" if self.references else ""
+        self.say(f"step {step:>6}   validation loss {figure(seen.loss)}{metrics}{part}{passed}")
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        for bad in result.batch.bad:
+            self.say(f"step {result.step:>6}   sample {bad.id} cannot be read and is left out from now on: {bad.what}")
+        for each in result.oom_reports:
+            self.say(f"step {result.step:>6}   {each}")
+        if self._quiet:
+            return
+        self._losses.add(result.loss)
+        self._wait_s += result.wait_s
+        self._work_s += result.step_s
+        if self._samples is None:
+            self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
+            self._shown_s = self._clock() - result.step_s  # plan and dry run came before
+        now_s = self._clock()
+        if now_s - self._shown_s < self._every_s:
+            return
+        line = self._line(result, state, now_s - self._shown_s)
+        self._shown_s, self._wait_s, self._work_s = now_s, 0.0, 0.0
+        self._samples, self._tokens = state.num_samples, state.num_tokens
+        if self._live:
+            text = Text(line.text(self._console.width), no_wrap=True, overflow="ellipsis")
+            self._live.update(text, refresh=True)
+        elif self._cell:
+            self._cell.update(line.text(), result.step, line.loss)
+        else:
+            self.say(line.text())
+
+    def _line(self, result: StepResult, state: TrainState, since_s: float) -> ProgressLine:
+        since_s = max(since_s, 1e-9)
+        samples_s = (state.num_samples - (self._samples or 0)) / since_s
+        return ProgressLine(
+            fraction=state.fraction,
+            step=result.step,
+            loss=self._losses.take(),
+            lr=result.lr,
+            memory_bytes=in_use_bytes(result.grad_norm.device),
+            memory_of="GPU" if result.grad_norm.device.type == "cuda" else "process",
+            samples_s=samples_s,
+            epoch=state.data.epoch + 1 if self.has_epochs or state.data.epoch else None,
+            epochs=self.epochs,
+            val=self._val,
+            findings=counted(self.findings()),
+            skipped=len(state.ledger.entries),
+            left_s=self.left_s(state),
+            tokens_s=(state.num_tokens - self._tokens) / since_s,
+            mfu=samples_s / self.peak_samples_s if self.peak_samples_s else None,
+            wait=self._wait_s / self._work_s if self._work_s else 0.0,
+            references=self.references,
+        )
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def _at_this_pace(state: TrainState) -> float | None:
+    """Where nothing else is known: the training time so far, extrapolated."""
+    return state.elapsed_s / state.fraction * (1 - state.fraction) if state.fraction > 0 else None
+
+
+def among_references(loss: float, references: Mapping[str, float]) -> str:
+    """`uniform 4.63 > unigram 3.25 > [2.91] > bigram 2.46`"""
+    ordered = sorted(references.items(), key=lambda reference: -reference[1])
+    above = [f"{name} {value:.2f}" for name, value in ordered if value >= loss]
+    below = [f"{name} {value:.2f}" for name, value in ordered if value < loss]
+    return " > ".join([*above, f"[{loss:.2f}]", *below])
+
+
+def counted(findings: Sequence[Found]) -> str:
+    """Such as `1 critical, 2 warnings`; "" without either."""
+    counts = Counter(each.severity for each in findings)
+    critical, warnings = counts["critical"], counts["warning"]
+    bad = [f"{critical} critical"] * bool(critical) + [f"{warnings} warning{'s' * (warnings > 1)}"] * bool(warnings)
+    return ", ".join(bad)
+
+
+def moves_cursor(console: Console) -> bool:
+    """Whether a line can be written anew. ``FORCE_COLOR`` asks for colours only: a file would fill up with lines."""
+    is_forced = bool(os.environ.get("FORCE_COLOR"))
+    return console.is_terminal and not console.is_dumb_terminal and (not is_forced or console.file.isatty())
+
+
+def in_use_bytes(device: torch.device) -> int:
+    """What tensors hold of a GPU, or this process of the host."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else int(psutil.Process().memory_info().rss)
+
+
+def duration(seconds: float | None) -> str:
+    """Such as `1h02m`, `2m10s` and `8s`; `?` where it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,82 @@
+"""Estimates how long a whole run still takes, from what its steps, evaluations, examinations and saves have taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.step import StepResult
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured in the newer half of a run so far.
+
+    Args:
+        step_s: Seconds of a step, with the wait for its batch.
+        evaluation_s: Seconds of the last evaluation; None before the first.
+        examination_s: Seconds of the doctor, for each step.
+        examined_s: Seconds of the doctor in all.
+        beside_s: Seconds for each step that went into nothing of the above: log, telemetry, saves.
+    """
+
+    step_s: float
+    evaluation_s: float | None
+    examination_s: float
+    examined_s: float
+    beside_s: float
+
+
+class _Sums(NamedTuple):
+    steps: int = 0
+    steps_s: float = 0.0
+    examined_s: float = 0.0
+    beside_s: float = 0.0
+
+
+class TimeSpent:
+    """An Observer that adds up what the time between two steps goes into.
+
+    ``examined_s`` gives the seconds that the doctor has taken in all. The first steps are slower, and examined more
+    often, so what is measured is that of the newer half: since a power of two of steps.
+    """
+
+    def __init__(self, examined_s: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._examined_s, self._clock = examined_s, clock
+        self._sums = self._mark = self._next_mark = _Sums()
+        self._last_s: float | None = None
+        self._evaluation_s: float | None = None
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        now_s, examined_s = self._clock(), self._examined_s()
+        evaluated_s = 0.0
+        if result.evaluation is not None:
+            self._evaluation_s = evaluated_s = result.evaluation.seconds
+        before, beside_s = self._sums, 0.0
+        if self._last_s is not None:
+            between_s = now_s - self._last_s - result.step_s - evaluated_s
+            beside_s = max(0.0, between_s - (examined_s - before.examined_s))
+        self._last_s = now_s
+        steps = before.steps + 1
+        self._sums = _Sums(steps, before.steps_s + result.step_s, examined_s, before.beside_s + beside_s)
+        if steps & (steps - 1) == 0:  # a power of two
+            self._mark, self._next_mark = self._next_mark, self._sums
+
+    def measured(self) -> Measured | None:
+        """None before the second step."""
+        now, then = self._sums, self._mark
+        steps = now.steps - then.steps
+        if now.steps < 2:
+            return None
+        return Measured(
+            (now.steps_s - then.steps_s) / steps,
+            self._evaluation_s,
+            (now.examined_s - then.examined_s) / steps,
+            now.examined_s,
+            (now.beside_s - then.beside_s) / steps,
+        )
+
+    def close(self) -> None: ...

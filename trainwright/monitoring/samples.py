@@ -1,0 +1,53 @@
+"""Text that a language model writes at a few points of its run, so that a person sees it learn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.step import StepResult
+from trainwright.errors import StorageError
+from trainwright.runs.storage import make_subfolder, open_own
+
+
+class TextSamples:
+    """An Observer that calls ``write`` at given shares of the run, and once more when the run is over.
+
+    ``write()`` returns the sample, or "" where it is left out; it must leave the model's mode and the random
+    generators as they are.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[], str],
+        *,
+        folder: Path,
+        say: Callable[[str], None],
+        at: Sequence[float] = (0.25, 0.5),
+    ) -> None:
+        self._write, self._folder, self._say = write, folder, say
+        self._left = sorted(at)
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        share = state.fraction
+        if self._left and share >= self._left[0]:
+            self._left = [each for each in self._left if each > share]
+            self.show(f"{share:.0%} of the run")
+
+    def show(self, title: str) -> None:
+        """Prints one sample now and keeps it in the folder."""
+        text = self._write()
+        if not text:
+            return
+        self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
+        try:
+            make_subfolder(self._folder)
+            fd = open_own(self._folder / "samples.txt", os.O_WRONLY | os.O_APPEND)
+            with os.fdopen(fd, "a", encoding="utf-8") as file:
+                file.write(f"--- {title}\n{text}\n")
+        except (OSError, StorageError) as error:
+            self._say(f"the sample is not kept: {error}")
+
+    def close(self) -> None: ...

@@ -1,0 +1,39 @@
+"""Saves a state of which each rank holds a part: the first rank decides when, and writes what all give to it."""
+
+from __future__ import annotations
+
+from trainwright.checkpoint.checkpoint import take_part
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
+from trainwright.engine.between import NEVER, Saver
+
+
+class SavingTogether:
+    """A Saver for each of the ranks. ``first`` is that of the first rank, which writes; the others have none.
+
+    ``stages`` are those of the first rank, if this rank has one of them.
+
+    An exception is not followed by a save, since the ranks that it did not reach would not take part.
+    """
+
+    def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
+        self._world, self._first, self._stages = world, first, stages
+        self._saved = -1, False
+
+    def due(self, state: TrainState) -> bool:
+        """Costs an exchange of eight bytes."""
+        mine = self._first.due(state)
+        return self._world.least(int(not mine)) == 0
+
+    def __call__(self, state: TrainState) -> None:
+        if self._saved == (state.step, state.ema.is_complete):
+            return
+        self._saved = state.step, state.ema.is_complete
+        if self._world.rank == 0:
+            self._first(state)
+        else:
+            take_part(state, self._stages)
+
+    def rescue(self, state: TrainState) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self._first.__exit__(*error)

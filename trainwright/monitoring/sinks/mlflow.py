@@ -1,0 +1,98 @@
+"""MLflow: a server, or a database beside the runs. Nothing leaves the machine unless MLFLOW_TRACKING_URI says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from trainwright.errors import MissingExtra
+from trainwright.runs.files import UnreadableFile, read_json
+
+AT_ONCE = 500
+"""Metrics that are sent together; MLflow takes at most 1000 in a call."""
+EVERY_S = 5.0
+PARAMETERS_AT_ONCE, MOST_CHARACTERS = 100, 500
+"""What MLflow takes in a call, and of a value."""
+RUN_ID = "mlflow-run.json"
+"""In the run folder, so that a resume goes on with the same run of MLflow."""
+
+
+class MLflow:
+    """A Sink. ``mlflow ui --backend-store-uri sqlite:///runs/mlflow.db`` shows all runs, with recipes as parameters.
+
+    A resume adds the steps that it repeats: MLflow keeps both values.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers what is called, unless told not
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal is ours
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except ImportError as error:
+            raise MissingExtra("mlflow", needed_for="the mlflow sink") from error
+        self._make, self._metric, self._param = MlflowClient, Metric, Param
+        self._folder, self._config, self._from_step = folder, config, from_step
+
+    def open(self) -> None:
+        folder = self._folder
+        beside = folder.resolve().parent
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = None if uri else (beside / "mlflow-artifacts").as_uri()
+        self._client = self._make(tracking_uri=uri or f"sqlite:///{beside / 'mlflow.db'}")
+        self._waiting: list[object] = []
+        self._sent_s = time.monotonic()
+        self._run_id = self._resumed(folder) if self._from_step else None
+        if self._run_id is None:
+            experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "trainwright"), artifacts)
+            run = self._client.create_run(experiment, run_name=folder.name, tags={"trainwright.folder": str(folder)})
+            self._run_id = run.info.run_id
+            (folder / RUN_ID).write_text(json.dumps({"run_id": self._run_id}) + "\n")
+            parameters = (self._param(name, value[:MOST_CHARACTERS]) for name, value in _flat(self._config))
+            while some := list(islice(parameters, PARAMETERS_AT_ONCE)):
+                self._client.log_batch(self._run_id, params=some)
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts))
+
+    def _resumed(self, folder: Path) -> str | None:
+        with suppress(UnreadableFile, KeyError, TypeError):
+            run_id = str(read_json(folder / RUN_ID)["run_id"])
+            with suppress(Exception):  # it may be of another server, or deleted: then this is a new one
+                self._client.update_run(run_id, status="RUNNING")
+                return run_id
+        return None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        now_ms = time.time_ns() // 10**6
+        self._waiting += [self._metric(name, value, now_ms, step) for name, value in values.items()]
+        if len(self._waiting) >= AT_ONCE or time.monotonic() - self._sent_s > EVERY_S:
+            self._send()
+
+    def _send(self) -> None:
+        for start in range(0, len(self._waiting), AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=self._waiting[start : start + AT_ONCE])
+        self._waiting, self._sent_s = [], time.monotonic()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._client.log_text(self._run_id, text, f"{name}/step-{step:08d}.txt")
+
+    def close(self, exit_code: int) -> None:
+        self._send()
+        self._client.set_terminated(self._run_id, status="FAILED" if exit_code else "FINISHED")
+
+
+def _flat(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, where)
+        else:
+            yield where, str(value)

@@ -1,0 +1,48 @@
+"""Trackio: a database beside the runs, unless TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID say otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainwright.errors import MissingExtra
+
+
+class Trackio:
+    """A Sink. ``TRACKIO_DIR=runs/trackio trackio show`` shows all runs; a resume goes on with the same one."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))
+        try:
+            import trackio
+        except ImportError as error:
+            raise MissingExtra("trackio", needed_for="the trackio sink") from error
+        for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal is ours
+            vars(importlib.import_module(module))["print"] = _silent
+        self._trackio, self._folder, self._config, self._from_step = trackio, folder, config, from_step
+
+    def open(self) -> None:
+        self._run = self._trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "trainwright"),
+            name=self._folder.name,
+            config=dict(self._config),
+            resume="allow" if self._from_step else "never",
+            embed=False,
+            auto_log_gpu=False,  # monitoring/telemetry.py reads the machine already
+            auto_log_cpu=False,
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=step)
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish()
+
+
+def _silent(*args: object, **kwargs: object) -> None:
+    """Prints nothing."""

@@ -1,0 +1,54 @@
+"""Weights & Biases in the run folder: offline unless WANDB_MODE says otherwise.
+
+With the defaults here nothing leaves the machine, not even a name look-up (checked with strace, wandb 0.31).
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainwright.errors import MissingExtra
+
+
+class WeightsAndBiases:
+    """A Sink. ``wandb sync <run folder>/wandb/offline-run-*`` uploads an offline run later."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtra("wandb", needed_for="the wandb sink") from error
+        self._wandb, self._folder, self._config = wandb, folder, config
+
+    def open(self) -> None:
+        wandb, folder, config = self._wandb, self._folder, self._config
+        # Offline or not, wandb reports its own errors to its makers unless told otherwise before its service starts
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "trainwright"),
+            name=folder.name,
+            dir=str(folder),
+            config=dict(config),
+            mode=None if "WANDB_MODE" in os.environ else "offline",  # None: wandb reads the variable
+            settings=wandb.Settings(
+                console="off",  # the terminal belongs to our progress line
+                silent=True,
+                x_disable_stats=True,  # monitoring/telemetry.py reads the machine already
+                x_disable_meta=True,  # provenance.json has it, without the host's every detail
+                disable_git=True,
+                disable_code=True,
+                disable_job_creation=True,
+            ),
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.log({name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)

@@ -1,0 +1,220 @@
+"""Writes what the loop does to log.jsonl and to the sinks. The run folder needs no tracker."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.cursor import Ids
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.evaluate import EvaluationResult
+from trainwright.engine.step import StepResult
+from trainwright.errors import OomReport
+from trainwright.monitoring.cadence import Every
+from trainwright.monitoring.journal import Journal
+from trainwright.monitoring.sinks import Sink
+from trainwright.runs import records
+
+AT_ONCE = 16
+"""Steps that are added up together: a step apart costs several times as much, since its code is cold then."""
+
+_Brief: TypeAlias = tuple[Ids, float, float, float]
+"""What a record needs of each step: sample ids, seconds, seconds of waiting, share of the run used."""
+
+
+class StepLog:
+    """An Observer. Of a step that is not due it keeps the sample ids and the times; that costs no host sync.
+
+    A due one reads loss, gradient norm and the ledger: one host sync on a GPU. ``step_s`` and ``wait_s`` of a
+    record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
+    is always recorded. ``by_the_clock``: the run is counted in seconds.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        sinks: Sequence[Sink],
+        every: Every,
+        *,
+        already_skipped: int = 0,
+        by_the_clock: bool = False,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._journal, self._sinks, self._every, self._wall_clock = journal, sinks, every, wall_clock
+        self._process = psutil.Process()
+        self._memory, self._memory_due_s = 0, -math.inf
+        self._by_the_clock = by_the_clock
+        self._all_steps_s, self._all_waits_s, self._all_reads_s, self._all_count = 0.0, 0.0, 0.0, 0
+        self.step = 0
+        self.num_skipped = already_skipped
+        self.last_evaluated: records.Evaluated | None = None
+        self.window: Callable[[], Mapping[str, float]] = dict
+        """Gives what else is measured over the steps since the last record."""
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._ids = hashlib.blake2b(digest_size=8)
+        self._count, self._step_s, self._wait_s = 0, 0.0, 0.0
+        self._fractions: list[float] = []
+        self._newest: list[_Brief] = []
+        self._unrecorded: tuple[StepResult, TrainState] | None = None
+
+    @property
+    def wait_share(self) -> float:
+        """The share of the time of all steps of this process that went into waiting for data."""
+        self._add_up()
+        return self._all_waits_s / self._all_steps_s if self._all_steps_s else 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """How long a step of this process waited for data, in the mean."""
+        self._add_up()
+        return self._all_waits_s / max(1, self._all_count)
+
+    @property
+    def read_s(self) -> float:
+        """How long the processes that read took for the batch of a step of this process, in the mean."""
+        return self._all_reads_s / max(1, self._all_count + len(self._newest))
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        self.step = result.step
+        self._all_reads_s += result.batch.read_s
+        if result.batch.bad or result.oom_reports:
+            self._note_trouble(result)
+        self._newest.append((result.batch.global_ids, result.step_s, result.wait_s, state.fraction))
+        if len(self._newest) == AT_ONCE:
+            self._add_up()
+        self._unrecorded = (result, state)
+        if self._every.due(state) or result.step == 1:
+            self._record(result, state)
+
+    def _add_up(self) -> None:
+        if not self._newest:
+            return
+        ids, steps_s, waits_s, fractions = zip(*self._newest, strict=True)
+        self._newest = []
+        self._ids.update(np.concatenate(ids).tobytes())
+        self._count += len(steps_s)
+        self._step_s += sum(steps_s)
+        self._wait_s += sum(waits_s)
+        self._all_steps_s += sum(steps_s)
+        self._all_waits_s += sum(waits_s)
+        self._all_count += len(steps_s)
+        if self._by_the_clock:
+            self._fractions.extend(fractions)
+
+    def _note_trouble(self, result: StepResult) -> None:
+        for bad in result.batch.bad:
+            now_s = self._wall_clock()
+            self._journal.write(
+                records.Quarantined(time_s=now_s, step=result.step, sample_ids=(bad.id,), reason=bad.what)
+            )
+        self.ran_out(result.oom_reports)
+
+    def _record(self, result: StepResult, state: TrainState) -> None:
+        self.tell_skipped(state)
+        self._add_up()
+        measured: dict[str, Tensor | float] = {**result.metrics, **result.probed, **self.window()}
+        record = records.Step(
+            time_s=self._wall_clock(),
+            step=result.step,
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
+            lr=result.lr,
+            weight=float(result.weight),
+            samples=state.num_samples,
+            tokens=state.num_tokens,
+            step_s=self._step_s / self._count,
+            wait_s=self._wait_s / self._count,
+            skipped=len(state.ledger.entries),
+            mem_bytes=self._memory_bytes(result),
+            ids_hash=self._ids.hexdigest(),
+            probed={name: float(value) for name, value in measured.items()},
+            fractions=tuple(self._fractions),
+        )
+        self._journal.write(record)
+        if self._sinks:
+            values = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr, **record.probed}
+            values |= {"step_s": record.step_s, "wait_s": record.wait_s, "skipped": float(record.skipped)}
+            self._to_sinks(result.step, {f"train/{name}": value for name, value in values.items()})
+        self._start_window()
+
+    def _memory_bytes(self, result: StepResult) -> int:
+        """Peak of the GPU, or what this process holds on the host: that costs a system call, so once a second."""
+        if result.grad_norm.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(result.grad_norm.device)
+        now_s = self._wall_clock()
+        if now_s >= self._memory_due_s:
+            self._memory, self._memory_due_s = int(self._process.memory_info().rss), now_s + 1.0
+        return self._memory
+
+    def tell_skipped(self, state: TrainState) -> None:
+        """Writes the ledger's new entries; reads what is pending first (one host sync)."""
+        state.ledger.read_pending()
+        for entry in state.ledger.entries[self.num_skipped :]:
+            self._journal.write(
+                records.Skipped(
+                    time_s=self._wall_clock(),
+                    step=entry.step,
+                    reason=entry.reason,
+                    micro_batch=entry.micro_batch,
+                    sample_ids=entry.sample_ids,
+                    scale_before=entry.scale,
+                    scale_after=_halved(entry.scale) if not math.isfinite(entry.grad_norm) else entry.scale,
+                )
+            )
+        self.num_skipped = len(state.ledger.entries)
+
+    def ran_out(self, reports: Sequence[OomReport]) -> None:
+        """Writes one OutOfMemory record for each attempt that ran out of memory."""
+        for report in reports:
+            self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **vars(report)))
+
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
+        """One Evaluated record."""
+        self.last_evaluated = records.Evaluated(
+            time_s=self._wall_clock(),
+            step=step,
+            loss=seen.loss,
+            weight=seen.weight,
+            metrics=dict(seen.metrics),
+            seconds=seen.seconds,
+            batches=seen.batches,
+        )
+        self._journal.write(self.last_evaluated)
+        values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}
+        self._to_sinks(step, values)
+
+    def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
+        """One Saved record. ``path`` is relative to the run folder."""
+        now_s = self._wall_clock()
+        self._journal.write(
+            records.Saved(time_s=now_s, step=step, path=path, bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
+        )
+
+    def not_saved(self, step: int, reason: str) -> None:
+        """One NotSaved record."""
+        self._journal.write(records.NotSaved(time_s=self._wall_clock(), step=step, reason=reason))
+
+    def _to_sinks(self, step: int, values: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.scalars(step, values)
+
+    def close(self) -> None:
+        """Records the last step. Journal and sinks belong to whoever opened them."""
+        if self._unrecorded is not None:
+            with suppress(RuntimeError):  # a GPU that has failed: its exception is on its way
+                self._record(*self._unrecorded)
+
+
+def _halved(scale: float | None) -> float | None:
+    return None if scale is None else scale / 2

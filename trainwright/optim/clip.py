@@ -1,0 +1,362 @@
+"""Gradient clipping: by global norm, by value, by the norm of the weights (AGC), or by earlier gradients."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from trainwright.checkpoint.codec import StateDict
+from trainwright.checkpoint.shards import is_divided, local, locals_of
+from trainwright.distributed.group import Ranks
+from trainwright.errors import UsageError, require_choice
+
+ClipName = Literal["norm", "value", "agc", "zclip", "adagc", "none"]
+ClipFn = Callable[[Sequence[Tensor], Tensor], None]
+"""``clip(parameters, total_norm)``: changes ``.grad`` in place; ``total_norm`` is their 0-d norm."""
+
+
+def make_clip(
+    by: ClipName,
+    at: float = 1.0,
+    *,
+    z: float = 2.5,
+    ratio: float = 1.05,
+    decay: float | None = None,
+    warmup: int | None = None,
+    parameters: Iterable[tuple[str, Tensor]] = (),
+) -> ClipFn:
+    """The clip of that name.
+
+    Args:
+        by: norm, value, agc, zclip (`ZClip`), adagc (`AdaGC`) or none.
+        at: The threshold: the norm, the absolute value, AGC's lambda, or the norm in the warm-up of adagc.
+        z: Of zclip: standard deviations above the mean from which on a norm is clipped.
+        ratio: Of adagc: the largest norm of a tensor, relative to its average.
+        decay: Of zclip and adagc: of the moving averages; None: 0.97 and 0.98.
+        warmup: Of zclip and adagc: steps before they clip by the averages; None: 25 and 100.
+        parameters: Of adagc: ``model.named_parameters()``.
+
+    Raises UsageError for another name, and for a number that is out of range.
+    """
+    require_choice("the clip", by, get_args(ClipName))
+    if by != "none" and not at > 0:
+        raise UsageError(f"a clip is at a number above 0; got {at!r}", remedy="make_clip('none') does not clip")
+    if by == "none":
+        return no_clip
+    if by == "zclip":
+        return ZClip(z, 0.97 if decay is None else decay, 25 if warmup is None else warmup)
+    if by == "adagc":
+        named = list(parameters)
+        return AdaGC(named, at, ratio, 0.98 if decay is None else decay, 100 if warmup is None else warmup)
+    return GradientClip(by, at)
+
+
+@dataclass(frozen=True)
+class GradientClip:
+    """A clip that can say what it does: ``by`` which measure, ``at`` which threshold."""
+
+    by: ClipName
+    at: float | Tensor
+
+    def __call__(self, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        match self.by:
+            case "norm":
+                _clip_by_norm(self.at, parameters, total_norm)
+            case "value":
+                _clip_by_value(float(self.at), parameters)
+            case "agc":
+                _clip_adaptively(float(self.at), parameters)
+
+
+class AdaptiveClip(ABC):
+    """A clip whose threshold follows from the gradients of earlier steps.
+
+    A call reads the statistics and leaves them unchanged, so that a step can begin again; ``accept`` takes the step
+    into them. A step whose update is skipped does not enter. Costs no host sync. The statistics are one tensor on the
+    device of the norm, in float64, and are replaced and never written to.
+    """
+
+    by: ClassVar[ClipName]
+
+    def __init__(self, statistics: Tensor) -> None:
+        self.held = {"statistics": statistics, "next": statistics}
+        """A plain mapping, which a replay puts back."""
+
+    @property
+    def statistics(self) -> Tensor:
+        return self.held["statistics"]
+
+    def __call__(self, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        clip, self.held["next"] = self._decide(parameters, total_norm, self.statistics.to(total_norm.device))
+        clip(parameters, total_norm)
+
+    def frozen(self, parameters: Sequence[Tensor], total_norm: Tensor) -> ClipFn:
+        """The clipping that a call would do to these gradients; the statistics stay as they are."""
+        return self._decide(parameters, total_norm, self.statistics.to(total_norm.device))[0]
+
+    def accept(self, skipped: Tensor) -> None:
+        """Takes the gradients of the last call into the statistics, unless ``skipped``."""
+        if skipped.device.type != "cpu":
+            self._set(torch.where(skipped, self.statistics.to(skipped.device), self.held["next"].to(skipped.device)))
+        else:
+            self._set(self.statistics if bool(skipped) else self.held["next"])
+
+    def _set(self, statistics: Tensor) -> None:
+        self.held["statistics"] = self.held["next"] = statistics
+
+    @abstractmethod
+    def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
+        """Returns the clip of this step, and the statistics after it."""
+
+    def state_dict(self) -> StateDict:
+        return {"by": self.by, "statistics": self.statistics}
+
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
+        """Loads the statistics. Those of another clip are not continued."""
+        statistics = saved["statistics"]
+        if saved["by"] == self.by and isinstance(statistics, Tensor):
+            self._set(statistics.to(self.statistics))
+
+
+class ZClip(AdaptiveClip):
+    """Clips the global norm where its z-score is large (Kumar et al. 2025, arXiv:2504.02507).
+
+    With g the norm of the gradients, mu and sigma those before the step, and z = (g - mu) / sigma:
+
+        g* = mu + z_thres^2 sigma / z   if z > z_thres, else g
+        mu <- decay mu + (1 - decay) g*
+        sigma^2 <- decay sigma^2 + (1 - decay) (g* - mu)^2
+
+    mu and sigma^2 begin as mean and variance of the norms of the first ``warmup`` steps, which are not clipped.
+    """
+
+    by = "zclip"
+
+    def __init__(self, z: float = 2.5, decay: float = 0.97, warmup: int = 25) -> None:
+        _require_positive(z=z)
+        _require_averages(decay, warmup)
+        super().__init__(torch.zeros(3, dtype=torch.float64, device="cpu"))  # steps, mu, sigma^2
+        self._z, self._decay, self._warmup = z, decay, max(2, warmup)
+
+    @torch.no_grad()
+    def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
+        count, mean, variance = statistics.unbind()
+        norm, deviation = total_norm.double(), variance.sqrt()
+        is_warm = count < self._warmup
+        score = (norm - mean) / deviation
+        is_spike = ~is_warm & (score > self._z) & (deviation > 0)
+        limit = torch.where(is_spike, mean + self._z**2 * deviation / score, math.inf)
+        clipped = torch.minimum(norm, limit)
+        share = torch.where(is_warm, 1 / (count + 1), 1 - self._decay)
+        new_mean = mean + share * (clipped - mean)
+        distance = torch.where(is_warm, (clipped - mean) * (clipped - new_mean), (clipped - new_mean).square())
+        new = torch.stack([count + 1, new_mean, variance + share * (distance - variance)])
+        return GradientClip("norm", float(limit) if limit.device.type == "cpu" else limit.to(total_norm.dtype)), new
+
+
+class AdaGC(AdaptiveClip):
+    """Clips each tensor by its own earlier norms (Wang et al. 2025, arXiv:2502.11034, algorithm 1).
+
+    With g_i the norm of the gradient of tensor i, g that of all, and gamma_i before the step:
+
+        steps before ``warmup``:  h_i = min(1, at / g),               gamma_i <- min(gamma_i, h_i g_i)
+        from then on:             h_i = min(1, ratio gamma_i / g_i),  gamma_i <- decay gamma_i + (1 - decay) h_i g_i
+
+    h_i is the factor on the gradient. A tensor that has had no gradient, or only zeros, has no gamma_i: it begins with
+    the first other one.
+    """
+
+    by = "adagc"
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        at: float = 1.0,
+        ratio: float = 1.05,
+        decay: float = 0.98,
+        warmup: int = 100,
+    ) -> None:
+        _require_positive(ratio=ratio)
+        _require_averages(decay, warmup)
+        if not parameters:
+            raise UsageError(
+                "adagc clips each tensor by itself and was given none",
+                remedy="make_clip('adagc', parameters=model.named_parameters())",
+            )
+        norms = torch.full((len(parameters),), math.inf, dtype=torch.float64, device="cpu")
+        super().__init__(torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), norms]))  # steps, gammas
+        self._names = [name for name, _ in parameters]
+        self._places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
+        self._at, self._ratio, self._decay, self._warmup = at, ratio, decay, warmup
+
+    @torch.no_grad()
+    def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norms, total = norms_of_each(grads).double(), total_norm.double()
+        places = torch.tensor([self._places[id(p)] for p in parameters], device=norms.device)
+        gammas = statistics[1:][places]
+        is_warm = statistics[0] + 1 < self._warmup
+        limits = torch.where(is_warm, norms * (self._at / total), self._ratio * gammas)
+        factors = torch.where(norms > limits, limits / norms, 1.0)
+        clipped = factors * norms
+        averages = torch.where(is_warm, torch.minimum(gammas, clipped), gammas.lerp(clipped, 1 - self._decay))
+        averages = torch.where(gammas.isinf(), clipped, averages)
+        new = statistics.clone()
+        new[0] += 1
+        new[1 + places] = torch.where(norms > 0, averages, gammas)
+        return partial(_scale_each, factors), new
+
+    def state_dict(self) -> StateDict:
+        return {**super().state_dict(), "names": self._names}
+
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
+        """Loads the averages by the names of parameters."""
+        statistics, names = saved["statistics"], saved.get("names")
+        if saved["by"] != self.by or not isinstance(statistics, Tensor) or not isinstance(names, list):
+            return
+        before, new = dict(zip(names, statistics[1:].tolist(), strict=True)), self.statistics.clone()
+        new[0] = statistics[0]
+        for place, name in enumerate(self._names):
+            new[1 + place] = before.get(name, math.inf)
+        self._set(new)
+
+
+def _scale_each(factors: Tensor, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    grads = locals_of(p.grad for p in parameters if p.grad is not None)
+    with torch.no_grad():
+        for grad, factor in zip(grads, factors.unbind(), strict=True):
+            grad.mul_(factor.to(grad.device, grad.dtype))
+
+
+def _require_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise UsageError(f"{name} must be above 0; got {value!r}", remedy="leave it out for the value of the paper")
+
+
+def _require_averages(decay: float, warmup: int) -> None:
+    if not 0 < decay < 1 or warmup < 1:
+        raise UsageError(
+            f"decay must be between 0 and 1 and warmup at least 1; got {decay!r} and {warmup!r}",
+            remedy="leave them out for the values of the paper",
+        )
+
+
+def norms_of_each(grads: Sequence[Tensor]) -> Tensor:
+    """The norm of each gradient, in float32 at least. Where ranks hold parts of them, those of the wholes."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(locals_of(grads), dtype=wide)])
+    kinds: dict[object, list[int]] = {}
+    for place, grad in enumerate(grads):
+        if is_divided(grad):
+            kinds.setdefault((grad.device_mesh, grad.placements), []).append(place)
+    for places in kinds.values():
+        norms[places] = summed_over_parts(norms[places].double().square(), grads[places[0]]).sqrt().to(wide)
+    return norms
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """torch.nn.utils.get_total_norm, bit for bit: the 0-d norm of the norms. ``grads`` has at least one tensor.
+
+    Where ranks hold parts of them, it is that of the whole, and every rank must ask for it.
+    """
+    if _are_alike(grads):  # then none is divided
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        return norm.detach() if norm.requires_grad else norm  # cheaper than a context, and seldom needed
+    return _norm_of_parts(grads) if any(is_divided(grad) for grad in grads) else get_total_norm(grads)
+
+
+def norm_on_host(grads: list[Tensor]) -> float:
+    """The norm as a number, in float64 where the gradients lie on the CPU: two kernels less. A GPU is waited for."""
+    if False not in [type(grad) is Tensor and grad.is_cpu for grad in grads]:  # of whatever types of numbers
+        return math.hypot(*[norm.item() for norm in torch._foreach_norm(grads)])
+    return float(global_norm(grads))
+
+
+def _are_alike(grads: Sequence[Tensor]) -> bool:
+    """Whether torch would put them into one group, which costs it more than the norm itself where they are small."""
+    device, dtype = grads[0].device, grads[0].dtype
+    alike = [type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads]
+    return False not in alike  # in each step: all() of a generator takes twice the time
+
+
+@torch.no_grad()
+def _norm_of_parts(grads: Sequence[Tensor]) -> Tensor:
+    """One exchange for each way in which tensors are divided, in float64: squares may not fit into float32."""
+    kinds: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device_mesh, grad.placements) if is_divided(grad) else None, []).append(grad)
+    squares = []
+    for alike in kinds.values():
+        norms = torch.stack(torch._foreach_norm(locals_of(alike)))
+        squares.append(summed_over_parts(norms.double().square().sum(), alike[0]))
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    return torch.stack(squares).sum().sqrt().to(wide)
+
+
+def summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> Tensor:
+    """Sums what each rank has of its part of a tensor; ``but`` not over ranks that divide this dimension."""
+    if is_divided(of):
+        for axis, placement in enumerate(of.placements):
+            if not placement.is_replicate() and not placement.is_shard(-1 if but is None else but):
+                Ranks(of.device_mesh.get_group(axis)).sum_([number])
+    return number
+
+
+def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    """Leaves the gradients as they are."""
+
+
+def _clip_by_norm(at: float | Tensor, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    """torch.nn.utils.clip_grad_norm_, bit for bit (Pascanu et al. 2013)."""
+    # torch multiplies by min(1, at * (1 / (norm + 1e-6))), four roundings in the norm's dtype: together below 2 % in
+    # bfloat16. So here by exactly 1. On a GPU asking would cost a host sync.
+    if total_norm.device.type == "cpu" and float(total_norm) + 1e-6 < 0.9 * at:
+        return
+    grads = locals_of(p.grad for p in parameters if p.grad is not None)
+    if not _are_alike(grads):
+        clip_grads_with_norm_(parameters, at, total_norm)  # type: ignore[arg-type]  # a 0-d tensor serves as well
+        return
+    with torch.no_grad():
+        torch._foreach_mul_(grads, (total_norm + 1e-6).reciprocal_().mul_(at).clamp_(max=1.0))
+
+
+@torch.no_grad()
+def _clip_by_value(at: float, parameters: Sequence[Tensor]) -> None:
+    if not any(is_divided(p) for p in parameters):
+        clip_grad_value_(parameters, at)
+        return
+    for grad in locals_of(p.grad for p in parameters if p.grad is not None):
+        grad.clamp_(-at, at)
+
+
+@torch.no_grad()
+def _clip_adaptively(at: float, parameters: Sequence[Tensor]) -> None:
+    """Adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171, equation 3 with eps 1e-3).
+
+    Unit-wise: each row i of a weight (all inputs of one output unit) is scaled so that
+    ||G_i|| <= at * max(||W_i||, 1e-3); a bias or gain is one unit as a whole, as in the paper's code.
+    """
+    for parameter in parameters:
+        assert parameter.grad is not None
+        ceiling = _unit_norms(parameter).clamp_(min=1e-3).mul_(at)
+        norm = _unit_norms(parameter.grad)
+        factor = torch.where(norm > ceiling, ceiling / norm.clamp(min=1e-6), torch.ones_like(norm))
+        local(parameter.grad).mul_(factor)
+
+
+def _unit_norms(weight: Tensor) -> Tensor:
+    """Of this rank's rows, where ranks divide them."""
+    dims = tuple(range(1, weight.dim())) or None
+    norm: Tensor = torch.linalg.vector_norm(local(weight), dim=dims, keepdim=dims is not None)
+    if not is_divided(weight):
+        return norm
+    return summed_over_parts(norm.square(), weight, but=0 if dims else None).sqrt()

@@ -1,0 +1,183 @@
+"""Which parameter gets which learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, TypedDict
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.checkpoint.weights import unwrapped
+from trainwright.errors import Problem, UsageError, suggest
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Settings for the parameters whose name matches the glob ``match`` (case matters; ``*`` crosses dots).
+
+    ``lr`` replaces the learning rate, ``lr_scale`` multiplies it, ``weight_decay`` replaces the decay, also
+    on norms and biases.
+    """
+
+    match: str
+    lr: float | None = None
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+Group: TypeAlias = dict[str, Any]
+"""One entry of ``param_groups`` of an optimizer: ``params``, and options whose types are the optimizer's."""
+
+
+class GroupSettings(TypedDict):
+    """The arguments of every function that makes parameter groups; see ``param_groups``."""
+
+    lr: float | None
+    weight_decay: float | None
+    decay_norms_and_biases: bool
+    rules: Sequence[GroupRule]
+
+
+@dataclass(frozen=True)
+class Role:
+    """A further split of the parameters: the learning rate of its members, and further entries of their group."""
+
+    name: str
+    lr: float | None
+    options: tuple[tuple[str, object], ...] = ()
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float | None,
+    weight_decay: float | None,
+    decay_norms_and_biases: bool = True,
+    rules: Sequence[GroupRule] = (),
+    role_of: Callable[[nn.Parameter], Role] | None = None,
+) -> list[Group]:
+    """Returns the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
+
+    Without rules and roles that is one group, as in ``Optimizer(model.parameters())``. A group has no ``lr`` and no
+    ``weight_decay`` where these are None: the optimizer's own defaults count. Parameters that ranks divide are apart
+    from those that each rank holds whole, or that other ranks divide.
+
+    With ``decay_norms_and_biases=False`` parameters with fewer than two dimensions, and those that a norm module owns,
+    do not decay. Embeddings and the output head do, as in GPT-2 and nanoGPT. The first rule that matches one of a
+    parameter's names wins; a tied parameter has several names and is in one group. Parameters keep the model's order,
+    groups that of their first parameter; frozen ones are left out.
+
+    Of a model in muP (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the growth
+    of its fan-in, and its decay multiplied by it, since AdamW multiplies the two.
+
+    Raises UsageError when nothing is trainable, a rule matches no trainable parameter, or one scales a learning rate
+    that is not given.
+    """
+    names = _names(model)
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if not trainable:
+        raise UsageError(
+            "the model has no trainable parameter", remedy="set requires_grad=True on what should be trained"
+        )
+    for found in unmatched_rules(model, rules):
+        raise UsageError(found.rule, remedy=found.remedy)
+    normed, ratios = norm_parameters(model), fan_in_ratios(model)
+    default = Role("", lr)
+    groups: dict[tuple[float | None, float | None, Role, object], Group] = {}
+    for parameter in trainable:
+        role = role_of(parameter) if role_of else default
+        rule = _first_match(rules, names[parameter])
+        decays = decay_norms_and_biases or (parameter.ndim >= 2 and id(parameter) not in normed)
+        its_decay = weight_decay if decays else 0.0
+        if rule.weight_decay is not None:
+            its_decay = rule.weight_decay
+        ratio = ratios.get(id(parameter), 1.0)
+        its_lr = _rate(role, rule, ratio)
+        its_decay = its_decay * ratio if its_decay else its_decay
+        key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch updates no mixture
+        if key not in groups:
+            named = _group_name(role, its_lr, its_decay, weight_decay)
+            rates = {"lr": its_lr, "weight_decay": its_decay}
+            stated = {name: value for name, value in rates.items() if value is not None}
+            groups[key] = {"name": named, **stated, **dict(role.options), "params": []}
+        groups[key]["params"].append(parameter)
+    return list(groups.values())
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Returns every parameter once, in the order of the model, with all of its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _first_match(rules: Sequence[GroupRule], names: Sequence[str]) -> GroupRule:
+    return next((rule for rule in rules if matches(rule.match, names)), GroupRule("*"))
+
+
+def matches(pattern: str, names: Sequence[str]) -> bool:
+    """Returns whether the glob matches one of the names."""
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def fan_in_ratios(model: nn.Module) -> dict[int, float]:
+    """Growth of the fan-in of weights by their ids, of a model in muP."""
+    ratios: dict[nn.Parameter, float] = getattr(unwrapped(model), "fan_in_ratios", dict)()
+    return {id(parameter): ratio for parameter, ratio in ratios.items()}
+
+
+def _rate(role: Role, rule: GroupRule, ratio: float) -> float | None:
+    lr = role.lr if rule.lr is None else rule.lr
+    if lr is None and ratio != 1.0:
+        rule_of_mup = "muP divides the learning rate of hidden weights, and none is given"
+        raise UsageError(rule_of_mup, remedy="give optimizer.lr")
+    if lr is None and rule.lr_scale != 1.0:
+        raise UsageError(
+            f"the group rule {rule.match!r} scales the learning rate, and none is given",
+            remedy="give optimizer.lr, or the rule an lr of its own",
+        )
+    return None if lr is None else lr * rule.lr_scale / ratio
+
+
+def _group_name(role: Role, lr: float | None, decay: float | None, usual_decay: float | None) -> str:
+    parts = [role.name, "no_decay" if decay == 0.0 else "decay"]
+    parts += [f"lr={lr:g}"] if lr is not None and lr != role.lr else []
+    parts += [f"weight_decay={decay:g}"] if decay is not None and decay not in (0.0, usual_decay) else []
+    return " ".join(filter(None, parts))
+
+
+def unmatched_rules(model: nn.Module, rules: Sequence[GroupRule]) -> Iterator[Problem]:
+    """The problems of rules that match no trainable parameter."""
+    names = _names(model)
+    for number, rule in enumerate(rules):
+        path = f"optimizer.groups.{number}.match"
+        matched = [parameter for parameter, its_names in names.items() if matches(rule.match, its_names)]
+        if any(parameter.requires_grad for parameter in matched):
+            continue
+        if matched:
+            remedy = "drop the rule, or set requires_grad=True on them"
+            yield Problem(path, f"the group rule {rule.match!r} matches only frozen parameters", remedy=remedy)
+            continue
+        known = [name for its_names in names.values() for name in its_names]
+        remedy = f"{suggest(rule.match, dict.fromkeys(_globs(known)))} (a rule is a glob on whole names)"
+        yield Problem(path, f"the group rule {rule.match!r} matches no parameter", remedy=remedy)
+
+
+def _globs(names: Sequence[str]) -> Iterator[str]:
+    """Yields globs that a mistyped rule may mean: names, their endings ``*.weight`` and beginnings ``blocks.0.*``."""
+    for name in names[:1000]:
+        parts = name.split(".")
+        yield name
+        yield from ("*." + ".".join(parts[cut:]) for cut in range(1, len(parts)))
+        yield from (".".join(parts[:cut]) + ".*" for cut in range(1, len(parts)))
+
+
+def norm_parameters(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that a norm module owns."""
+    return {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}

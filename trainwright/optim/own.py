@@ -1,0 +1,171 @@
+"""Optimizers of the user's own: made already, or made by a class, a partial or a function of theirs."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from types import CodeType
+from typing import TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from trainwright.checkpoint.chained import ChainedOptimizer, parts_of
+from trainwright.errors import Problem, UsageError, unknown_args
+from trainwright.recipe import OPTIMIZERS
+from trainwright.recipe.resolve import parameters_of
+
+Factory: TypeAlias = Callable[..., Optimizer | Sequence[Optimizer]]
+
+
+def takes(factory: Callable[..., object], name: str) -> bool:
+    """Whether a callable has a parameter of that name, or takes any."""
+    parameters = parameters_of(factory)
+    return not parameters or name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def takes_first(factory: Callable[..., object], name: str) -> bool:
+    """Whether the first parameter of a callable has that name."""
+    return next(iter(parameters_of(factory)), None) == name
+
+
+def name_of(factory: Callable[..., object]) -> str:
+    """The name of a factory in messages."""
+    return str(getattr(factory, "__name__", None) or getattr(getattr(factory, "func", factory), "__name__", "it"))
+
+
+def wrong_arguments(factory: Callable[..., object], args: Iterable[str]) -> list[Problem]:
+    """The problems of ``optimizer.args`` that a factory does not take."""
+    parameters = list(parameters_of(factory).values())
+    named = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    is_open = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    read = _names_read(factory) if is_open else frozenset()
+    accepted = [name for name in named if name not in ("lr", "weight_decay", "differentiable")]
+    left = [] if read is None else [name for name in args if name not in read]
+    return unknown_args(name_of(factory), "optimizer.args", left, accepted)
+
+
+def _names_read(factory: Callable[..., object]) -> frozenset[str] | None:
+    """The names of ``**kwargs`` that a class may read: all texts in its code. None: it may take any name.
+
+    Optimizers of pytorch_optimizer take ``**kwargs`` and ignore what they do not know, so that a misspelled setting
+    would have no effect.
+    """
+    if not isinstance(factory, type):
+        return None
+    found: set[str] = set()
+    for base in factory.__mro__[: factory.__mro__.index(Optimizer)] if Optimizer in factory.__mro__ else ():
+        for name, member in vars(base).items():
+            code = getattr(inspect.unwrap(getattr(member, "__func__", member)), "__code__", None)
+            if code is None:
+                continue
+            if name == "__init__" and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(code)):
+                return None  # it passes them on
+            found |= _texts_in(code)
+    return frozenset(found) if found else None
+
+
+def _texts_in(code: CodeType) -> set[str]:
+    inside = [_texts_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {each for each in code.co_consts if isinstance(each, str)}.union(*inside)
+
+
+def makes_own_groups(factory: Callable[..., object]) -> bool:
+    """Whether it is given the model, or parameters without a rate, so that rates and decays are its own."""
+    return takes_first(factory, "model") or not takes(factory, "lr")
+
+
+def arguments_of(
+    factory: Factory, model: nn.Module, groups: Callable[[], ParamsT], lr: float | None
+) -> tuple[ParamsT | nn.Module, Mapping[str, float]]:
+    """What a factory is called with: the model where its first parameter is named ``model``, groups where it takes
+    ``lr``, else the trained parameters alone; and ``lr`` where it takes that and one is given."""
+    takes_lr = takes(factory, "lr")
+    rate = {"lr": lr} if takes_lr and lr is not None else {}
+    if takes_first(factory, "model"):
+        return model, rate
+    return groups() if takes_lr else [p for p in model.parameters() if p.requires_grad], rate
+
+
+def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bool = False) -> Optimizer:
+    """Returns an optimizer, or several that are stepped together, over parameters of the model (and of the loss).
+
+    ``closures``: whether one may need a closure.
+
+    Raises UsageError for what cannot be stepped so, and for parameters that are not the model's, or in two optimizers.
+    """
+    parts = given if isinstance(given, list | tuple) else [given]
+    require = require_optimizer if closures else require_plain_step
+    flat = [each for part in parts for each in parts_of(require(part))]
+    if not flat:
+        raise UsageError("the list of optimizers is empty", remedy="give one optimizer at least, or its name")
+    _require_disjoint(flat)
+    _require_of(flat, model, loss)
+    return flat[0] if len(flat) == 1 else ChainedOptimizer(flat)
+
+
+def not_trained(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """Names of the trainable parameters that no group holds."""
+    held = {id(p) for p in _parameters(optimizer)}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def require_optimizer(optimizer: object) -> Optimizer:
+    """Returns the optimizer. Raises UsageError for what is none."""
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}",
+            remedy="give a torch.optim.Optimizer, a list of them, or what makes one",
+        )
+    return optimizer
+
+
+def require_plain_step(given: object) -> Optimizer:
+    """Returns the optimizer. Raises UsageError for what is none, or needs a closure, as LBFGS does."""
+    optimizer = require_optimizer(given)
+    needed = [
+        name
+        for name, each in list(inspect.signature(type(optimizer).step).parameters.items())[1:]  # a scheduler hides it
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UsageError(
+            f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss again within a step",
+            remedy="give a step of your own that calls it, tw.fit(..., advance=step), see docs/how-to/custom-step.md; "
+            f"or choose an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
+        )
+    return optimizer
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _require_disjoint(parts: Sequence[Optimizer]) -> None:
+    ids = [id(p) for part in parts for p in _parameters(part)]
+    if len(set(ids)) < len(ids):
+        twice = len(ids) - len(set(ids))
+        raise UsageError(
+            f"{twice} parameters are in two optimizers, which would both move them",
+            remedy="give each parameter to one of them",
+        )
+
+
+def _require_of(parts: Sequence[Optimizer], model: nn.Module, loss: object) -> None:
+    of_loss = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
+    known = {*map(id, model.parameters()), *of_loss}
+    strange = [p for p in chain.from_iterable(map(_parameters, parts)) if id(p) not in known]
+    if strange:
+        raise UsageError(
+            f"{len(strange)} parameters of the optimizer are not those of the model, the first of shape "
+            f"{tuple(strange[0].shape)}",
+            remedy="make it from the parameters of the model that is trained; where the recipe changes the model "
+            "(lora, several ranks), give a class or a partial: functools.partial(torch.optim.SGD, momentum=0.9)",
+        )
+    if sum(any(id(p) in of_loss for p in _parameters(part)) for part in parts) > 1:
+        raise UsageError(
+            "two optimizers have parameters of the loss", remedy="give the parameters of the loss to one of them"
+        )

@@ -1,0 +1,236 @@
+"""Schedules of the user's own: functions of the step, and torch's LRScheduler objects."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.codec import StateDict
+from trainwright.errors import UsageError, text_of
+from trainwright.optim.own import takes_first
+
+ScheduleFn = Callable[[int, float], float | None]
+RATES = ("lr", "initial_lr", "momentum", "betas")
+"""What schedulers write into a parameter group."""
+KEPT = 4096
+"""Changes of the rates that are remembered, so that a step that is taken again has the rates that it had."""
+
+
+class SteppedSchedule:
+    """torch's schedulers as a schedule of the engine: each is stepped after every ``every`` steps.
+
+    ReduceLROnPlateau is stepped by ``evaluated``. The rates of a step follow from the state of the schedulers, so they
+    are part of a checkpoint; those of the steps since are remembered.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[LRScheduler], every: int = 1) -> None:
+        self._optimizer, self._every = optimizer, every
+        self._schedulers = list(schedulers)
+        self._done = 0  # after so many steps of the optimizer the schedulers were last brought up to date
+        self._changes = deque([(0, self._rates())], maxlen=KEPT)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(dict.fromkeys(type(each).__name__ for each in self._schedulers))
+
+    @property
+    def needs_evaluation(self) -> bool:
+        return any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers)
+
+    def __call__(self, step: int, fraction: float) -> float | None:
+        """Sets the rates of the update that follows on ``step`` steps."""
+        for due in range(self._done // self._every + 1, step // self._every + 1):
+            for scheduler in self._schedulers:
+                if not isinstance(scheduler, ReduceLROnPlateau):
+                    _step(scheduler)
+            self._note(due * self._every)
+        self._done = max(self._done, step)
+        self._write(next((rates for since, rates in reversed(self._changes) if since <= step), self._changes[0][1]))
+        return None
+
+    def evaluated(self, step: int, value: float) -> None:
+        """Steps what goes by the validation, whose metric was ``value`` after ``step`` steps."""
+        self(step, 0.0)
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(value)
+        self._note(step)
+
+    def state_dict(self) -> StateDict:
+        return {
+            "done": self._done,
+            "schedulers": [_without_code(each.state_dict()) for each in self._schedulers],
+            "rates": self._changes[-1][1],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
+        for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=True):  # type: ignore[call-overload]
+            scheduler.load_state_dict(_as_it_was(scheduler, state))
+        self._done = int(saved["done"])  # type: ignore[call-overload]
+        self._write(saved["rates"])  # type: ignore[arg-type]
+        self._changes = deque([(0, self._rates())], maxlen=KEPT)
+
+    def _rates(self) -> list[StateDict]:
+        def plain(value: object) -> object:
+            return float(value) if isinstance(value, Tensor) else value
+
+        groups = self._optimizer.param_groups
+        return [{name: plain(group[name]) for name in RATES if name in group} for group in groups]
+
+    def _note(self, step: int) -> None:
+        if (rates := self._rates()) != self._changes[-1][1]:
+            self._changes.append((step, rates))
+
+    def _write(self, rates: Sequence[StateDict]) -> None:
+        for group, each in zip(self._optimizer.param_groups, rates, strict=True):
+            for name, value in each.items():
+                if isinstance(group.get(name), Tensor):  # a captured or compiled optimizer holds on to it
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+
+def _step(scheduler: LRScheduler) -> None:
+    if scheduler.last_epoch > 0:
+        scheduler.step()
+        return
+    with warnings.catch_warnings():  # torch misses an update that the finite guard left out
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+        scheduler.step()
+
+
+def _without_code(state: object) -> StateDict:
+    """The state without functions: those are made again by whoever makes the scheduler."""
+
+    def kept(value: object) -> object:
+        if isinstance(value, Counter):
+            return {key: count for key, count in value.items()}  # noqa: C416  a plain dict
+        if isinstance(value, Mapping):
+            return {key: kept(each) for key, each in value.items() if not callable(each)}
+        return [kept(each) for each in value if not callable(each)] if isinstance(value, list) else value
+
+    found = kept(state)
+    assert isinstance(found, dict)
+    return found
+
+
+def _as_it_was(scheduler: LRScheduler, state: StateDict) -> StateDict:
+    """The saved values of what the scheduler has; its own types of containers."""
+    now = scheduler.state_dict()
+    strange = [name for name in state if name not in now]
+    if strange:
+        raise ValueError(f"{type(scheduler).__name__} has no {strange[0]!r}")
+    for name, value in state.items():
+        if _shape(value) != _shape(now[name]) and None not in (value, now[name]):
+            raise ValueError(f"{name} of {type(scheduler).__name__} is {value!r}")
+    return {**now, **{name: _typed(value, now[name]) for name, value in state.items()}}
+
+
+def _typed(saved: object, now: object) -> object:
+    """``saved`` with the containers of ``now``: a Counter is a plain mapping in a file."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        each = {key: _typed(value, now.get(key)) for key, value in saved.items()}
+        return Counter(each) if isinstance(now, Counter) else each
+    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        return [_typed(one, other) for one, other in zip(saved, now, strict=True)]
+    return saved
+
+
+def _shape(value: object) -> object:
+    """What a value must be like: the lengths of lists, and whether it is a number."""
+    if isinstance(value, list | tuple):
+        return [_shape(each) for each in value]
+    return "number" if isinstance(value, int | float) else "mapping" if isinstance(value, Mapping) else type(value)
+
+
+def unchanged(step: int, fraction: float) -> None:
+    """The constant schedule: the learning rates of the optimizer stay as they are."""
+
+
+def own_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
+    """The schedule that a user gave: schedulers of torch, what makes one for an optimizer, or a function of the step.
+
+    Raises UsageError for anything else, and for a scheduler of another optimizer.
+    """
+    if (listed := _schedulers(given)) is not None:
+        for each in listed:
+            if not any(each.optimizer is part for part in parts_of(optimizer)):
+                raise UsageError(
+                    f"{type(each).__name__} is over another optimizer than the one that trains",
+                    remedy="give that optimizer as optimizer=, or give the schedule as a class or a partial: "
+                    "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30)",
+                )
+        return SteppedSchedule(optimizer, listed, every)
+    if callable(given) and takes_first(given, "optimizer"):
+        made = [_made(given, part) for part in parts_of(optimizer)]
+        return SteppedSchedule(optimizer, list(chain(*made)), every)
+    return function_of_step(given)
+
+
+def _schedulers(given: object) -> list[LRScheduler] | None:
+    """One or several schedulers as a list; None for anything else."""
+    listed = given if isinstance(given, list | tuple) and given else [given]
+    found = [each for each in listed if isinstance(each, LRScheduler)]
+    return found if len(found) == len(listed) else None
+
+
+def _made(factory: Callable[..., object], optimizer: Optimizer) -> list[LRScheduler]:
+    name = getattr(factory, "__name__", None) or getattr(getattr(factory, "func", None), "__name__", "the schedule")
+    try:
+        made = factory(optimizer)
+    except (TypeError, ValueError) as error:
+        remedy = f"give it the rest of its arguments: functools.partial({name}, ...)"
+        raise UsageError(f"{name} cannot be made: {text_of(error)}", remedy=remedy) from None
+    if (listed := _schedulers(made)) is None:
+        raise UsageError(
+            f"{name} gave a {type(made).__name__} for an optimizer",
+            remedy="return a torch.optim.lr_scheduler.LRScheduler",
+        )
+    return listed
+
+
+def function_of_step(given: object) -> ScheduleFn:
+    """``f(step)`` or ``f(step, fraction)``, the factor on each base learning rate, with both arguments and checked."""
+    forms = "f(step) or f(step, fraction) that returns the factor on the learning rate"
+    if not callable(given) or isinstance(given, type):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise UsageError(
+            f"the schedule is {what}", remedy=f"give a name, an LRScheduler of torch, or a function: {forms}"
+        )
+    name = getattr(given, "__name__", type(given).__name__)
+    takes_fraction = _takes_fraction(given)
+    if takes_fraction is None:
+        shown = f"{name}{inspect.signature(given)}"
+        raise UsageError(f"the schedule {shown} takes neither one nor two arguments", remedy=f"write {forms}")
+
+    def schedule(step: int, fraction: float) -> float:
+        factor = given(step, fraction) if takes_fraction else given(step)
+        if isinstance(factor, Tensor):
+            factor = float(factor)
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
+            raise UsageError(f"the schedule {name} returned {factor!r} for step {step}", remedy=f"write {forms}")
+        return factor
+
+    return schedule
+
+
+def _takes_fraction(function: Callable[..., object]) -> bool | None:
+    """Whether it takes (step, fraction); None: neither that nor (step). A second parameter with a default is an option
+    of the function unless it is named ``fraction``."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a builtin without a signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not positional or any(p not in positional[:2] for p in required):
+        return None
+    return len(positional) > 1 and (positional[1] in required or positional[1].name == "fraction")

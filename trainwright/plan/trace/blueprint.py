@@ -1,0 +1,241 @@
+"""From a recipe to what a traced step needs: model, loss, optimizer and one micro-batch under fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, IterableDataset
+
+from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
+from trainwright.assembly.model import freeze, require_ready
+from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.data.first_samples import first_samples
+from trainwright.data.ready import ReadyBatches
+from trainwright.data.unwrap import Unwrapped
+from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
+from trainwright.engine.head import head_of, hf_head_of
+from trainwright.engine.loss import Loss
+from trainwright.errors import DataError, RecipeError, UsageError
+from trainwright.models.lora import add_lora
+from trainwright.optim.choose import make_optimizer
+from trainwright.optim.groups import GroupRule
+from trainwright.optim.own import as_one, require_optimizer
+from trainwright.plan.devices import Device
+from trainwright.plan.memory import memory_bytes, room_for_logits
+from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
+from trainwright.plan.trace.missing_kernels import register_missing_kernels
+from trainwright.plan.trace.traced_step import TracedObjects
+from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
+from trainwright.recipe.resolve import find, parameters_of
+
+SAMPLES_READ = 16
+"""Samples that are read; where they differ in size, the largest is planned with."""
+NEEDS_MEMORY = (
+    "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
+    "`trainwright batch-size RECIPE`"
+)
+LEAST_SAMPLES = 2
+"""Samples of the smaller of two traces: with one, some copies become views."""
+
+
+def whole(model: nn.Module) -> None:
+    """Leaves the model as it is."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a recipe names, of which only the data is real. ``live`` is a model that was passed in Python, and
+    ``optimizer`` one that was, several, or what makes them.
+
+    ``part`` is done to each new model: it may leave what one rank computes of it.
+    """
+
+    loaded: Loaded
+    train: Unwrapped
+    loss: Callable[..., Loss | Tensor]
+    sample: object
+    live: nn.Module | None = None
+    optimizer: object = None
+    part: Callable[[nn.Module], object] = whole
+
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """The number of parameters, and of those that are trained."""
+        with fake_tensors():
+            model = self.model(torch.device("cpu"))
+            sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+    @cached_property
+    def classes(self) -> int | None:
+        """Rows of the output head where the loss can be computed in chunks, else None."""
+        target = getattr(self.loss, "func", self.loss)
+        if "chunked" not in parameters_of(target):
+            return None
+        with fake_tensors():
+            model = self.model(torch.device("cpu"))
+            head = head_of(model) or (hf_head_of(model) if hasattr(model, "get_output_embeddings") else None)
+        return None if head is None else len(head.weight)
+
+    def chunked(self, samples: int, device: Device) -> bool:
+        """Whether a run on ``device`` computes the logits of a micro-batch of so many samples in chunks."""
+        setting, plain_up_to = self.loaded.recipe.loss.chunked, self.plain_up_to(device)
+        if plain_up_to is None:
+            return setting is True and self.classes is not None
+        return samples > plain_up_to
+
+    def plain_up_to(self, device: Device) -> int | None:
+        """How many samples the whole logits fit the device for; None where that is not left to the plan."""
+        if self.classes is None or self.loaded.recipe.loss.chunked != "auto":
+            return None
+        return self._room_for_logits(device) // logits_bytes(self.targets, self.classes)
+
+    def _room_for_logits(self, device: Device) -> int:
+        section, (parameters, trainable) = self.loaded.recipe.optimizer, self.counts
+        held = memory_bytes(
+            section.use,
+            section.args,
+            parameters=parameters,
+            trainable=trainable,
+            activations=0,
+            offloaded=section.offload is True and device.kind != "cpu",
+        )
+        return room_for_logits(device.usable_bytes, sum(held.values()))
+
+    @property
+    def targets(self) -> int:
+        """Targets of one sample, such as its tokens."""
+        tensors = [leaf for leaf in tree_leaves(self.sample) if isinstance(leaf, Tensor)]
+        return tensors[-1].numel() if tensors else 1
+
+    def sizes(self, *, chunked: bool) -> tuple[int, int]:
+        """Samples of the two traces. In chunks: so many that each chunk has its full size."""
+        if not chunked or self.classes is None:
+            return LEAST_SAMPLES, 2 * LEAST_SAMPLES
+        least = max(LEAST_SAMPLES, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * self.targets * self.classes)))
+        return least, 2 * least
+
+    def traced_objects(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
+        """The objects of one step; its micro-batch is ``samples`` times the same sample.
+
+        To be called under fake tensors.
+        """
+        model = self.model(device)
+        loss = partial(self.loss, chunked=chunked) if self.classes is not None else self.loss
+        data = fake_batch(self.train.collate([self.sample] * samples), device)
+        return TracedObjects(model, loss, self._optimizer(model), data)
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model as it is trained, before activation checkpointing. To be called under fake tensors."""
+        recipe, model = self.loaded.recipe, self.bare_model(device)
+        if recipe.model.lora is not None:
+            with at_recipe(self.loaded, "model.lora"):
+                model = add_lora(model, **recipe.model.lora.model_dump())
+        if recipe.model.freeze:
+            with at_recipe(self.loaded, "model.freeze"):
+                freeze(model, recipe.model.freeze)
+        self.part(model)
+        return model if model.training else model.train()
+
+    def bare_model(self, device: torch.device) -> nn.Module:
+        """The model before adapters are added and weights are frozen. To be called under fake tensors."""
+        return self._built() if self.live is None else fake_copy(self.live, device)
+
+    def _built(self) -> nn.Module:
+        """Raises UsageError for a model that can be built, but not under fake tensors."""
+        try:
+            model = build_model(self.loaded, self.train)[0]
+        except RecipeError as error:
+            if not any(name in str(error) for name in ("Fake", *(each.__name__ for each in UNTRACEABLE))):
+                raise
+            why = error.problems[0].rule
+            raise UsageError(f"the model cannot be made without its memory: {why}", remedy=NEEDS_MEMORY) from None
+        with at_recipe(self.loaded, "model.use"):
+            require_ready(model)
+        return model
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        section = self.loaded.recipe.optimizer
+        if self.optimizer is not None and not callable(self.optimizer):
+            register_missing_kernels()
+            return self._copied_optimizer(model)
+        factory: Any = self.optimizer or section.use  # a short name, or the callable that a path names
+        if self.optimizer is None and section.use not in OPTIMIZERS:
+            factory = find(section.use, {}, "optimizer", self.loaded.source)
+        args = dict(section.args)
+        if optimizer_row(section.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
+            args["fused"] = True  # as on a GPU; make_optimizer does not know the simulated one
+        register_missing_kernels()
+        with at_recipe(self.loaded, "optimizer"):
+            return make_optimizer(
+                factory,
+                model,
+                lr=section.lr,
+                weight_decay=section.weight_decay,
+                decay_norms_and_biases=section.decay_norms_and_biases,
+                rules=[GroupRule(**group.model_dump()) for group in section.groups],
+                args=args,
+            )
+
+    def _copied_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizers that were passed, over the parameters of ``model`` and without a state."""
+        assert self.live is not None
+        parts = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        given = [require_optimizer(each) for each in parts]
+        fakes = dict(model.named_parameters())
+        memo: dict[int, object] = {id(each): fakes[name] for name, each in self.live.named_parameters()}
+        memo |= {id(part.state): defaultdict(dict) for each in given for part in parts_of(each)}
+        return as_one(copy.deepcopy(given, memo), model, self.loss, closures=True)
+
+
+def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
+    """Reads samples of the training set. ``parts`` are live objects that were handed over in Python, not prepared yet.
+
+    Raises RecipeError for what cannot be built, DataError when no sample can be read.
+    """
+    train = build_dataset(loaded, "train") if parts is None else parts.train
+    with preserved_rng():  # samples may be augmented
+        sample = _largest_sample(train, loaded.recipe.data.quarantine)
+    if parts is not None:
+        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.optimizer)
+    return Blueprint(loaded, train, build_loss(loaded), sample)
+
+
+def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy whose parameters and buffers are fake tensors on ``device``; to be called under fake tensors."""
+    copies: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+        copies[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        copies[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
+    return copy.deepcopy(model, copies)
+
+
+def _largest_sample(train: Unwrapped, left_out: Collection[int]) -> object:
+    """Of the first samples that can be read the one with most values."""
+    found: list[tuple[int, int, object]] = []
+    for sample in _first_samples(train.dataset, left_out):
+        leaves = tree_leaves(sample)
+        found.append((sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), len(found), sample))
+    if not found:
+        raise DataError("no sample of the training set can be read", remedy="open one with dataset[0]")
+    return max(found, key=lambda each: (each[0], -each[1]))[2]
+
+
+def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection[int]) -> Iterator[object]:
+    if isinstance(dataset, ReadyBatches):
+        return iter([dataset.first_row()])
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return islice(iter(dataset), 1)
+    return first_samples(dataset, SAMPLES_READ, left_out)

@@ -1,0 +1,252 @@
+"""The planner of activation checkpointing: what each block keeps so that a step's peak stays within a budget.
+
+Each block has a ladder of levels, from keeping only its input to keeping all activations; the order of the outputs is
+by the seconds that it takes to compute them again for each byte. All blocks start at the lowest level. What a block
+keeps is held while the loss and all later blocks run backward, so it may keep more as long as no such moment exceeds
+the budget. The steps that save most seconds for each byte go first, and among equal ones the last block. The moments
+come from a trace of the whole step, and each choice is traced again: only its traced peak counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from trainwright.plan.call_trace import Trace
+from trainwright.plan.checkpointing import Checkpointing
+from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardSeen
+from trainwright.plan.trace.traced_step import TracedObjects
+
+Keep = tuple[str, ...] | None
+Rungs = tuple[int, ...]
+"""For each block the index of its level."""
+
+
+class TraceFn(Protocol):
+    """``partial(trace_step, device=..., precision=..., accumulation=...)``."""
+
+    def __call__(
+        self, make: Callable[[torch.device], TracedObjects], /, *, checkpointing: Checkpointing | None = None
+    ) -> Trace: ...
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates of a device, and seconds of the host for each operator, checkpointed block and watched operator.
+
+    To keep some outputs of a block, each of its operators passes through Python. A device that works while the host
+    continues (``overlaps``) hides that time, unless its operators are small.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    overlaps: bool
+    call_s: float = 6e-6
+    block_s: float = 6e-4
+    watch_s: float = 1e-5
+
+    def seconds(self, op: BlockOp) -> float:
+        """Seconds of the device for one call, by the roofline."""
+        return max(op.flops / self.flops_per_s, op.moved / self.bytes_per_s)
+
+    def together(self, device_s: float, host_s: float) -> float:
+        """Seconds until both the device and the host are done."""
+        return max(device_s, host_s) if self.overlaps else device_s + host_s
+
+
+CPU = Speed(1e11, 1e10, overlaps=False)
+GPU = Speed(3e14, 2e12, overlaps=True)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a block: the outputs that it keeps, their bytes until backward, and the seconds that it adds."""
+
+    keep: Keep
+    held: int
+    extra_s: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice that was traced. ``extra_s`` is the estimated time that it adds to each micro-batch."""
+
+    checkpointing: Checkpointing
+    trace: Trace
+    extra_s: float
+    rungs: Rungs
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return self.trace.peak.total
+
+
+def levels(block: BlockProfile, speed: Speed) -> list[Level]:
+    """The levels of a block, from least memory to least time. What saves most seconds for a byte is kept first."""
+    worth = [(op, speed.seconds(op)) for op in block.computed_again if op.keepable and op.num_bytes]
+    worth.sort(key=lambda pair: pair[1] / pair[0].num_bytes, reverse=True)
+    again_s, forward_s = (sum(map(speed.seconds, ops)) for ops in (block.computed_again, block.ops))
+    start_s = speed.call_s * block.num_calls
+    plain_s = speed.together(forward_s, start_s)
+    watched_s = 2 * (start_s + speed.watch_s * block.num_calls) + speed.block_s
+    held = 0
+    ladder = [Level((), held, speed.together(forward_s + again_s, 2 * start_s + speed.block_s) - plain_s)]
+    kept: list[str] = []
+    for op, seconds in worth:
+        held, again_s = held + op.num_bytes, again_s - seconds
+        kept.append(op.site)
+        ladder.append(Level(tuple(kept), held, speed.together(forward_s + again_s, watched_s) - plain_s))
+    return _undominated(ladder, Level(None, sum(block.whole.values()), 0.0))
+
+
+def _undominated(ladder: Sequence[Level], whole: Level) -> list[Level]:
+    """Without the levels that cost more of both memory and time than another."""
+    found: list[Level] = []
+    for level in ladder:
+        if level.held < whole.held and (not found or level.extra_s < found[-1].extra_s):
+            found.append(level)
+    return [*found, whole]
+
+
+def hull(ladder: Sequence[Level]) -> list[int]:
+    """Indices of the levels on the lower convex hull of seconds over bytes."""
+    found: list[int] = []
+    for index, level in enumerate(ladder):
+        while len(found) > 1 and _gain(ladder[found[-2]], ladder[found[-1]]) <= _gain(ladder[found[-2]], level):
+            found.pop()
+        found.append(index)
+    return found
+
+
+def _gain(lower: Level, upper: Level) -> float:
+    """Seconds saved for each further byte."""
+    return (lower.extra_s - upper.extra_s) / max(1, upper.held - lower.held)
+
+
+def peaks_by_block(trace: Trace, paths: Sequence[str]) -> list[int]:
+    """The peak bytes while each block runs backward; last, that of the forward pass and the loss."""
+    peaks = [0] * (len(paths) + 1)
+    blocks: dict[str, int | None] = {}
+    reached = len(paths)
+    for moment in trace.moments:
+        if moment.phase == "update":
+            continue
+        if moment.phase == "forward":
+            reached = len(paths)
+        else:
+            if moment.module not in blocks:
+                blocks[moment.module] = _block_of(moment.module, paths)
+            block = blocks[moment.module]
+            reached = reached if block is None else min(reached, block)
+        peaks[reached] = max(peaks[reached], moment.total)
+    return peaks
+
+
+def _block_of(module: str, paths: Sequence[str]) -> int | None:
+    """The index of the block that the module is in, None outside of all."""
+    return next((i for i, path in enumerate(paths) if f"{module}.".startswith(f"{path}.")), None)
+
+
+class CheckpointingPlanner:
+    """Plans for one model and step: ``choose`` for a budget, ``frontier`` for a chart. No choice is traced twice.
+
+    The constructor costs two traces and a forward pass. It raises UsageError when the model has no blocks or cannot be
+    traced.
+    """
+
+    def __init__(
+        self, make: Callable[[torch.device], TracedObjects], trace: TraceFn, speed: Speed | None = None
+    ) -> None:
+        survey = BlockSurvey(make)
+        self._make, self._trace = make, trace
+        with suppress(ForwardSeen):
+            trace(survey.make)
+        none = trace(make)
+        speed = speed or (CPU if none.device == "cpu" else GPU)
+        self._paths = survey.paths
+        self._ladders = [levels(block, speed) for block in survey.blocks]
+        self._hulls = [hull(ladder) for ladder in self._ladders]
+        top = tuple(len(ladder) - 1 for ladder in self._ladders)
+        self.none = Candidate(Checkpointing.none(len(top)), none, 0.0, top)
+        self._seen = {top: self.none}
+        self.every = self._traced((0,) * len(top))
+
+    def choose(self, budget_bytes: int, *, most_traces: int = 4) -> Candidate:
+        """The choice of least time whose traced peak is within the budget; that of least memory when there is none."""
+        if self.none.peak_bytes <= budget_bytes:
+            return self.none
+        best, margin = self.every, 0
+        if best.peak_bytes > budget_bytes:
+            return best
+        for _ in range(most_traces):
+            rungs = self._raised(best, budget_bytes - margin)
+            if rungs == best.rungs:
+                break
+            candidate = self._traced(rungs)
+            if candidate.peak_bytes > budget_bytes:
+                margin += candidate.peak_bytes - budget_bytes
+            elif candidate.extra_s < best.extra_s:
+                best = candidate
+        return best
+
+    def frontier(self, points: int = 9) -> list[Candidate]:
+        """Choices from least memory to least time, none worse than another in both. Costs one trace for each point."""
+        low, high = self.every.peak_bytes, self.none.peak_bytes
+        found = [self.every, self.none]
+        for index in range(points - 1):
+            budget = low + (high - low) * index // (points - 1)
+            start = max((each for each in found if each.peak_bytes <= budget), key=lambda each: each.peak_bytes)
+            found.append(self._traced(self._raised(start, budget)))
+        front: list[Candidate] = []
+        for candidate in sorted(found, key=lambda each: (each.peak_bytes, each.extra_s)):
+            if not front or candidate.extra_s < front[-1].extra_s:
+                front.append(candidate)
+        return front
+
+    def _traced(self, rungs: Rungs) -> Candidate:
+        if rungs not in self._seen:
+            picked = [ladder[rung] for ladder, rung in zip(self._ladders, rungs, strict=True)]
+            checkpointing = Checkpointing(tuple(level.keep for level in picked))
+            trace = self._trace(self._make, checkpointing=checkpointing)
+            self._seen[rungs] = Candidate(checkpointing, trace, sum(level.extra_s for level in picked), rungs)
+        return self._seen[rungs]
+
+    def _raised(self, start: Candidate, budget: int) -> Rungs:
+        """The highest levels that the moments of ``start`` leave room for: along the hulls, then what still fits."""
+        rungs = list(start.rungs)
+        room = [budget - peak for peak in peaks_by_block(start.trace, self._paths)]
+        stuck: set[int] = set()
+        for _, block, rung in self._steps():
+            if rung > rungs[block] and block not in stuck and not self._raise(rungs, room, block, rung):
+                stuck.add(block)
+        for block in reversed(range(len(rungs))):
+            for rung in reversed(range(rungs[block] + 1, len(self._ladders[block]))):
+                if self._raise(rungs, room, block, rung):
+                    break
+        return tuple(rungs)
+
+    def _steps(self) -> list[tuple[float, int, int]]:
+        """(-seconds for each byte, block, level), the best first; among equal ones the last block first."""
+        steps = [
+            (-_gain(ladder[lower], ladder[upper]), block, upper)
+            for block, (ladder, best) in enumerate(zip(self._ladders, self._hulls, strict=True))
+            for lower, upper in pairwise(best)
+        ]
+        return sorted(steps, key=lambda step: (step[0], -step[1], step[2]))
+
+    def _raise(self, rungs: list[int], room: list[int], block: int, rung: int) -> bool:
+        """Takes the block to the level if all later moments have room for it; returns whether they have."""
+        ladder = self._ladders[block]
+        more = ladder[rung].held - ladder[rungs[block]].held
+        if more > min(room[block + 1 :]):
+            return False
+        for later in range(block + 1, len(room)):
+            room[later] -= more
+        rungs[block] = rung
+        return True

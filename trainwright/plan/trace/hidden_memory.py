@@ -1,0 +1,166 @@
+"""Memory that fake tensors do not show: what kernels allocate inside, and buffers whose size a library decides.
+
+Each row of the tables describes one operator: by its real size, or by a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from trainwright.plan.call_trace import Unseen
+from trainwright.plan.trace import simulated_lstm
+from trainwright.plan.trace.fake_tensors import DeviceName
+from trainwright.plan.trace.kernel_memory import Rows, flops_per_row, measure_kernel_memory
+from trainwright.plan.trace.operator_call import OperatorCall, nbytes, tensors_in
+
+aten = torch.ops.aten
+
+
+class HiddenMemory(NamedTuple):
+    """Bytes of one call that its outputs do not show.
+
+    ``scratch`` lives only inside the call; ``workspace`` is what its last output holds beyond its visible size.
+    ``bound`` is the largest size possible where ``scratch`` and ``workspace`` are not exact, None where that is
+    unknown too or they are exact; ``why`` then says the reason.
+    """
+
+    scratch: int = 0
+    workspace: int = 0
+    why: str = ""
+    bound: int | None = None
+
+
+Rule = Callable[[OperatorCall], HiddenMemory]
+
+
+def hidden_memory(device: DeviceName, call: OperatorCall) -> HiddenMemory | None:
+    """What a call holds that its outputs do not show, None for nothing."""
+    rule = RULES[device].get(call.op._overloadpacket)
+    if rule is None and device == "cuda":
+        rule = CUDA_BY_NAME.get(call.op._schema.name)
+    return rule(call) if rule is not None else None
+
+
+def hidden_in_every_step(device: DeviceName) -> tuple[Unseen, ...]:
+    """What every step on the device holds beside its tensors."""
+    return CUDA_ALWAYS if device == "cuda" else ()
+
+
+def _convolution(call: OperatorCall) -> HiddenMemory:
+    """oneDNN computes in a blocked layout: it copies input, weight and output, with padded channels."""
+    x, weight, transposed = call.args[0], call.args[1], call.args[6]
+    positions = (x if transposed else call.result).shape[2:]
+    return _measured(aten.convolution.default, call, Rows((0,), flops_per_row(positions, weight)))
+
+
+def _convolution_backward(call: OperatorCall) -> HiddenMemory:
+    """First the gradient of the input, then, beside it, that of the weight: each from blocked copies."""
+    grad, x, weight, transposed = call.args[0], call.args[1], call.args[2], call.args[7]
+    positions = (x if transposed else grad).shape[2:]
+    return _measured(aten.convolution_backward.default, call, Rows((0, 1), 2 * flops_per_row(positions, weight)))
+
+
+def _lstm(call: OperatorCall) -> HiddenMemory:
+    """oneDNN's workspace for the backward pass, one per layer and direction, and its copies. A row is a position."""
+    x_TBD, w_input, w_hidden = call.args[:3]
+    return _measured(
+        aten.mkldnn_rnn_layer.default, call, Rows((0,), flops_per_row(x_TBD.shape[1:2], w_input, w_hidden))
+    )
+
+
+def _lstm_backward(call: OperatorCall) -> HiddenMemory:
+    """Blocked copies of the weights and the gradients, and the gradients of the gates in fp32."""
+    x_TBD, w_input, w_hidden = call.args[:3]
+    places = tuple(place for place in (0, 7, 10) if call.args[place] is not None)
+    rows = Rows(places, 2 * flops_per_row(x_TBD.shape[1:2], w_input, w_hidden))
+    return _measured(aten.mkldnn_rnn_layer_backward.default, call, rows)
+
+
+def _measured(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
+    """What ``op`` allocates on this CPU for such arguments; a bound where that cannot be measured."""
+    found = measure_kernel_memory(op, call.args, rows)
+    if found is None:
+        copies = 2 * sum(nbytes(tensor) for tensor in tensors_in(call.args))
+        why = "oneDNN's copies cannot be seen with this version of torch"
+        return HiddenMemory(copies, why=why, bound=2 * copies)
+    workspace = max(0, found.left - sum(nbytes(tensor) for tensor in call.outputs()))
+    if not found.exact:
+        return HiddenMemory(found.scratch, workspace, "oneDNN was measured with fewer rows", found.scratch)
+    return HiddenMemory(found.scratch, workspace)
+
+
+def _copied(call: OperatorCall) -> HiddenMemory:
+    """The operator works on dense tensors, and copies others."""
+    return HiddenMemory(sum(nbytes(tensor) for tensor in tensors_in(call.args) if not tensor.is_contiguous()))
+
+
+def _mean(call: OperatorCall) -> HiddenMemory:
+    """The mean of a 16-bit tensor is computed from a copy in fp32."""
+    x = call.args[0]
+    return HiddenMemory(4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0)
+
+
+def _matmul(call: OperatorCall) -> HiddenMemory:
+    """In 16 bits oneDNN packs blocks of its inputs; their size does not grow with the inputs."""
+    if call.args[-1].element_size() != 2:
+        return HiddenMemory()
+    return HiddenMemory(why="blocks that oneDNN packs, for each thread", bound=2**20 * torch.get_num_threads())
+
+
+def _promoted(call: OperatorCall) -> HiddenMemory:
+    """Pointwise operators: an input whose dtype is not the common one is converted as a whole first."""
+    inputs = [tensor for tensor in tensors_in(call.args) if tensor.dim()]
+    if len({tensor.dtype for tensor in inputs}) < 2:
+        return HiddenMemory()
+    common = reduce(torch.promote_types, (tensor.dtype for tensor in inputs))
+    return HiddenMemory(sum(tensor.numel() * common.itemsize for tensor in inputs if tensor.dtype is not common))
+
+
+def _cudnn_convolution(call: OperatorCall) -> HiddenMemory:
+    why = "cuDNN chooses an algorithm, and with it the size of its workspace, on the device"
+    return HiddenMemory(why=why, bound=None)
+
+
+def _cudnn_lstm(call: OperatorCall) -> HiddenMemory:
+    why = "the reserve of cuDNN's LSTM is counted by a formula that was not compared: it may be as much again"
+    return HiddenMemory(why=why, bound=nbytes(call.result[-1]))
+
+
+CPU: dict[OpOverloadPacket, Rule] = {
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+    aten.mkldnn_rnn_layer: _lstm,
+    aten.mkldnn_rnn_layer_backward: _lstm_backward,
+    aten.mean: _mean,
+    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promoted),
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matmul),
+    **dict.fromkeys(
+        (
+            aten.native_layer_norm,
+            aten.native_layer_norm_backward,
+            aten.native_batch_norm_backward,
+            aten.embedding,
+            aten.embedding_dense_backward,
+        ),
+        _copied,
+    ),
+}
+CUDA: dict[OpOverloadPacket, Rule] = {
+    aten.convolution: _cudnn_convolution,
+    aten.convolution_backward: _cudnn_convolution,
+}
+CUDA_BY_NAME: dict[str, Rule] = {f"{simulated_lstm.NAMESPACE}::lstm": _cudnn_lstm}
+RULES: dict[DeviceName, dict[OpOverloadPacket, Rule]] = {"cpu": CPU, "cuda": CUDA}
+WHY_CUBLAS = (
+    "workspaces of the matrix library, made at its first calls and kept: one for the thread that goes forward and one "
+    "for that which goes backward (32 MiB each on Hopper, 8 MiB elsewhere), and 1 MiB of cublasLt"
+)
+CUDA_ALWAYS = (
+    Unseen("cublas", "", WHY_CUBLAS, 2 * 2**25 + 2**20),
+    Unseen("context", "", "CUDA context and kernels, outside of the allocator: 300 to 600 MiB", 600 * 2**20),
+)

@@ -1,0 +1,325 @@
+"""What one rank computes of a model, traced: the weights, layers and activations that a layout leaves to it.
+
+A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others. For tensor parallelism the
+layers are made as small as a rank has them, so a trace shows what that rank holds; what ranks exchange is counted from
+the layers that they divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.assembly.assemble import Parts
+from trainwright.assembly.checkpointing import find_blocks
+from trainwright.assembly.stage_plan import stage_plan
+from trainwright.distributed.context_parallel import part_of
+from trainwright.distributed.sharding import units_of
+from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
+from trainwright.engine.sequence_part import loss_of_part
+from trainwright.errors import UsageError
+from trainwright.plan.batch import solve_batch
+from trainwright.plan.devices import Device
+from trainwright.plan.grow import Blocks
+from trainwright.plan.many_ranks import DIVIDED_POLICIES, ManyRanks, RankModel
+from trainwright.plan.splits import ModelShape
+from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
+from trainwright.plan.trace.fake_tensors import fake_tensors
+from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
+from trainwright.plan.trace.run_forecast import precision_on
+from trainwright.plan.traffic import Activations, Compression
+from trainwright.plan.units import Unit, Weight, Weights
+from trainwright.recipe import Loaded
+from trainwright.recipe.parallel import TensorStyle
+
+TRACED_BLOCKS = 2
+CALLS_IN_A_BLOCK = 2
+"""What ranks with parts of a sequence gather in a block: keys, values."""
+LEAST_PART = 2048
+"""Positions of a part of a sequence that ``auto`` weighs. Shorter ones leave little to compute between exchanges: those
+of Llama 3 have 8,192 (arXiv:2407.21783, 3.3.2)."""
+
+
+Sizes = dict[str, list[int]]
+
+
+@dataclass
+class Exchanged:
+    """Bytes that one step of the traced model exchanges for divided layers: of each call, by the module.
+
+    ``stream`` are those that blocks make. A second call is that of activation checkpointing. ``parts`` are the keys and
+    values that ranks with parts of a sequence gather, call after call.
+    """
+
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    gathered: Sizes = field(default_factory=dict)
+    stream: Sizes = field(default_factory=dict)
+    parts: list[int] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Begins anew, for another trace."""
+        for each in (self.forward, self.backward, self.gathered, self.stream):
+            each.clear()
+        self.parts.clear()
+
+    def activations(self, samples: int, paths: Sequence[str]) -> Activations:
+        """For one sample: of the second block at ``paths``, and of what is in no block."""
+        second, blocks = (f"{paths[1]}.",), tuple(f"{path}." for path in paths)
+
+        def within(sizes: Sizes, call: int) -> tuple[int, ...]:
+            return tuple(
+                calls[call] // samples for name, calls in sizes.items() if name.startswith(second) and len(calls) > call
+            )
+
+        def outside(sizes: Sizes) -> tuple[int, ...]:
+            return tuple(calls[0] // samples for name, calls in sizes.items() if not name.startswith(blocks))
+
+        each = CALLS_IN_A_BLOCK if self.parts else 0  # two blocks were traced, one after the other
+        again = self.parts[2 * each : 3 * each]
+        return Activations(
+            context_forward=tuple(size // samples for size in self.parts[:each]),
+            context_again=tuple(size // samples for size in again),
+            stream=max((calls[0] for calls in self.stream.values()), default=0) // samples,
+            tensor_forward=within(self.forward, 0),
+            tensor_again=within(self.forward, 1),
+            tensor_backward=within(self.backward, 0),
+            once_forward=outside(self.forward),
+            once_backward=outside(self.backward),
+            once_gathered=outside(self.gathered),
+        )
+
+
+def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, decides: bool = False) -> ManyRanks:
+    """Traces what ranks compute of a recipe, once for all layouts on ``device``.
+
+    Of tensor and context parallelism all powers of two that fit model, sequences and machine are traced, and what the
+    recipe says; where the recipe ``decides``, that alone of an axis that it does not leave open.
+    """
+    recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
+    size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
+    survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
+    chunked = blueprint.chunked(recipe.batch.micro if isinstance(recipe.batch.micro, int) else 1, device)
+    plain = replace(survey, blueprint=replace(blueprint, loaded=_without_chunks(loaded)), caches=False)
+    shape = shape_of(blueprint)
+    copies = rank_model(survey, POLICIES, chunked=chunked)
+    is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
+    models = {1: copies if is_same else rank_model(plain, POLICIES)}
+    powers = [2**power for power in range(1, device.node.ranks.bit_length())]
+    for each in _weighed(recipe.parallel.tensor, powers, decides):
+        if shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
+            models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
+    ask, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
+    beside = {1, ask.tensor} if isinstance(ask.tensor, int) else {1}  # with every degree it would take long
+    for each in _weighed(ask.context, powers, decides):
+        is_asked = each == ask.context
+        if models[1].blocks and (is_asked or _has_long_parts(plain.blueprint, shape, each)):
+            with nullcontext() if is_asked else suppress(UsageError):  # such as of a loss that gives a mean
+                for degree in sorted(beside & {*models}):
+                    in_parts[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
+    sent = Compression(recipe.parallel.compress, recipe.parallel.compress_rank)
+    return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts, sent)
+
+
+def _weighed(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
+    """The degrees of an axis that are traced."""
+    written = {asked} if isinstance(asked, int) else set[int]()
+    return sorted((written if decides and written else {*powers, *written}) - {1})
+
+
+def _has_long_parts(blueprint: Blueprint, shape: ModelShape, ranks: int) -> bool:
+    """Whether samples are pairs of sequences that so many ranks can divide into long parts."""
+    sample = blueprint.sample
+    if not shape.takes_parts or not isinstance(sample, tuple | list) or len(sample) != 2:
+        return False
+    lengths = {each.shape[0] if isinstance(each, Tensor) and each.dim() == 1 else 0 for each in sample}
+    (length,) = lengths if len(lengths) == 1 else (0,)
+    return length % ranks == 0 and length // ranks >= LEAST_PART
+
+
+class _LastPart:
+    """That of the last of so many ranks; what the others have of a sequence looks as its own."""
+
+    def __init__(self, ranks: int, gathered: list[int]) -> None:
+        self._ranks, self._gathered = ranks, gathered
+
+    def start(self, length: int) -> int:
+        return (self._ranks - 1) * length
+
+    def cut(self, x: Tensor) -> Tensor:
+        return part_of(x, self._ranks - 1, self._ranks)
+
+    def before(self, x_BHTK: Tensor) -> Tensor:
+        whole = torch.cat([x_BHTK] * self._ranks, 2)
+        self._gathered.append(whole.nbytes)
+        return whole
+
+
+def _without_chunks(loaded: Loaded) -> Loaded:
+    """Ranks that divide weights compute no loss in chunks."""
+    loss = loaded.recipe.loss.model_copy(update={"chunked": False})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"loss": loss}))
+
+
+def shape_of(blueprint: Blueprint) -> ModelShape:
+    """What of a model limits its layouts; without ``cuts`` it has no plan for tensor parallelism."""
+    ask = blueprint.loaded.recipe.parallel
+    with fake_tensors():
+        model = blueprint.model(torch.device("cpu"))
+        table = stage_plan(model, ask.stages)
+        blocks = table.blocks if table else None
+        try:
+            return model_shape(model, split_plan(model, ask.plan), blocks)
+        except UsageError:
+            return replace(model_shape(model, {}, blocks), cuts=())
+
+
+def rank_model(
+    survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1, context: int = 1, chunked: bool = False
+) -> RankModel:
+    """The model of a survey as each of ``tensor`` ranks has it before sharding, or with ``context`` the one with the
+    last part of each sequence. Costs two traces for each policy."""
+    blueprint, exchanged = survey.blueprint, Exchanged()
+    divided = partial(_divided, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
+    if context > 1:
+        part = _LastPart(context, exchanged.parts)
+        divided = partial(_divided_in_parts, divided, part)
+        blueprint = replace(blueprint, loss=loss_of_part(blueprint.loss, part.cut))
+    with fake_tensors():
+        model = blueprint.model(torch.device("cpu"))
+        divided(model)
+        paths, weights = _equal_blocks(model), weights_of(model)
+        short = blueprint.bare_model(torch.device("cpu"))
+        is_long = len(paths) > TRACED_BLOCKS and _shorten(short)
+    if not is_long:
+        layouts = {each.checkpointing: each for each in survey.layouts_of(policies, chunked=chunked)}
+        return RankModel(weights, dict.fromkeys(layouts, Activations()), layouts, None)
+    shorter = replace(survey, blueprint=replace(blueprint, live=short, part=divided))
+    samples = shorter.blueprint.sizes(chunked=chunked)[1]
+    layouts, activations = {}, {}
+    for policy in policies:
+        layouts[policy] = shorter.layout(policy, chunked=chunked)
+        activations[policy] = exchanged.activations(samples, paths)
+    trained = weights.blocks.whole_bytes(trained=True)
+    share = trained / max(1, weights.with_blocks(TRACED_BLOCKS).whole_bytes(trained=True))
+    averages = trained if blueprint.loaded.recipe.model.keeps_average else 0
+    blocks = Blocks(paths[0], paths[1], weights.blocks.whole_bytes() + averages, share)
+    return RankModel(weights, activations, layouts, blocks)
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """The parameters of a model by unit, as they are sharded: the equal blocks, other units, and the root."""
+    paths = set(_equal_blocks(model))
+    names = {id(module): name for name, module in model.named_modules()}
+    units = units_of(model)
+    inside = {id(each) for unit in units for each in unit.parameters()}
+    root = Unit(tuple(_weight(each) for each in model.parameters() if id(each) not in inside))
+    blocks = [unit for unit in units if names[id(unit)] in paths]
+    others = tuple(Unit(tuple(map(_weight, unit.parameters()))) for unit in units if unit not in blocks)
+    equal = Unit(tuple(map(_weight, blocks[0].parameters())), len(blocks)) if blocks else Unit((), 0)
+    return Weights(root, equal, others)
+
+
+def _weight(parameter: Tensor) -> Weight:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return Weight(rows, parameter.numel() // max(1, rows), parameter.element_size(), parameter.requires_grad)
+
+
+def _equal_blocks(model: nn.Module) -> list[str]:
+    """The paths of the repeated blocks; none where they are not equal."""
+    try:
+        blocks = find_blocks(model)
+    except UsageError:
+        return []
+    shapes = {tuple((each.shape, each.dtype, each.requires_grad) for each in block.parameters()) for block in blocks}
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(block)] for block in blocks] if len(shapes) == 1 else []
+
+
+def _shorten(model: nn.Module) -> bool:
+    """Leaves two of the blocks; returns whether the model has a list that they can be taken from."""
+    paths = _equal_blocks(model)
+    holder = model.get_submodule(paths[0].rpartition(".")[0]) if paths else None
+    if not isinstance(holder, nn.ModuleList | nn.Sequential):
+        return False
+    del holder[TRACED_BLOCKS:]
+    return True
+
+
+def _divided(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: Exchanged) -> None:
+    """Leaves of the layers what one of ``tensor`` ranks has, and notes what ranks exchange in a new trace."""
+    exchanged.clear()
+    for path in _equal_blocks(model):
+        model.get_submodule(path).register_forward_hook(partial(_note_output, path, exchanged.stream))
+    if tensor > 1:
+        _divide(model, split_plan(model, asked), tensor, exchanged)
+
+
+def _divided_in_parts(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:
+    divided(model)
+    if not hasattr(model, "take_part"):
+        raise UsageError(f"{type(model).__name__} cannot compute a part of a sequence", remedy="use parallel.tensor")
+    model.take_part(part)
+
+
+def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: Exchanged) -> None:
+    smaller: dict[int, nn.Parameter] = {}
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if style == "input":
+            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+        if style not in ("column", "column_gathered", "row") or not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        rows = (style == "row") == isinstance(module, nn.Embedding)
+        for key, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) not in smaller and (rows or weight.dim() > 1):
+                smaller[id(weight)] = _smaller(weight, 0 if rows else 1, ranks)
+            setattr(module, key, smaller.get(id(weight), weight))
+        if style == "row":
+            module.register_forward_hook(partial(_note_output, name, exchanged.forward))
+        elif not any(plan.get(above) == "input" for above in _above(name)):
+            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+        if style == "column_gathered":
+            module.register_forward_hook(partial(_gather, name, exchanged.gathered, ranks))
+
+
+def _smaller(weight: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+    shape = list(weight.shape)
+    shape[dim] = -(-shape[dim] // ranks)
+    return nn.Parameter(weight.detach().new_empty(shape), requires_grad=weight.requires_grad)
+
+
+def _above(name: str) -> Iterable[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _note_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
+    sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
+
+
+def _note_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
+    """Its gradient has the same size."""
+    sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
+
+
+def _gather(name: str, sizes: Sizes, ranks: int, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    whole = torch.cat([output] * ranks, -1)
+    sizes.setdefault(name, []).append(whole.nbytes)
+    return whole
+
+
+def _tensors(value: object) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,240 @@
+"""The forecast of a recipe on a device: what a step holds, how long it takes, and which layout is best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from trainwright.assembly.assemble import Parts, at_recipe
+from trainwright.engine.precision import PrecisionName
+from trainwright.errors import UsageError
+from trainwright.plan.batch import solve_batch
+from trainwright.plan.call_trace import Trace
+from trainwright.plan.checkpointing import describe
+from trainwright.plan.devices import Device
+from trainwright.plan.explain import human_bytes
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded, weigh
+from trainwright.plan.make import Note, choose_precision, require_fp8
+from trainwright.plan.offload import offload_of, why_not_offloaded
+from trainwright.plan.remedies import Held, Remedy, remedies
+from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
+from trainwright.plan.trace.checkpointing_planner import CheckpointingPlanner, Speed
+from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
+from trainwright.plan.trace.traced_step import trace_step
+from trainwright.recipe import Loaded, Recipe
+from trainwright.recipe.byte_size import parse_bytes
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """``written`` is the recipe as it stands; ``choice`` is the best layout of the same training.
+
+    ``trace`` is that of ``shown``. ``settings`` are the ``--set`` that lead from the recipe to the choice.
+    """
+
+    name: str
+    device: Device
+    size: int
+    parameters: int
+    trainable: int
+    written: Option
+    choice: Choice
+    trace: Trace
+    remedies: tuple[Remedy, ...]
+    settings: tuple[str, ...]
+    notes: tuple[Note, ...]
+
+    @property
+    def shown(self) -> Option:
+        """``written`` where it fits, else the best of ``choice``."""
+        return self.written if self.written.fits else self.choice.best
+
+
+def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> Forecast:
+    """Traces the layouts that a recipe allows, without the device and without the memory.
+
+    Raises RecipeError for what cannot be built, UsageError for a model whose step cannot be traced.
+    """
+    recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
+    may_offload = can_offload(loaded, device)
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
+    setting = recipe.model.activation_checkpointing
+    layouts = survey.layouts(POLICIES, [*micro_sizes(batch.size), batch.micro])
+    moved = offloaded(layouts, device) if may_offload else []
+    budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
+    choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
+    if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
+        in_chunks = survey.layouts_of(POLICIES, chunked=True)
+        also_moved = offloaded(in_chunks, device) if may_offload else []
+        choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
+    allowed = with_offload(recipe, layouts, moved, by_default=False)
+    fixed = [layout for layout in allowed if layout.is_of(batch.micro)]
+    policies = [layout.checkpointing for layout in fixed]
+    policy = next((each for each in (setting, choice.best.layout.checkpointing) if each in policies), policies[-1])
+    of_policy = [layout for layout in fixed if layout.checkpointing == policy]
+    options = [weigh(layout, device, batch.size, batch.micro) for layout in of_policy]
+    written = next((option for option in options if option.fits), options[0])
+    if recipe.batch.micro == "auto":
+        written = choice.best
+    shown = written if written.fits else choice.best
+    parameters, trainable = blueprint.counts
+    return Forecast(
+        name=recipe.name,
+        device=device,
+        size=batch.size,
+        parameters=parameters,
+        trainable=trainable,
+        written=written,
+        choice=choice,
+        trace=shown.layout.scaled.at(shown.micro, shown.accumulation),
+        remedies=() if choice.fits else remedies(_held(blueprint, choice.best, device), device),
+        settings=settings(recipe, choice.best, chunked=blueprint.chunked(choice.best.micro, device))
+        if choice.fits
+        else (),
+        notes=(*choice.notes, *_other_memory(recipe, choice.best)),
+    )
+
+
+def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> Option | None:
+    """What a recipe asks for where it leaves nothing to the plan, else None: by two traces, not those of all layouts.
+
+    Raises as ``forecast``.
+    """
+    recipe = loaded.recipe
+    policy = recipe.model.activation_checkpointing
+    if policy not in POLICIES or recipe.batch.micro == "auto" or recipe.optimizer.offload:
+        return None
+    survey = LayoutSurvey(make_blueprint(loaded, parts), device, precision_on(recipe, device))
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    (layout,) = survey.layouts([policy], [batch.micro])
+    return weigh(layout, device, batch.size, batch.micro)
+
+
+def can_offload(loaded: Loaded, device: Device) -> bool:
+    """Whether the optimizer may be offloaded. Raises RecipeError where it may not and the recipe says so."""
+    section = loaded.recipe.optimizer
+    why = why_not_offloaded(section.use, section.args)
+    if why and section.offload is True:
+        with at_recipe(loaded, "optimizer.offload"):
+            raise UsageError(f"{section.use} cannot be offloaded: {why}", remedy="set it to false, or choose adamw")
+    return not why and device.kind != "cpu"
+
+
+def with_offload(
+    recipe: Recipe, layouts: Sequence[Layout], moved: Sequence[Layout], *, by_default: bool
+) -> list[Layout]:
+    """The layouts that ``optimizer.offload`` of the recipe allows; ``moved`` are the same with it.
+
+    ``by_default``: offload is allowed where the recipe says nothing, too.
+    """
+    setting = recipe.optimizer.offload
+    if setting is True and moved:
+        return list(moved)
+    return [*layouts, *(moved if by_default or setting == "auto" else ())]
+
+
+def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
+    """The recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run of a run may choose another."""
+    require_fp8(recipe, device.name, device.precisions)
+    if device.kind == "cpu":
+        return "fp32" if recipe.precision in (None, "auto", "tf32") else cast(PrecisionName, recipe.precision)
+    return choose_precision(recipe.precision, device.kind, device.precisions, {})[0]
+
+
+def may_chunk(blueprint: Blueprint) -> bool:
+    """Whether the recipe leaves it to the plan to compute the loss in chunks, and model and loss can."""
+    return blueprint.loaded.recipe.loss.chunked == "auto" and blueprint.classes is not None
+
+
+def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
+    """What to change in the recipe to run as ``best``. ``chunked``: a run computes the loss in chunks by itself."""
+    found = []
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    if recipe.batch.micro == "auto" or best.micro != batch.micro:
+        found += [f"batch.size={batch.size}", f"batch.micro={best.micro}"]
+        found += ["batch.accumulation=null"] if recipe.batch.accumulation is not None else []
+    if best.layout.checkpointing != recipe.model.activation_checkpointing:
+        found.append(f"model.activation_checkpointing={best.layout.checkpointing}")
+    if recipe.batch.micro != "auto" and best.layout.chunked != chunked:
+        found.append(f"loss.chunked={'true' if best.layout.chunked else 'false'}")
+    if best.layout.offload and recipe.optimizer.offload is False:
+        found.append("optimizer.offload=true")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Peak bytes and seconds of a step with some activation checkpointing, which ``what`` describes."""
+
+    peak_bytes: int
+    step_s: float
+    what: str
+
+
+def frontier(forecast: Forecast, loaded: Loaded, *, points: int = 5, parts: Parts | None = None) -> list[Point]:
+    """Memory against time of the planner's choices, from checkpointing every block to none, for ``forecast.shown``."""
+    option, blueprint = forecast.shown, make_blueprint(loaded, parts)
+    planner = planner_for(blueprint, forecast.device, option)
+    base = weigh(option.layout, forecast.device, forecast.size, option.micro)
+    without = base.step_s - base.time.by_phase.get("checkpointing", 0.0)
+    return [
+        Point(each.peak_bytes, without + each.extra_s * option.accumulation, describe(each.checkpointing))
+        for each in planner.frontier(points)
+    ]
+
+
+def planner_for(blueprint: Blueprint, device: Device, option: Option) -> CheckpointingPlanner:
+    """The planner of activation checkpointing for the micro-batch of an option."""
+    precision = cast(PrecisionName, option.layout.precision)
+    rate = device.flops.get(precision, device.flops["fp32"]) * device.reach_flops
+    return CheckpointingPlanner(
+        partial(blueprint.traced_objects, samples=option.micro, chunked=option.layout.chunked),
+        partial(
+            trace_step,
+            device=device.kind,
+            precision=precision,
+            accumulation=min(option.accumulation, 2),
+            clip=blueprint.loaded.recipe.optimizer.clip.by != "none",
+        ),
+        Speed(rate, device.bandwidth * device.reach_bandwidth, overlaps=device.kind == "cuda"),
+    )
+
+
+def with_budget(device: Device, budget_bytes: int) -> Device:
+    """The device with so little memory that a step can use ``budget_bytes`` of it."""
+    share = device.usable_bytes / device.memory_bytes
+    return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
+
+
+def _held(blueprint: Blueprint, option: Option, device: Device) -> Held:
+    trace = option.layout.scaled.at(option.micro, option.accumulation)
+    parameters, trainable = blueprint.counts
+    recipe = blueprint.loaded.recipe
+    return Held(
+        peak_bytes=option.peak_bytes,
+        kinds=trace.peak.held,
+        optimizer=recipe.optimizer.use,
+        parameters=parameters,
+        trainable=trainable,
+        has_lora=recipe.model.lora is not None,
+        cast_bytes=2 * trainable if option.layout.precision in ("bf16", "fp16", "fp8", "mxfp8") else 0,
+        offload=offload_of(option.layout.scaled.small, device) if can_offload(blueprint.loaded, device) else None,
+    )
+
+
+def _other_memory(recipe: Recipe, best: Option) -> list[Note]:
+    """Notes on what takes memory beside the tensors of the step."""
+    found = []
+    held = best.layout.scaled.small.resident
+    moved = best.layout.offload.state_bytes if best.layout.offload else 0
+    state = held.get("weights", 0) + held.get("optimizer", 0) + moved
+    if recipe.checkpoint.asynchronous:
+        why = f"checkpoint.asynchronous keeps {human_bytes(state)} in the host's memory while a checkpoint is written"
+        found.append(Note("host memory", human_bytes(state), why))
+    if recipe.model.compile:
+        why = "the trace is of the model as it stands; what the compiler fuses takes less, its autotuning more"
+        found.append(Note("compile", "not seen", why))
+    return found

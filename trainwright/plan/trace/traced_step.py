@@ -1,0 +1,200 @@
+"""Takes one optimizer step of our own engine under fake tensors, and returns what it held and computed: a Trace."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from trainwright.assembly.checkpointing import apply_checkpointing
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.engine.step import StepFn, make_step
+from trainwright.errors import UsageError
+from trainwright.optim.clip import make_clip
+from trainwright.plan.call_trace import Trace, Unseen
+from trainwright.plan.checkpointing import Checkpointing
+from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
+from trainwright.plan.trace.hidden_memory import hidden_in_every_step
+from trainwright.plan.trace.moments import kept_for_backward, moments, reserved
+from trainwright.plan.trace.tracker import Tracker
+
+WHY_RESERVED = (
+    "gaps in what the caching allocator keeps, by a simulation of it; short of memory, it gives most of them back"
+)
+
+
+@dataclass(frozen=True)
+class TracedObjects:
+    """Model, loss, optimizer and one micro-batch, made under fake tensors on the simulated device.
+
+    ``loss`` is ``(model, batch)`` or ``(output, target)``. Without an optimizer only the forward and backward passes
+    are traced. ``micro`` is the data of one micro-batch; its first tensor's first dimension counts samples.
+    """
+
+    model: nn.Module
+    loss: Callable[..., Loss | Tensor]
+    optimizer: Optimizer | None
+    micro: Any
+
+
+def trace_step(
+    make: Callable[[torch.device], TracedObjects],
+    *,
+    device: DeviceName,
+    precision: PrecisionName = "fp32",
+    accumulation: int = 1,
+    checkpointing: Checkpointing | None = None,
+    clip: bool = True,
+    caches: bool = True,
+) -> Trace:
+    """What one step in the steady state holds and computes on ``device``, which need not be present.
+
+    ``make`` is called under fake tensors, so it may build a model of any size, on the device that it gets. One step is
+    taken; the optimizer's state that it makes counts as held before. ``caches`` is that of ``Precision``. The state of
+    the process (random numbers, default dtype, autocast) is restored, except for the simulated CUDA device, which stays
+    registered: see ``simulated_cuda``.
+
+    Raises UsageError for a step that cannot be simulated, such as one whose shapes depend on values, and whatever
+    ``make`` raises.
+    """
+    place = simulated_device(device)
+    with _restored_process(), fake_tensors():
+        with torch.device(place):
+            objects = make(place)
+        if checkpointing is not None:
+            apply_checkpointing(objects.model, checkpointing)
+        optimizer = objects.optimizer or _NoUpdate(objects.model)
+        if device == "cuda":
+            use_foreach(optimizer)
+        tracker = Tracker(objects.model, device)
+        numbers = Precision(precision, place.type, caches)
+        loss_module = objects.loss if isinstance(objects.loss, nn.Module) else None
+        state = TrainState(objects.model, optimizer, scaler=numbers.scaler(place), loss=loss_module)
+        batch = _batch(objects.micro, accumulation)
+        advance = _advance(objects, tracker, numbers, clip)
+        with tracker, ExitStack() as hooks:
+            hooks.callback(tracker.paths.close)
+            hooks.callback(forget_casts)
+            _set_kinds(tracker, state, batch)
+            _set_kind_of_gradients(hooks, tracker, objects.model)
+            tracker.record()
+            with _as_usage_error():
+                advance(state, batch)
+            tracker.end()
+            tracker.move_before("optimizer", _state_tensors(optimizer))
+    held = moments(tracker.before, tracker.events)
+    unseen = [*tracker.unseen.values(), *hidden_in_every_step(device)]
+    if device == "cuda":
+        gaps = reserved(tracker.before, tracker.events) - max(moment.total for moment in held)
+        unseen.append(Unseen("reserved", "", WHY_RESERVED, gaps))
+    return Trace(device, held, kept_for_backward(tracker.events), tracker.work.rows(), tuple(unseen))
+
+
+@contextmanager
+def _as_usage_error() -> Iterator[None]:
+    """Raises torch's errors as UsageError, with the first as cause: the real step may fail like this, too."""
+    try:
+        yield
+    except RuntimeError as error:
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "try one real step: if it works, this model can only be measured on the device, not simulated"
+        raise UsageError(f"the step cannot be simulated: {what}{_user_frame(error)}", remedy=remedy) from error
+
+
+def _user_frame(error: Exception) -> str:
+    """`` at FILE:LINE`` of the innermost frame in the user's code; "" where there is none."""
+    ours, installed = Path(__file__).parent.parent, Path(torch.__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    users = [f for f in frames if not {ours, installed} & set(Path(f.filename).parents)]
+    return f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    """Restores the default dtype and the grad mode; ``fake_tensors`` restores the random state.
+
+    Inside, the backward pass runs on this thread, where the tracker is, and torch does not log operators that fail.
+    """
+    dtype = torch.get_default_dtype()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            log.disabled = was_disabled
+
+
+def _batch(data: Any, accumulation: int) -> StepBatch:
+    """The same micro-batch ``accumulation`` times, each with its own memory."""
+    first = next((leaf for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)), None)
+    size = first.shape[0] if first is not None and first.dim() else 1
+    copies = [data] + [tree_map_only(Tensor, torch.clone, data) for _ in range(accumulation - 1)]
+    return StepBatch(tuple(MicroBatch(copy, np.arange(size)) for copy in copies))
+
+
+def _advance(objects: TracedObjects, tracker: Tracker, precision: Precision, clip: bool) -> StepFn:
+    """The engine's step, with a loss and a probe that tell the tracker which phase begins."""
+    inner = as_loss_fn(objects.loss)
+
+    def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
+        tracker.begin_micro_batch()
+        return inner(model, batch)
+
+    def begin_update(state: TrainState) -> dict[str, Tensor]:
+        if objects.optimizer is None:
+            tracker.end()
+        tracker.begin_update()
+        return {}
+
+    return make_step(loss, precision=precision, clip=make_clip("norm" if clip else "none"), probes=[begin_update])
+
+
+def _set_kinds(tracker: Tracker, state: TrainState, batch: StepBatch) -> None:
+    """Tells the tracker the kind of everything that is held between two steps."""
+    tracker.set_kind("weights", state.model.parameters())
+    tracker.set_kind("buffers", state.model.buffers())
+    if state.loss is not None:
+        tracker.set_kind("weights", state.loss.parameters())
+        tracker.set_kind("buffers", state.loss.buffers())
+    tracker.set_kind("inputs", (leaf for micro in batch.micro for leaf in tree_flatten(micro.data)[0]))
+    tracker.set_kind("optimizer", _state_tensors(state.optimizer))
+
+
+def _state_tensors(optimizer: Optimizer) -> list[object]:
+    leaves: list[object] = tree_flatten([dict(each) for each in optimizer.state.values()])[0]
+    return leaves
+
+
+def _set_kind_of_gradients(hooks: ExitStack, tracker: Tracker, model: nn.Module) -> None:
+    def accumulated(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.set_kind("gradients", (parameter.grad,))
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+            hooks.callback(handle.remove)
+
+
+class _NoUpdate(Optimizer):
+    """Changes nothing: for a step that ends with the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 0.0})
+
+    def step(self, closure: object = None) -> None: ...  # type: ignore[override]

@@ -1,0 +1,243 @@
+"""Follows every operator of a step under fake tensors: when each storage is made and freed, and what it is for."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.plan.call_trace import Kind, Phase, Unseen
+from trainwright.plan.trace.data_dependent import call_without_values
+from trainwright.plan.trace.fake_tensors import (
+    DeviceName,
+    current_node,
+    forget_casts,
+    in_backward,
+    next_sequence_number,
+)
+from trainwright.plan.trace.hidden_memory import hidden_memory
+from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
+from trainwright.plan.trace.work import WorkLog
+
+BLOCK_BYTES: dict[DeviceName, int] = {"cpu": 1, "cuda": 512}
+"""The multiple to which the allocator rounds sizes up."""
+
+
+@dataclass(eq=False, slots=True)
+class TrackedStorage:
+    """One storage. ``kind`` is None until its use is known; ``made_in`` and ``freed_in`` are phases."""
+
+    num_bytes: int
+    kind: Kind | None
+    made_in: Phase
+    module: str
+    freed_in: Phase | None = None
+
+
+@dataclass(slots=True)
+class MemoryEvent:
+    """One operator that allocated memory, and the storages freed since the previous event."""
+
+    phase: Phase
+    micro: int
+    module: str
+    op: str
+    freed: list[TrackedStorage]
+    made: list[TrackedStorage]
+
+
+class ModulePaths:
+    """The path of the module that is running: from hooks in forward, from the autograd node's number in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stack = [""]
+        self._numbers: list[int] = [0]  # from this autograd node on ...
+        self._paths: list[str] = [""]  # ... nodes are of this module
+        self.handles: list[RemovableHandle] = []
+        named: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            named.setdefault(module, []).append(path)
+        for module, paths in named.items():
+            self.handles.append(module.register_forward_pre_hook(partial(self._enter, paths)))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, paths: list[str], *_: object) -> None:
+        """A module that several others share gets its path below the caller."""
+        above = self.stack[-1] and f"{self.stack[-1]}."
+        self.stack.append(next((path for path in paths if path.startswith(above)), paths[0]))
+        self._mark()
+
+    def _leave(self, *_: object) -> None:
+        self.stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        number = next_sequence_number()
+        if self._numbers[-1] == number:
+            self._paths[-1] = self.stack[-1]
+        else:
+            self._numbers.append(number)
+            self._paths.append(self.stack[-1])
+
+    def backward(self) -> str:
+        """The path of the module that made the autograd node that is running."""
+        node = current_node()
+        return self.of(node._sequence_nr()) if node is not None else ""
+
+    def of(self, number: int) -> str:
+        """The path of the module that made the autograd node with this sequence number."""
+        return self._paths[bisect_right(self._numbers, number) - 1]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode for use above FakeTensorMode. Operators that need values always get an answer from it.
+
+    Events are recorded between ``record`` and ``end``. The caller says when a micro-batch and when the update begins;
+    the tracker itself sees the backward pass, and the forward passes that activation checkpointing repeats in it.
+    """
+
+    def __init__(self, model: nn.Module, device: DeviceName) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.recording = False
+        self.updating = False
+        self.micro = -1
+        self.before: list[TrackedStorage] = []
+        self.events: list[MemoryEvent] = []
+        self.unseen: dict[str, Unseen] = {}
+        self.work = WorkLog()
+        self.paths = ModulePaths(model)
+        self._block = BLOCK_BYTES[device]
+        self._live: dict[int, TrackedStorage] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._freed: list[TrackedStorage] = []
+        self._phase: Phase = "forward"
+
+    def set_kind(self, kind: Kind, tensors: Iterable[object]) -> None:
+        """Says what the storages of these tensors are for, unless that is known; skips what is not a tensor."""
+        for tensor in tensors_in(tensors):
+            storage = self._storage(tensor)
+            if storage.kind is None:
+                storage.kind = kind
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None
+    ) -> OpResult:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # only reads a property
+            return func(*args, **kwargs)
+        phase, module = self._where()
+        if phase != self._phase and phase == "backward":
+            forget_casts()
+        result = call_without_values(func, args, kwargs)
+        self._phase = phase
+        if self.recording:
+            self._record(OperatorCall(func, args, kwargs, result), module)
+        return result
+
+    def _record(self, call: OperatorCall, module: str) -> None:
+        phase = self._phase
+        made = []
+        for tensor in call.outputs():
+            if tensor.untyped_storage()._cdata not in self._live:
+                made.append(self._storage(tensor, phase, module))
+        if made and self.micro < 0:  # the engine's copies of buffers, before the first forward pass
+            self.set_kind("buffers", (call.result,))
+        if made or call.is_mutable:
+            self.work.add(phase, module, call)
+        scratch = self._hidden(call, made)
+        if made or self._freed:
+            self._add_event(module, call.name, made + scratch)
+            self._freed += scratch
+
+    def _hidden(self, call: OperatorCall, made: list[TrackedStorage]) -> list[TrackedStorage]:
+        """The memory inside the call, as one storage; a workspace that it leaves is added to its last output."""
+        extra = hidden_memory(self.device, call) if made else None
+        if extra is None:
+            return []
+        module = made[0].module
+        made[-1].num_bytes += extra.workspace
+        if extra.why:
+            self._note_unseen(Unseen(call.name, module, extra.why, extra.bound))
+        phase = made[0].made_in
+        return [TrackedStorage(extra.scratch, "temporaries", phase, module, phase)] if extra.scratch else []
+
+    def _note_unseen(self, found: Unseen) -> None:
+        """Keeps one row for each operator: the largest bound, and no module where there are several."""
+        before = self.unseen.get(found.op, found)
+        unknown = before.bound_bytes is None or found.bound_bytes is None
+        bound = None if unknown else max(before.bound_bytes or 0, found.bound_bytes or 0)
+        module = found.module if found.module == before.module else ""
+        self.unseen[found.op] = Unseen(found.op, module, found.why, bound)
+
+    def _add_event(self, module: str, op: str, made: list[TrackedStorage]) -> None:
+        freed, self._freed = self._freed, []
+        self.events.append(MemoryEvent(self._phase, self.micro, module, op, freed, made))
+
+    def _where(self) -> tuple[Phase, str]:
+        """The phase, and the path of the module that is running."""
+        if self.updating:
+            return "update", ""
+        if not in_backward():
+            return "forward", self.paths.stack[-1]
+        if torch.is_grad_enabled():
+            return "checkpointing", self.paths.stack[-1]
+        return "backward", self.paths.backward()
+
+    def _storage(self, tensor: Tensor, phase: Phase = "forward", module: str = "") -> TrackedStorage:
+        """The record of a tensor's storage, made now if there is none."""
+        untyped = tensor.untyped_storage()
+        key = untyped._cdata
+        storage = self._live.get(key)
+        if storage is None:
+            size = -(-untyped.nbytes() // self._block) * self._block
+            storage = self._live[key] = TrackedStorage(size, None, phase, module)
+            self._refs[key] = weakref.ref(untyped, partial(self._free, key))
+        return storage
+
+    def _free(self, key: int, _: object) -> None:
+        del self._refs[key]
+        storage = self._live.pop(key)
+        storage.freed_in = self._phase
+        self._freed.append(storage)
+
+    def begin_micro_batch(self) -> None:
+        """To be called before each forward pass."""
+        self.micro += 1
+
+    def begin_update(self) -> None:
+        """To be called after the last backward pass."""
+        self.updating, self._phase = True, "update"
+
+    def record(self) -> None:
+        """Starts to record events; what is live now is held ``before`` the step."""
+        self.before, self._freed, self.recording = list(self._live.values()), [], True
+
+    def end(self) -> None:
+        """Stops recording; the last event says what was freed after the last operator."""
+        if self.recording:
+            self.recording = False
+            self._add_event("", "", [])
+
+    def move_before(self, kind: Kind, tensors: Iterable[object]) -> None:
+        """Counts what the step made to keep, such as the optimizer's state, as held before it: a steady state."""
+        self.set_kind(kind, tensors)
+        early = {id(storage) for storage in self._live.values() if storage.kind == kind}
+        for event in self.events:
+            made_early = [storage for storage in event.made if id(storage) in early]
+            if made_early:
+                event.made = [storage for storage in event.made if id(storage) not in early]
+                self.before += made_early

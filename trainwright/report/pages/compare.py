@@ -1,0 +1,232 @@
+"""Runs side by side: what differs in what was asked, planned and installed, then what came of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainwright.plan.explain import human_seconds
+from trainwright.plan.resume_changes import compare_provenance, recipe_differences
+from trainwright.report.pages.rows import column, seconds
+from trainwright.report.pages.view import RunView, flat, number
+from trainwright.runs.json_values import JsonValue, strict
+
+SAME_RUN = {"seed", "name", "folder"}
+"""Keys in which runs of one recipe differ: they are told together, with their spread."""
+MEASURED = ("notes", "header", "step_s", "wait_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
+"""Keys of a plan that each start measures again, and the header, which repeats the recipe in words."""
+SMOOTHED = 15
+"""Rows of the log whose median is compared where nothing was validated."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One path, and the value of each run there, in the order of the runs."""
+
+    path: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What came of a run. ``reached_s`` and ``reached_step``: when its loss was first that of the comparison."""
+
+    name: str
+    state: str
+    verdict: str
+    step: int
+    seconds: float
+    loss: float | None
+    val_loss: float | None
+    best: float | None
+    reached_step: int | None
+    reached_s: float | None
+    findings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Runs of one recipe that differ by their seed: the mean and the standard deviation of a loss of theirs."""
+
+    names: tuple[str, ...]
+    measure: str
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Several runs. What not every run has, as a watched loop has no recipe, is None.
+
+    ``target`` is the least loss that all of them reached, by ``measure``; None: there is none.
+    """
+
+    names: tuple[str, ...]
+    recipe: tuple[Difference, ...] | None
+    plan: tuple[Difference, ...] | None
+    provenance: tuple[Difference, ...] | None
+    outcomes: tuple[RunOutcome, ...]
+    spreads: tuple[Spread, ...]
+    target: float | None
+    measure: str
+    exit_code = 0
+
+    @classmethod
+    def of(cls, views: Sequence[RunView]) -> RunComparison:
+        """Compares runs, each with the first."""
+        validated = all(view.evaluations for view in views)
+        curves = [_validated(view) if validated else _trained(view) for view in views]
+        least = [min((loss for _, _, loss in curve), default=math.nan) for curve in curves]
+        target = max(least) if least and not any(map(math.isnan, least)) else None
+        return cls(
+            tuple(view.name for view in views),
+            _of_recipes(views),
+            _of_plans(views),
+            _of_provenance(views),
+            tuple(_outcome(view, curve, target) for view, curve in zip(views, curves)),
+            tuple(_spreads(views)),
+            target,
+            "validation loss" if validated else f"training loss (median of {SMOOTHED} records; of a long log means)",
+        )
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        sections = (("recipe", self.recipe), ("plan", self.plan), ("provenance", self.provenance))
+        lines = [f"{len(self.names)} runs: {', '.join(self.names)}"]
+        for title, differences in sections:
+            lines.append(f"{title}: {_in_short(differences)}")
+            lines += [f"  {each.path}: {' | '.join(each.values)}" for each in differences or ()]
+        lines.append("what came of it")
+        lines += [f"  {line}" for each in self.outcomes for line in self._outcome_lines(each)]
+        for each in self.spreads:
+            names = ", ".join(each.names)
+            lines.append(
+                f"  {names}: {each.measure} {each.mean:.4g} +- {each.deviation:.2g} over {len(each.names)} runs"
+            )
+        return lines
+
+    def _outcome_lines(self, each: RunOutcome) -> Iterator[str]:
+        val = "" if each.val_loss is None else f", validation {number(each.val_loss)} (best {number(each.best)})"
+        yield (
+            f"{each.name}: {each.state} ({each.verdict}) at step {each.step:,} after {human_seconds(each.seconds)}, "
+            f"loss {number(each.loss)}{val}"
+        )
+        if self.target is not None and each.reached_s is not None:
+            at = f"step {each.reached_step:,}, after {human_seconds(each.reached_s)}"
+            yield f"  {self.measure} {self.target:.4g} reached at {at}"
+        if each.findings:
+            yield f"  findings: {', '.join(each.findings)}"
+
+    def to_json(self) -> Mapping[str, JsonValue]:
+        """What ``--json`` prints."""
+        return {name: strict(value) for name, value in vars(self).items()}
+
+
+def _in_short(differences: Sequence[Difference] | None) -> str:
+    return "not every run has one" if differences is None else "differs in" if differences else "the same"
+
+
+def _of_recipes(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
+    if not all(view.recipe for view in views):
+        return None
+    return _table([recipe_differences(views[0].recipe, view.recipe) for view in views[1:]])
+
+
+def _of_provenance(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
+    if not all(view.provenance for view in views):
+        return None
+    pairs = [compare_provenance(views[0].provenance, view.provenance) for view in views[1:]]
+    return _table([{each.path: (each.before, each.after) for each in changes} for changes in pairs])
+
+
+def _table(pairs: Sequence[Mapping[str, tuple[str, str]]]) -> tuple[Difference, ...]:
+    """Differences to the first run as rows; a run without one there has the value of the first."""
+    first = {path: before for each in reversed(pairs) for path, (before, _) in each.items()}
+    paths = dict.fromkeys(path for each in pairs for path in each)
+    return tuple(
+        Difference(path, (first[path], *(each[path][1] if path in each else first[path] for each in pairs)))
+        for path in paths
+    )
+
+
+def _of_plans(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
+    if not all(view.plan for view in views):
+        return None
+    plans = [dict(flat({key: value for key, value in view.plan.items() if key not in MEASURED})) for view in views]
+    paths = dict.fromkeys(path for plan in plans for path in plan if path)
+    rows = (Difference(path, tuple(plan.get(path, "-") for plan in plans)) for path in paths)
+    return tuple(row for row in rows if len(set(row.values)) > 1)
+
+
+Curve = Sequence[tuple[int, float, float]]
+"""Step, seconds and loss."""
+
+
+def _validated(view: RunView) -> Curve:
+    sessions = view.log.sessions
+    return [
+        (each.step, sum(max(0.0, min(each.time_s, end_s) - begin_s) for begin_s, end_s in sessions), each.loss)
+        for each in view.evaluations
+        if math.isfinite(each.loss)
+    ]
+
+
+def _trained(view: RunView) -> Curve:
+    """Medians: single peaks and dips say nothing of how far a run came. Of a long log means: extremes stay of it."""
+    if view.log.is_thinned:
+        means = view.log.means.columns()
+        there = seconds(view.log.rows, view.log.sessions)
+        times = np.interp(means["step"], column(view.log.rows, "step"), there)
+        curve = zip(means["step"].astype(int).tolist(), times.tolist(), means["loss"].tolist())
+        return [point for point in curve if math.isfinite(point[2])]
+    rows = view.log.rows
+    rows = rows[np.isfinite(column(rows, "loss"))]
+    if len(rows) < SMOOTHED:
+        return []
+    losses = np.median(np.lib.stride_tricks.sliding_window_view(column(rows, "loss"), SMOOTHED), axis=1)
+    steps, times = column(rows, "step")[SMOOTHED - 1 :], seconds(rows, view.log.sessions)[SMOOTHED - 1 :]
+    return [(int(step), float(time_s), float(loss)) for step, time_s, loss in zip(steps, times, losses)]
+
+
+def _outcome(view: RunView, curve: Curve, target: float | None) -> RunOutcome:
+    there = next(((step, time_s) for step, time_s, loss in curve if target is not None and loss <= target), None)
+    return RunOutcome(
+        view.name,
+        view.state,
+        view.verdict.word,
+        view.step,
+        view.seconds,
+        view.loss,
+        view.val_loss,
+        view.best,
+        there[0] if there else None,
+        there[1] if there else None,
+        tuple(each.code for each in view.findings),
+    )
+
+
+def _spreads(views: Sequence[RunView]) -> Iterator[Spread]:
+    """Over the runs of each recipe that several of them share but for the seed."""
+    groups: list[list[RunView]] = []
+    for view in views:
+        same = [group for group in groups if group[0].recipe and view.recipe and _is_same(group[0], view)]
+        if same:
+            same[0].append(view)
+        else:
+            groups.append([view])
+    for group in groups:
+        for measure in ("val_loss", "best", "loss"):
+            values = [getattr(view, measure) for view in group]
+            if len(group) > 1 and all(each is not None and math.isfinite(each) for each in values):
+                words = {"val_loss": "validation loss", "best": "best validation loss", "loss": "loss"}[measure]
+                yield Spread(
+                    tuple(view.name for view in group), words, statistics.mean(values), statistics.stdev(values)
+                )
+
+
+def _is_same(one: RunView, other: RunView) -> bool:
+    return recipe_differences(one.recipe, other.recipe).keys() <= SAME_RUN

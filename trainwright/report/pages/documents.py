@@ -1,0 +1,168 @@
+"""What lies in the folder of a run beside its log: what was asked, planned and installed, its model, its pictures."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+from trainwright.recipe.yaml_core import UnreadableError
+from trainwright.recipe.yaml_core import read as read_yaml
+from trainwright.recipe.yaml_core import write as write_yaml
+from trainwright.report import bad_cases
+from trainwright.report.bad_cases import BadCases
+from trainwright.report.pages import profile
+from trainwright.report.pages.profile import ProfilePanel
+from trainwright.runs.files import UnreadableFile, read_end_of_text, read_text
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.secrets import masked
+from trainwright.runs.shapes import ModelFile, PlanFile, ProvenanceFile, read_object
+
+T = TypeVar("T")
+PICTURES = {"graph.svg": "The graph of a step", "timeline.svg": "The memory of a step, as it was planned"}
+"""Drawings that lie in the folder of a run: `trainwright graph RUN` and `trainwright plan RUN` put them there."""
+NEWEST_SAMPLES = 20_000
+"""Characters."""
+
+
+class RunDocuments:
+    """The documents of a run, each empty where there is none or it cannot be read."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._unreadable: dict[str, str] = {}
+
+    def _read(self, path: Path, read: Callable[[Path], T], default: T) -> T:
+        if not os.path.lexists(path):
+            return default
+        try:
+            return read(path)
+        except UnreadableFile as error:
+            self._unreadable[path.name] = error.reason
+            return default
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Why a document is not shown, by the name of its file."""
+        for _ in (self.recipe, self.plan, self.provenance, self.model, self.bad_cases, self.profile, self.pictures):
+            pass
+        return self._unreadable
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """Without secrets; as it was written where it has none, and "" where it cannot be read."""
+        if not self.recipe:
+            return ""
+        return self._written if self.recipe == self._parsed else write_yaml(self.recipe)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """Without secrets. Empty where there is none, as of a watched loop, or none that can be read."""
+        return masked(self._parsed)
+
+    @cached_property
+    def _written(self) -> str:
+        return self._read(self.folder.recipe, read_text, "")
+
+    @cached_property
+    def _parsed(self) -> dict[str, Any]:
+        try:
+            value = read_yaml(self._written, "recipe.yaml").value
+        except UnreadableError as error:
+            self._unreadable["recipe.yaml"] = str(error)
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        return self._read(self.folder.plan, lambda path: masked(read_object(path, PlanFile)), {})
+
+    @property
+    def settings(self) -> list[dict[str, str]]:
+        """The header of the run: name, value, origin and reason of each setting; [] for one of an older version."""
+        header = self.plan.get("header")
+        found = header.get("settings") if isinstance(header, dict) else None
+        keys = ("name", "value", "origin", "why")
+        rows = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        return [{key: str(each.get(key, "")) for key in keys} for each in rows]
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        return self._read(self.folder.provenance, lambda path: masked(read_object(path, ProvenanceFile)), {})
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """model.json: the tree of its modules, and reference losses."""
+        return self._read(self.folder.path / "model.json", lambda path: read_object(path, ModelFile), {})
+
+    @cached_property
+    def bad_cases(self) -> BadCases | None:
+        """What `trainwright errors` found; None where it was not asked."""
+        return self._read(self.folder.path / bad_cases.NAME, bad_cases.read_bad_cases, None)
+
+    @cached_property
+    def profile(self) -> ProfilePanel | None:
+        """What `trainwright profile` found."""
+        return self._read(self.folder.path / profile.NAME, ProfilePanel.read, None)
+
+    @property
+    def modules(self) -> list[dict[str, Any]]:
+        """The trees of model.json."""
+        trees: list[dict[str, Any]] = self.model.get("modules", [])
+        return trees
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether its recipe says how to build its model; objects that were handed over in Python cannot be."""
+        model = self.recipe.get("model")
+        return isinstance(model, dict) and not str(model.get("use", "live:")).startswith("live:")
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the plan has; None where it is counted in seconds, or there is none."""
+        steps = (self.plan.get("extent") or {}).get("steps")
+        return steps if steps and steps > 0 else None
+
+    @property
+    def references(self) -> dict[str, float]:
+        """Losses that mean something, by name: that of a guess among all classes alike, and what its data knows."""
+        known = self.model.get("reference_losses", {})
+        marks = {name: value for name, value in known.items() if _is_loss(value)}
+        guess = self.plan.get("expected_loss")
+        if _is_loss(guess) and not any(math.isclose(guess, each, rel_tol=1e-3) for each in marks.values()):
+            marks["uniform guess"] = guess
+        return marks
+
+    @property
+    def samples(self) -> str:
+        """The newest text that a language model wrote while it was trained."""
+        folder = self.folder.samples
+        if folder.is_symlink():
+            return ""
+        return self._read(folder / "samples.txt", lambda path: read_end_of_text(path, 4 * NEWEST_SAMPLES), "")[
+            -NEWEST_SAMPLES:
+        ]
+
+    @cached_property
+    def pictures(self) -> dict[str, str]:
+        """SVG by title."""
+        texts = {title: self._read(self.folder.path / name, read_text, "") for name, title in PICTURES.items()}
+        return {title: text for title, text in texts.items() if text.startswith("<svg")}
+
+    @property
+    def is_unwatched(self) -> bool:
+        """Whether its recipe says that the doctor is not to look."""
+        log = self.recipe.get("log")
+        return isinstance(log, dict) and log.get("doctor") is False
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """The memory that the plan foresaw."""
+        return sum((self.plan.get("memory_bytes") or {}).values()) or None
+
+
+def _is_loss(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 < value < math.inf

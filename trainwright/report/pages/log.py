@@ -1,0 +1,295 @@
+"""Reads the log of a run bit by bit: from where it stopped, in bounded memory, however long it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.report.pages.figures import Figures
+from trainwright.report.pages.layers import LayerMaps, OutputGradMaps
+from trainwright.report.pages.means import SpanMeans
+from trainwright.report.pages.readings import Readings
+from trainwright.report.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
+from trainwright.runs.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
+from trainwright.runs.findings import FindingsFold
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.reader import decoded
+from trainwright.runs.records import (
+    Ended,
+    Evaluated,
+    Found,
+    Logged,
+    NotSaved,
+    OutOfMemory,
+    Quarantined,
+    Record,
+    Replayed,
+    Saved,
+    Skipped,
+    Started,
+    Step,
+    Telemetry,
+    Unexamined,
+    Watched,
+    Withdrawn,
+)
+
+CHUNK = 2**20
+BUCKETS = 800
+"""Spans of the run that are told apart once there are more rows than MOST_ROWS."""
+MOST_ROWS, MOST_NOTES = 16_000, 2000
+NOTED = (
+    *(Started, Ended, Evaluated, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged),
+    Unexamined,
+)
+"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry becomes readings,
+findings are folded; others are left out."""
+
+_NUMBER = rb'"?([^,"}]+)"?'
+_STEP = re.compile(
+    rb'\n\{"kind":"step","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,"weight":[^,]+,"samples":%b,"tokens":%b,'
+    rb'"step_s":%b,"wait_s":%b,"skipped":%b,"mem_bytes":%b[,}]' % ((_NUMBER,) * 11)
+)
+_WATCHED = re.compile(
+    rb'\n\{"kind":"watched","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,'
+    rb'(?:[^\n]*"step_s":%b,"wait_s":%b)?' % ((_NUMBER,) * 7)
+)
+_OF_STEP = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
+_OF_WATCHED = tuple(COLUMNS.index(name) for name in ("time_s", "step", "loss", "grad_norm", "lr", "step_s", "wait_s"))
+_OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
+"""Of a run of our own engine they are in the records of steps, as means over all; looks are timed otherwise."""
+_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry, Found, Withdrawn))
+_NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
+_LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
+_OUTPUT_GRADS = re.compile(rb'\n(\{"kind":"outputgrads"[^\n]*)')
+_STARTED = re.compile(rb'\n\{"kind":"started"')
+"""All begin with a newline: that is looked for by itself, which is several times as fast as the beginning of a line."""
+
+
+class LogSoFar:
+    """What has been read of a log: its steps as rows, thinned, and the records of other kinds that a page shows.
+
+    ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
+    Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
+    the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
+    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer,
+    ``output_grads`` the gradients of outputs by module, ``figures`` metrics and
+    what the user logs. ``findings`` are those
+    of the newest process, each in its latest wording. ``is_examined``: the doctor recorded steps, or found something.
+    ``unreadable`` says why the log cannot be read, and is "" where it can or there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self.name = secrets.token_hex(4)
+        self.rows, self.read_rows = no_rows(), 0
+        self.sessions: list[tuple[float, float]] = []
+        self.counts = Counter[type[Record]]()
+        self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
+        self.newest_process: Started | Ended | None = None
+        self._findings, self.is_examined = FindingsFold(), False
+        self.means, self.readings, self.layers, self.figures = SpanMeans(), Readings(), LayerMaps(), Figures()
+        self.output_grads = OutputGradMaps()
+        self._is_ours = False
+        self._offset, self._file_id, self._is_complete = 0, (0, 0), True
+        self.unreadable = ""
+
+    def notes(self, *kinds: type[Record]) -> list[Record]:
+        """Records of these kinds, each kind in the order of the log."""
+        return [record for kind in kinds for record in self._notes[kind]]
+
+    @property
+    def findings(self) -> list[Found]:
+        """The findings of the newest process, the first cause first."""
+        return self._findings.findings
+
+    @property
+    def heat_maps(self) -> list[JsonValue]:
+        """The statistics by layer and by module, for the page."""
+        layers = self.layers.to_json()
+        return [*([layers] if layers else []), *self.output_grads.to_json()]
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Training losses by step; of a long log means over spans. Infinite: not finite."""
+        if self.is_thinned:
+            means = self.means.columns()
+            steps, losses = means["step"], means["loss"]
+        else:
+            steps, losses = column(self.rows, "step"), column(self.rows, "loss")
+        said = ~np.isnan(losses)
+        by_step = dict(zip(steps[said].astype(int).tolist(), losses[said].tolist()))  # a step may have two records
+        return list(by_step.items())
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """Another one after anything was read."""
+        return self.name, self._offset
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether ``rows`` are no longer all that were read."""
+        return self.read_rows > MOST_ROWS
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but a torn line was left at the last look."""
+        return self._is_complete
+
+    def advance(self, *, for_s: float = float("inf")) -> bool:
+        """Reads what is new, for about ``for_s`` seconds. Returns whether there was anything."""
+        until_s = time.perf_counter() + for_s
+        self._is_complete, before = True, self.position
+        try:
+            file = open_file(self.path)
+        except UnreadableFile as error:
+            self.unreadable = error.reason if os.path.lexists(self.path) else ""  # not yet there, or no longer
+            return False
+        with file:
+            seen = os.fstat(file.fileno())
+            if (seen.st_dev, seen.st_ino) != self._file_id or seen.st_size < self._offset:
+                self._begin()
+                self._file_id = (seen.st_dev, seen.st_ino)
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK):
+                rest = b"" if chunk.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
+                chunk += rest
+                if is_too_long(rest):
+                    self.unreadable = f"it has a line of more than {MAX_LINE_BYTES:,} bytes"
+                    self._offset = seen.st_size
+                    break
+                whole = chunk[: chunk.rfind(b"\n") + 1]  # a torn last line is read again when it is complete
+                self._take(whole)
+                self._offset += len(whole)
+                if len(whole) < len(chunk):
+                    break
+                if time.perf_counter() >= until_s:
+                    self._is_complete = file.read(1) == b""
+                    break
+        return before != self.position
+
+    def _take(self, lines: bytes) -> None:
+        """Takes whole lines; a Started record begins a part of its own, for it may go back over steps."""
+        text = b"\n" + lines
+        cuts = [found.start() for found in _STARTED.finditer(text)]
+        for begin, end in zip([0, *cuts], [*cuts, len(text)]):
+            self._take_part(text[begin:end])
+
+    def _take_part(self, lines: bytes) -> None:
+        for record in decoded(_NOTED.findall(lines)).records:
+            self._note(record)
+        for line in _LAYERS.findall(lines):
+            self.layers.take(line)
+        for line in _OUTPUT_GRADS.findall(lines):
+            self.output_grads.take(line)
+        self.figures.take_lines(lines)
+        steps, watched = _rows_of(lines, Step), _rows_of(lines, Watched)
+        self._is_ours = self._is_ours or len(steps) > 0
+        self.is_examined = self.is_examined or len(watched) > 0
+        if self._is_ours:
+            watched[:, _OF_TIME] = np.nan
+        fresh = _sound(np.concatenate([steps, watched]))
+        if not len(fresh):
+            return
+        times = column(fresh, "time_s")
+        begin_s, end_s = self.sessions.pop() if self.sessions else (float(times.min()), 0.0)
+        self.sessions.append((begin_s, max(end_s, float(times.max()))))
+        column(fresh, "order")[:] = np.arange(self.read_rows + 1, self.read_rows + 1 + len(fresh))
+        self.read_rows += len(fresh)
+        self.means.take(fresh)
+        self.rows = by_step(np.concatenate([self.rows, fresh]))
+        if len(self.rows) > MOST_ROWS:
+            self.rows = thinned(self.rows, BUCKETS)
+
+    def _note(self, record: Record) -> None:
+        self.counts[type(record)] += 1
+        self._findings.take(record)
+        self.is_examined = self.is_examined or isinstance(record, Found)
+        if isinstance(record, Started | Ended):
+            self.newest_process = record
+        if isinstance(record, Started):
+            self._go_back_to(record.step)
+            self.sessions.append((record.time_s, record.time_s))
+        elif self.sessions:
+            begin_s, end_s = self.sessions.pop()
+            self.sessions.append((begin_s, max(end_s, record.time_s)))
+        if isinstance(record, Telemetry):
+            self.readings.take(record)
+        elif isinstance(record, NOTED):
+            if isinstance(record, Evaluated | Logged):
+                self.figures.take(record)
+            self._notes[type(record)].append(record)
+
+    def _go_back_to(self, step: int) -> None:
+        self.rows = self.rows[column(self.rows, "step") <= step]
+        self.means.go_back_to(step, self.rows)
+        self.readings.go_back_to(step)
+        self.figures.go_back_to(step)
+        self.layers.go_back_to(step)
+        self.output_grads.go_back_to(step)
+        evaluations = self._notes[Evaluated]
+        kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]
+        evaluations.clear()
+        evaluations.extend(kept)
+
+
+def _sound(rows: Rows) -> Rows:
+    """Without rows whose step or time no run writes, and no chart can show."""
+    steps, times = column(rows, "step"), column(rows, "time_s")
+    return rows[(steps >= 0) & (steps < 2**53) & (np.abs(times) < 1e15)]
+
+
+def _rows_of(lines: bytes, kind: type[Step] | type[Watched]) -> Rows:
+    """The rows of all records of a kind. Those that another version wrote in another order are decoded one by one."""
+    pattern, columns = (_STEP, _OF_STEP) if kind is Step else (_WATCHED, _OF_WATCHED)
+    found: Sequence[Sequence[bytes]] = pattern.findall(lines)
+    beginning = b'\n{"kind":"%b"' % kind.__name__.lower().encode()
+    if len(found) < lines.count(beginning):
+        numbers = np.array(list(_one_by_one(lines, beginning)), dtype=np.float64).reshape(-1, len(columns))
+    else:
+        numbers = _numbers(chain.from_iterable(found)).reshape(-1, len(columns))
+    rows = np.full((len(numbers), len(COLUMNS)), np.nan)
+    rows[:, columns] = numbers
+    return rows
+
+
+def _numbers(texts: Iterable[bytes]) -> NDArray[np.float64]:
+    texts = list(texts)
+    try:
+        numbers = np.array(list(map(float, texts)))
+    except ValueError:
+        return np.array(list(map(_number, texts)))
+    return np.where(np.isfinite(numbers), numbers, np.inf)
+
+
+def _number(text: bytes) -> float:
+    """NaN where nothing is said, infinity for what is not finite."""
+    try:
+        number = float(text)
+    except ValueError:  # null, or a kind of value that another version wrote
+        return np.nan
+    return number if abs(number) < np.inf else np.inf
+
+
+def _one_by_one(lines: bytes, beginning: bytes) -> Iterator[list[float]]:
+    for record in decoded(line for line in lines.split(b"\n") if line.startswith(beginning[1:])).records:
+        if isinstance(record, Step):
+            values = [getattr(record, name) for name in COLUMNS[1:]]
+        elif isinstance(record, Watched):
+            values = [record.time_s, record.step, record.loss, record.grad_norm, record.lr]
+            values += [record.values.get(name) for name in ("step_s", "wait_s")]
+        else:
+            continue
+        yield [_number(b"" if each is None else str(each).encode()) for each in values]

@@ -1,0 +1,58 @@
+"""``report.html``: a run, or several side by side, as one file that needs nothing else and can be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.errors import StorageError
+from trainwright.report.pages.view import RunView
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.storage import write_atomically
+
+NAME = "report.html"
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """Where a report was written, and how large it is."""
+
+    path: Path
+    runs: tuple[str, ...]
+    bytes: int
+    exit_code = 0
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return [f"{self.path}  ({self.bytes:,} bytes)"]
+
+    def to_json(self) -> Mapping[str, JsonValue]:
+        """What ``--json`` prints."""
+        return {"path": str(self.path), "runs": list(self.runs), "bytes": self.bytes}
+
+
+def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport:
+    """Writes the report of these runs: that of one run into its folder, unless ``out`` names a file.
+
+    Raises UsageError for what is no run, StorageError where it cannot be written.
+    """
+    from trainwright.report.pages.render import runs_page  # loads jinja2: when a run is over, not when it starts
+
+    views = [RunView.read(path) for path in runs]
+    text = runs_page(views)
+    path = out or (views[0].folder.path / NAME if len(views) == 1 else Path(NAME))
+    write_atomically(path, text, durable=False)  # it can be made again at any time
+    return WrittenReport(path, tuple(view.name for view in views), len(text.encode()))
+
+
+def leave_report(folder: RunFolder, warn: Callable[[str], None]) -> None:
+    """Writes the report of a run that is over. Whatever goes wrong with it is a warning: the run is not to fail."""
+    try:
+        if folder.log.is_file():
+            write_report([folder.path])
+    except StorageError as error:
+        warn(f"no {NAME}: {error.message} ({error.remedy})")
+    except Exception as error:
+        warn(f"no {NAME}: {type(error).__name__}: {error} (try `trainwright report {folder.path}`)")

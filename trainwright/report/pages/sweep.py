@@ -1,0 +1,57 @@
+"""The page of a sweep: its table, parallel coordinates, the importance of each parameter, and the best recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainwright.report.pages.render import of_every_page, templates
+from trainwright.report.parallel import Coordinate, bars_svg, parallel_coordinates_svg
+from trainwright.runs.printing import readable
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One trial: the cells of the table, and its run folder beside the page, "" for none that has a page."""
+
+    cells: Sequence[str]
+    folder: str = ""
+
+
+def sweep_page(
+    name: str,
+    head: Sequence[str],
+    rows: Sequence[SweepRow],
+    *,
+    coordinates: Sequence[Coordinate],
+    values: Sequence[float],
+    metric: str,
+    is_smaller_better: bool,
+    importance: Mapping[str, float],
+    best_recipe: str,
+    note: str = "",
+) -> str:
+    """Returns the page, which needs nothing else. ``values`` and those of ``coordinates`` are of the same trials."""
+    parallel = (
+        parallel_coordinates_svg(coordinates, values, metric=metric, is_smaller_better=is_smaller_better)
+        if len(values) > 1
+        else ""
+    )
+    bars = bars_svg(importance, title=f"Importance for {metric} (PED-ANOVA)") if importance else ""
+    page = (
+        templates()
+        .get_template("sweep.html")
+        .render(
+            of_every_page("file"),
+            title=name,
+            head=head,
+            rows=rows,
+            parallel=parallel,
+            bars=bars,
+            best_recipe=best_recipe,
+            note=note,
+            data={},
+            live=False,
+        )
+    )
+    return readable(page)

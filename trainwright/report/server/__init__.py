@@ -1,0 +1,1 @@
+"""The pages of runs, live, on a server of this machine."""

@@ -1,0 +1,157 @@
+"""``trainwright serve``: the server as a process of its own, alone or beside a training, which pays nothing for it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+from trainwright.errors import UsageError
+from trainwright.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from trainwright.report.server.server import Guard
+
+PORT = 8787
+"""Tried first, for an address that stays; another one is taken where it is not free."""
+LINGER_S = 60.0
+"""A server beside a training that is over ends when no page was open for so long."""
+_TOKEN, _PARENT = "TRAINWRIGHT_PAGE_TOKEN", "TRAINWRIGHT_PAGE_PARENT"
+"""In the environment, which other users cannot read, as they can a command line."""
+
+STARTED: list[subprocess.Popen[bytes]] = []
+"""Servers beside this process: Python warns of a process that nobody holds while it runs."""
+
+
+def listening(port: int | None) -> socket.socket:
+    """A socket of the loopback that listens at ``port``, or at a free one. Raises UsageError where that is taken."""
+    for each in (PORT, 0) if port is None else (port,):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", each))
+        except (OSError, OverflowError) as error:
+            listener.close()
+            if each == port:
+                raise UsageError(
+                    f"port {port} cannot be used: {error}", remedy="leave --port out, or give another"
+                ) from None
+        else:
+            listener.listen(128)
+            return listener
+    raise AssertionError("unreachable: any free port is none that is taken")
+
+
+def address(listener: socket.socket, token: str, *, run: str | None = None) -> str:
+    """The URL to open: that of all runs, or of one."""
+    port = listener.getsockname()[1]
+    query = urlencode({"token": token} if run is None else {"run": run, "token": token})
+    return f"http://127.0.0.1:{port}/{'' if run is None else 'view'}?{query}"
+
+
+def serve(folders: Sequence[Path], port: int | None, hosts: Sequence[str], say: Callable[[str], None]) -> None:
+    """Serves the runs in these folders until it is interrupted. Raises UsageError for what is no folder."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder", remedy="give the folder of the runs, such as runs, or a run")
+    with listening(port) as listener:
+        token = secrets.token_urlsafe(24)
+        say(f"runs in {', '.join(map(str, folders))}: {address(listener, token)}")
+        port = listener.getsockname()[1]
+        say(f"for a browser on this machine; on another one: ssh -L {port}:127.0.0.1:{port} HOST. Ctrl-C ends it.")
+        run_server(folders, listener, token, hosts)
+
+
+def run_server(
+    folders: Sequence[Path],
+    listener: socket.socket,
+    token: str,
+    hosts: Sequence[str] = (),
+    *,
+    parent: int | None = None,
+) -> None:
+    """Answers until a signal comes, or until ``parent`` is gone and no page is open."""
+    server, guard = make_server(folders, listener, token, hosts)
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent or time.monotonic() - guard.used_s < LINGER_S:
+            time.sleep(1.0)
+        server.should_exit = True
+
+    if parent is not None:
+        threading.Thread(target=end_with_parent, daemon=True).start()
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def make_server(
+    folders: Sequence[Path], listener: socket.socket, token: str, hosts: Sequence[str] = ()
+) -> tuple[Server, Guard]:
+    """What answers at ``listener`` once it runs, and what looks at each request first."""
+    import uvicorn
+
+    from trainwright.report.pages.connections import LimitedConnection
+    from trainwright.report.pages.overview import RunShelf
+    from trainwright.report.server.server import PageServer
+
+    cookie = f"trainwright-{listener.getsockname()[1]}"
+    guard = PageServer(RunShelf(folders)).app(token, hosts=hosts, cookie=cookie)
+    config = uvicorn.Config(
+        guard,
+        http=LimitedConnection,
+        log_level="critical",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config), guard
+
+
+def serve_beside(folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Starts a server of the runs around ``folder`` as a process of its own, and says where the page of that run is.
+
+    It reads files, so a kill of either process does nothing to the other; it ends some time after this one. Whatever
+    goes wrong is said, and training goes on.
+    """
+    token = secrets.token_urlsafe(24)
+    try:
+        with listening(None) as listener:
+            command = [sys.executable, "-m", "trainwright.report.server.serve", str(folder.path.resolve().parent)]
+            process = subprocess.Popen(
+                [*command, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                env={**os.environ, _TOKEN: token, _PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is meant for the training
+            )
+            STARTED.append(process)
+            say(f"page        {address(listener, token, run=folder.path.resolve().name)}")
+    except OSError as error:
+        say(f"no page: {error} (start `trainwright serve {folder.path.parent}` by hand)")
+
+
+def main() -> None:
+    """The process that ``serve_beside`` starts: a folder, and the number of a descriptor that listens."""
+    folder, descriptor = sys.argv[1:]
+    with socket.socket(fileno=int(descriptor)) as listener:
+        run_server([Path(folder)], listener, os.environ[_TOKEN], parent=int(os.environ[_PARENT]))
+
+
+if __name__ == "__main__":
+    main()

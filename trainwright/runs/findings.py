@@ -1,0 +1,93 @@
+"""The findings of a run folder: one list, which terminal, page, list of runs, diagnosis and ``--json`` all show.
+
+The log is the only source. A finding is written in full whenever it is new or its text changes, and withdrawn when it
+no longer holds, so the latest record with a code is the finding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, get_args
+
+from trainwright.runs.records import Found, Record, Started, Withdrawn, to_json
+
+Severity = Literal["critical", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+Stage = Literal["input", "label", "forward", "loss", "backward", "clip", "update", "buffers", "loop"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""The parts of a step, in their order: what goes wrong first causes what goes wrong later."""
+
+
+def rank(found: Found) -> tuple[int, bool, float, int]:
+    """The sort key of findings, the first cause first.
+
+    By severity; then those that name a cause before those that only say what is wrong; then by confidence, in steps of
+    a tenth; then by the part of the step.
+    """
+    return (
+        _position(SEVERITIES, found.severity),
+        not found.names_cause,
+        -round(found.sure, 1),
+        _position(STAGES, found.stage),
+    )
+
+
+def _position(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+class FindingsFold:
+    """Folds the records of a log, in their order, into the findings of the newest process that wrote it."""
+
+    def __init__(self) -> None:
+        self._by_code: dict[str, Found] = {}
+
+    def take(self, record: Record) -> None:
+        """Adds the next record; kinds that say nothing about findings are ignored."""
+        if isinstance(record, Started):
+            self._by_code.clear()
+        elif isinstance(record, Found):
+            self._by_code[record.code] = record
+        elif isinstance(record, Withdrawn):
+            self._by_code.pop(record.code, None)
+
+    @property
+    def findings(self) -> list[Found]:
+        """Each in its latest wording, the first cause first."""
+        return sorted(self._by_code.values(), key=rank)
+
+
+def findings_in(records: Iterable[Record]) -> list[Found]:
+    """The findings that the records of a log hold, the first cause first."""
+    fold = FindingsFold()
+    for record in records:
+        fold.take(record)
+    return fold.findings
+
+
+class FindingsWriter:
+    """Holds the findings of a process and writes each change of them to its log."""
+
+    def __init__(self, write: Callable[[Record], None]) -> None:
+        self._write = write
+        self._by_code: dict[str, Found] = {}
+
+    @property
+    def findings(self) -> list[Found]:
+        """The findings so far, the first cause first."""
+        return sorted(self._by_code.values(), key=rank)
+
+    def get(self, code: str) -> Found | None:
+        """The finding with this code, if there is one."""
+        return self._by_code.get(code)
+
+    def update(self, findings: Iterable[Found], step: int) -> None:
+        """Replaces all findings. ``step`` is the newest step, noted where a finding is withdrawn."""
+        before, self._by_code = self._by_code, {each.code: each for each in findings}
+        for code in before.keys() - self._by_code.keys():
+            self._write(Withdrawn(time_s=time.time(), code=code, step=step))
+        for code, found in self._by_code.items():
+            known = before.get(code)
+            if known is None or to_json(known) != to_json(found):  # as text: NaN in evidence does not equal itself
+                self._write(found)

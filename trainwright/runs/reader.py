@@ -1,0 +1,218 @@
+"""Reads log.jsonl of a run that ended or still runs; a torn last line is no error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from trainwright.errors import UsageError
+from trainwright.runs.files import MAX_LINE_BYTES, is_too_long, lines_of, open_file
+from trainwright.runs.records import (
+    KINDS,
+    Ended,
+    Evaluated,
+    Found,
+    Logged,
+    Record,
+    Skipped,
+    Started,
+    Step,
+    Unknown,
+    Watched,
+    Withdrawn,
+    from_json,
+)
+
+T = TypeVar("T")
+FIRST, END_BYTES = 64, 256 * 2**10
+MOST = 8192
+"""Lines that ``read_newest`` keeps about: some 20 MB."""
+
+
+@dataclass(frozen=True)
+class LogContents:
+    """The content of a log. ``broken_lines`` counts the lines that hold no record, except a torn last one.
+
+    A line longer than ``files.MAX_LINE_BYTES`` is broken, and what follows it is not read.
+
+    ``torn``: the last line was cut off (a kill, a full disk). ``unknown`` counts the records of kinds that only another
+    version knows.
+    """
+
+    records: tuple[Record, ...]
+    broken_lines: int
+    torn: bool
+    unknown: int = 0
+
+
+def read(path: Path | str) -> LogContents:
+    """Reads every record. Raises UsageError when there is no such log."""
+    with _open(Path(path)) as file:
+        return decoded(lines_of(file))
+
+
+def decoded(lines: Iterable[bytes]) -> LogContents:
+    """The records of lines of a log, each with its newline."""
+    records: list[Record] = []
+    broken_lines, torn = 0, False
+    for line in lines:
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif not line.endswith(b"\n") and not is_too_long(line):
+            torn = True
+        elif line.strip():  # a full disk may leave an empty line, which is no loss
+            broken_lines += 1
+    return LogContents(tuple(records), broken_lines, torn, sum(isinstance(each, Unknown) for each in records))
+
+
+def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContents:
+    """Reads the records of the newest process of the run that are of these ``kinds``; of long runs not every step.
+
+    A log of any length is read in memory for about ``MOST`` lines: the lines of other kinds are left out, steps are
+    thinned as they come, and what is left is decoded at the end. Lines that hold no record, or an unknown one, are
+    counted in the whole log. Raises UsageError when there is no such log.
+    """
+    wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
+    others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
+    lines: list[bytes] = []
+    broken_lines, torn, unknown = 0, False, 0
+    with _open(Path(path)) as file:
+        for line in lines_of(file):
+            if line.startswith(_beginning(Started)):
+                lines = []
+            if line.startswith(wanted):
+                lines.append(line)
+            elif not (line.startswith(others) and line.endswith(b"}\n")):
+                odd = decoded([line])
+                lines += [line] if any(isinstance(each, kinds) for each in odd.records) else []
+                broken_lines, torn, unknown = broken_lines + odd.broken_lines, odd.torn, unknown + odd.unknown
+            if len(lines) > MOST:
+                lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
+    found = decoded(lines)
+    return LogContents(found.records, broken_lines + found.broken_lines, torn or found.torn, unknown)
+
+
+def read_end(path: Path | str) -> tuple[Record, ...]:
+    """Reads the records in the last 256 KiB of a log. Raises UsageError when there is no such log."""
+    with _open(Path(path)) as file:
+        file.seek(0, os.SEEK_END)
+        begin = max(0, file.tell() - END_BYTES)
+        file.seek(begin)
+        lines = file.readlines()
+    return decoded(lines[1:] if begin else lines).records  # the first may be cut off
+
+
+def read_begin_s(path: Path | str) -> float | None:
+    """Reads the unix time at which the run began: of the first start in the log. None: its begin holds none.
+
+    The times of files are no such time: a resume writes them again, and so does a copy. Raises UsageError when there is
+    no such log.
+    """
+    with _open(Path(path)) as file:
+        first = decoded(file.read(END_BYTES).splitlines(keepends=True)[:100]).records
+    return next((each.time_s for each in first if isinstance(each, Started) and each.time_s > 0), None)
+
+
+def read_course(path: Path | str) -> tuple[Record, ...]:
+    """Reads what happened to a run over all its processes, without the telemetry and without the facts of the doctor.
+
+    What a resume went back over is left out. Of long runs not every step is read. Raises UsageError when there is no
+    such log.
+    """
+    kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Skipped, Step, Watched)))
+    of_steps = tuple(map(_beginning, (Step, Watched)))
+    lines: list[bytes] = []
+    with _open(Path(path)) as file:
+        for line in lines_of(file):
+            if line.startswith(kinds):
+                lines.append(line)
+            if len(lines) > MOST:
+                lines = _without_half(lines, lambda each: each.startswith(of_steps))
+    course: list[Record] = []
+    for record in decoded(lines).records:
+        if isinstance(record, Started):
+            resumed_at = record.step
+            course = [each for each in course if not isinstance(each, _OF_STEPS) or each.step <= resumed_at]
+        course.append(record)
+    return tuple(course)
+
+
+_OF_STEPS = (Step, Watched, Evaluated, Logged)
+
+
+def _beginning(kind: type[Record]) -> bytes:
+    return f'{{"kind":"{kind.__name__.lower()}"'.encode()
+
+
+def without_half_of_the_steps(records: list[Record]) -> list[Record]:
+    """Returns the records without every other step of their older half; the first 64 records stay."""
+    return _without_half(records, lambda record: isinstance(record, Watched))
+
+
+def _without_half(items: list[T], is_step: Callable[[T], bool]) -> list[T]:
+    half = len(items) // 2
+    return [
+        each for index, each in enumerate(items) if index < FIRST or index >= half or index % 2 or not is_step(each)
+    ]
+
+
+def follow(
+    path: Path | str,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    poll_s: float = 0.5,
+    idle_s: float = float("inf"),
+) -> Iterator[Record]:
+    """Yields every record of a log from its start, then each new one as it is written.
+
+    Ends when the last line is ``Ended``, or when nothing is written for ``idle_s`` seconds by ``clock``. Raises
+    UsageError when there is no such log.
+    """
+    with _open(Path(path)) as file:
+        ended, unfinished, last_s = False, b"", clock()
+        while True:
+            line = unfinished + file.readline(MAX_LINE_BYTES)
+            if line.endswith(b"\n"):
+                unfinished, last_s = b"", clock()
+                record = _record(line)
+                if record is not None:
+                    ended = isinstance(record, Ended)
+                    yield record
+            elif (ended and not line) or is_too_long(line) or clock() - last_s >= idle_s:
+                return
+            else:
+                unfinished = line
+                sleep(poll_s)
+
+
+def steps(records: Iterable[Record]) -> list[Step]:
+    """The steps that led to the run's present state, in order, each step once.
+
+    A resume repeats the steps after its checkpoint: the last record of a step counts. Steps after the resume point
+    that were not trained again do not belong to the present state, and are left out.
+    """
+    by_step: dict[int, Step] = {}
+    for record in records:
+        if isinstance(record, Started):
+            by_step = {number: step for number, step in by_step.items() if number <= record.step}
+        elif isinstance(record, Step):
+            by_step[record.step] = record
+    return [by_step[number] for number in sorted(by_step)]
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.is_dir() or not os.path.lexists(path):
+        raise UsageError(f"{path} is not a log", remedy="give the log.jsonl of a run folder (runs/<name>/log.jsonl)")
+    return open_file(path)
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return from_json(line.decode())
+    except ValueError:
+        return None

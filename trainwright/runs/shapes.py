@@ -1,0 +1,196 @@
+"""The shapes of the JSON files of a run folder, as far as they are read: a file of another shape is refused as a whole.
+
+Values may be of any size, and fields that another version adds are kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from trainwright.runs.files import UnreadableFile, read_json
+
+Number = int | float | Literal["NaN", "Infinity", "-Infinity"]
+"""As ``json_values.strict`` writes it."""
+
+
+class FileShape(BaseModel):
+    """Base of all shapes. Nothing is converted: ``"5"`` is no number."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+ShapeT = TypeVar("ShapeT", bound=FileShape)
+
+
+class ExtentShape(FileShape):
+    """How long a run is planned: ``steps`` or ``seconds``."""
+
+    steps: int | None = None
+    seconds: Number | None = None
+
+
+class PlanNote(FileShape):
+    """Why something was planned as it is."""
+
+    topic: str = ""
+    choice: str = ""
+    why: str = ""
+
+
+class PlanFile(FileShape):
+    """plan.json."""
+
+    device: str = ""
+    precision: str = ""
+    threads: int = 0
+    parameters: int | None = None
+    extent: ExtentShape | None = None
+    memory_bytes: dict[str, int] | None = None
+    expected_loss: Number | None = None
+    notes: list[PlanNote] = []
+
+
+class GitState(FileShape):
+    """The state of the project that a run was started in."""
+
+    commit: str | None
+    dirty: bool | None
+    diff_sha256: str | None
+
+
+class Packages(FileShape):
+    """What was installed."""
+
+    versions: dict[str, str]
+    count: int
+    sha256: str
+
+
+class LaunchShape(FileShape):
+    """The launch that a run belongs to."""
+
+    job: str = ""
+    call: int = 0
+
+
+class ObjectsShape(FileShape):
+    """How the objects of a run of ``tw.fit`` are made again: by ``function``; else ``reason`` says why not."""
+
+    function: str | None
+    reason: str
+    is_seeded: bool
+
+
+class SeedsShape(FileShape):
+    """The seeds of a run."""
+
+    seed: int | None = None
+
+
+class ProvenanceFile(FileShape):
+    """provenance.json."""
+
+    command: list[str] = []
+    git: GitState | None = None
+    sources: dict[str, str | None] | None = None
+    python: str | None = None
+    hostname: str | None = None
+    driver: str | None = None
+    packages: Packages | None = None
+    environment: dict[str, str] | None = None
+    data: dict[str, str | None] | None = None
+    launch: LaunchShape | None = None
+    objects: ObjectsShape | None = None
+    seeds: SeedsShape | None = None
+
+
+class ModuleShape(FileShape):
+    """A module of a model, or ``count`` equal ones in a row."""
+
+    name: str
+    kind: str
+    last: str
+    parameters: int
+    trained: int
+    count: int
+    children: list[ModuleShape]
+
+
+class ModelFile(FileShape):
+    """model.json."""
+
+    modules: list[ModuleShape] = []
+    reference_losses: dict[str, JsonValue] = {}
+
+
+class OperatorShape(FileShape):
+    """The time of an operator."""
+
+    op: str
+    phase: str
+    calls: Number
+    host_s: Number
+    device_s: Number
+
+
+class ModuleTimeShape(FileShape):
+    """The time of a module."""
+
+    path: str
+    kind: str
+    forward_s: Number
+    backward_s: Number
+
+
+class ProfileFactsShape(FileShape):
+    """What was measured of a step."""
+
+    steps: int
+    step_s: float
+    precision: str
+    phases: dict[str, float]
+    memory: list[int]
+    operators: list[OperatorShape]
+    modules: list[ModuleTimeShape]
+    trace: str | None
+
+
+class ProfileVerdictShape(FileShape):
+    """What bounds a step, and why."""
+
+    headline: str
+    evidence: list[str]
+
+
+class ProfileFile(FileShape):
+    """profile.json."""
+
+    facts: ProfileFactsShape
+    verdict: ProfileVerdictShape
+    next: str
+    advice: list[str]
+
+
+class CrashLoopFile(FileShape):
+    """bundle.json of a run that died in one step again and again."""
+
+    step: int
+    checkpoint: str | None = None
+
+
+def read_as(path: Path, shape: type[ShapeT]) -> ShapeT:
+    """Reads a JSON file of this shape. Raises UnreadableFile for any other."""
+    try:
+        return shape.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UnreadableFile(path, f"{where + ': ' if where else ''}{first['msg']}"[:300]) from None
+
+
+def read_object(path: Path, shape: type[ShapeT]) -> dict[str, Any]:
+    """Reads a JSON file of this shape as it was written. Raises UnreadableFile for any other."""
+    return read_as(path, shape).model_dump(exclude_unset=True)

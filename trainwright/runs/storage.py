@@ -1,0 +1,115 @@
+"""Translates operating-system errors on the run folder into a sentence with a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+from trainwright.errors import StorageError
+from trainwright.runs.drafts import draft_of
+
+_MEANING = {
+    errno.ENOSPC: (
+        "the disk is full",
+        "free space on that disk, or start the run in a folder on another one",
+    ),
+    errno.EDQUOT: ("your disk quota is used up", "free space, or start the run in a folder on another disk"),
+    errno.EFBIG: ("the file would exceed the size limit", "raise the limit (ulimit -f)"),
+    errno.EACCES: ("permission denied", "choose a folder that you may write, or change its permissions"),
+    errno.EPERM: ("permission denied", "choose a folder that you may write, or change its permissions"),
+    errno.EROFS: ("the file system is read-only", "choose a folder on a disk that may be written"),
+    errno.ENOENT: ("the folder does not exist", "restore the folder, or start the run in another one"),
+    errno.ENOTDIR: ("a part of the path is a file", "choose another folder, or move that file away"),
+    errno.EEXIST: ("a file is in the way", "choose another folder, or move that file away"),
+    errno.EISDIR: ("a folder is in the way", "choose another name, or move that folder away"),
+    errno.EIO: (
+        "the disk reports a hardware or network error",
+        "check the disk (dmesg) or the network mount",
+    ),
+    errno.ESTALE: ("the network mount has gone stale", "mount it again"),
+    errno.ELOOP: ("it is a symbolic link", "remove that link: a run writes to files of its own only"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter name"),
+}
+
+
+def storage_error(error: OSError, path: Path, doing: str) -> StorageError:
+    """The error to raise when ``doing`` (a verb such as "write") failed on ``path``."""
+    what, remedy = _MEANING.get(error.errno or 0, (error.strerror or str(error), "check the disk and the path"))
+    return StorageError(f"cannot {doing} {path}: {what}", remedy=remedy)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens or creates a file of a run folder for writing, and returns its descriptor. No link is followed.
+
+    Raises OSError, and StorageError for what is no file (a device such as /dev/null may be meant) or has another name:
+    what is written would reach a file elsewhere.
+    """
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last one for a pipe that nobody reads
+    fd = os.open(path, flags, 0o644)
+    seen = os.fstat(fd)
+    is_file = stat.S_ISREG(seen.st_mode) or stat.S_ISCHR(seen.st_mode)
+    if is_file and seen.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    if not is_file:
+        raise StorageError(f"cannot write {path}: it is no regular file", remedy="move it away")
+    raise StorageError(
+        f"cannot write {path}: it is a hard link, so another file would be written too",
+        remedy=f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}",
+    )
+
+
+def make_subfolder(path: Path) -> None:
+    """Makes a folder inside of a run folder. Raises OSError, and StorageError where a link has its place.
+
+    A link may lead anywhere: in a run folder of somebody else, to a folder of the user's own. Checkpoints, which are
+    large, are the exception: their folder may be a link to another disk.
+    """
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise StorageError(
+            f"cannot write into {path}: it is a symbolic link",
+            remedy="remove that link",
+        )
+
+
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Writes a text file as a whole. Raises StorageError. A ``durable`` one survives a power failure.
+
+    A link at its place, or at that of the draft, is replaced and not followed.
+    """
+    draft = draft_of(path)
+    try:
+        draft.unlink(missing_ok=True)  # of an earlier process with the same id
+        with draft.open("x", encoding="utf-8", newline="\n") as file:  # follows no link
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+        if durable:
+            _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise storage_error(error, path, "write") from error
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes a rename in ``path`` survive a power failure."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def deleted_error(path: Path) -> StorageError:
+    """The error for a file that was deleted while it was open: writes to it would succeed and be lost."""
+    return StorageError(
+        f"cannot write {path}: the file or its folder was deleted while the run was writing to it",
+        remedy="resume from the newest checkpoint that is left, or start the run in another folder",
+    )

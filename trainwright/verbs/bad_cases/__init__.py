@@ -1,7 +1,0 @@
-"""``tw.bad_cases`` and ``trainwright errors``: where a model is wrong, and which labels are."""
-
-from __future__ import annotations
-
-from trainwright.verbs.bad_cases.find import bad_cases as bad_cases
-from trainwright.verbs.bad_cases.find import errors_in_folds as errors_in_folds
-from trainwright.verbs.bad_cases.find import errors_of_run as errors_of_run

@@ -1,7 +1,0 @@
-"""``ladder``: from a float32 baseline to a fast run, one change at a time."""
-
-from __future__ import annotations
-
-from trainwright.verbs.ladder.climb import ladder as ladder
-
-__all__ = ["ladder"]
