@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW
 
 from tests import forked
 from tests.rows import each_row
-from trainwright.checkpoint.checkpoint import capture, commit, load_checkpoint, save_checkpoint
+from trainwright.checkpoint.checkpoint import capture, commit, load_checkpoint, read_run_metadata, save_checkpoint
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.ledger import SkippedStep
 from trainwright.checkpoint.manifest import verify, write_manifest
@@ -366,3 +366,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="could not be written"):
         save_checkpoint(state_at(1), tmp_path / "file" / "checkpoints")
+
+
+def test_the_metadata_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    metadata = {"recipe": {"seed": 1}, "plan": {}, "provenance": {}}
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"model": {}, "papers": metadata}))
+    assert read_run_metadata(folder) == metadata

@@ -296,11 +296,11 @@ FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a part of a random state": (rewritten(wrong_random_state), "RuntimeError"),
 }
 METADATA = {
-    "no recipe": (forged("papers.recipe"), "KeyError: 'recipe'"),
-    "no plan": (forged("papers.plan", "as before"), "papers.plan is 'as before', not a mapping"),
-    "threads": (forged("papers.plan.threads", "2"), "papers.plan.threads is '2', not a"),
-    "precision": (forged("papers.plan.precision", "fp64"), "papers.plan.precision is 'fp64', not fp32 or "),
-    "model": (forged("papers.recipe.model.use", ["mlp"]), "papers.recipe.model.use is ['mlp'], not a text"),
+    "no recipe": (forged("metadata.recipe"), "KeyError: 'recipe'"),
+    "no plan": (forged("metadata.plan", "as before"), "metadata.plan is 'as before', not a mapping"),
+    "threads": (forged("metadata.plan.threads", "2"), "metadata.plan.threads is '2', not a"),
+    "precision": (forged("metadata.plan.precision", "fp64"), "metadata.plan.precision is 'fp64', not fp32 or "),
+    "model": (forged("metadata.recipe.model.use", ["mlp"]), "metadata.recipe.model.use is ['mlp'], not a text"),
 }
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda it: flip(it / "rest.safetensors"), "rest.safetensors is damaged"),
@@ -435,7 +435,7 @@ def test_every_difference_of_two_checkpoints_is_named(run: Path) -> None:
     save_file(tensors, two / "model.safetensors")
     values = json.loads((two / "state.json").read_text())
     values["rest"]["counters"]["elapsed_s"] = 7.0
-    values["papers"] = {"another": "time"}
+    values["metadata"] = {"another": "time"}
     (two / "state.json").write_text(json.dumps(values))
     tensor, value = differences(one, two)
     assert tensor.what == f"model {name}" and tensor.largest == pytest.approx(0.5)

@@ -74,7 +74,9 @@ def capture(
     own = _part_of(state, staging)
     copies, values, trained = own if state.stages.size == 1 else bring_together(own, state.stages)
     parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
-    return CheckpointData(state.step, parts["model"], parts["rest"], {**values, "papers": run_metadata or {}}, trained)
+    return CheckpointData(
+        state.step, parts["model"], parts["rest"], {**values, "metadata": run_metadata or {}}, trained
+    )
 
 
 def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
@@ -258,7 +260,7 @@ def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 def read_run_metadata(path: Path) -> StateDict:
     """Recipe, plan and provenance that a verified checkpoint was saved with."""
     with raising_checkpoint_error(path):
-        metadata = read_state(path)["papers"]
+        metadata = read_state(path)["metadata"]
         return {name: metadata[name] for name in ("recipe", "plan", "provenance")}
 
 

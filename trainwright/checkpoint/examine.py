@@ -113,7 +113,7 @@ def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
             if (found := _between(ours.get(name), theirs.get(name))) is not None:
                 yield CheckpointDifference(f"{part} {name}", *found)
     ours, theirs = map(read_state, (one, two))
-    for name in sorted({*ours, *theirs} - {"papers"}):
+    for name in sorted({*ours, *theirs} - {"metadata"}):
         yield from _unequal(name, ours.get(name), theirs.get(name))
 
 

@@ -89,6 +89,8 @@ def read_state(checkpoint: Path) -> StateDict:
         raise not_ours(checkpoint, f"state.json: {error.reason}") from None
     if not isinstance(state, dict):
         raise not_ours(checkpoint, "state.json is no mapping")
+    if "papers" in state and "metadata" not in state:  # the name that earlier versions wrote
+        state["metadata"] = state.pop("papers")
     return state
 
 

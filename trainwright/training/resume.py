@@ -225,7 +225,7 @@ def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
 
 def _require_resumable(checkpoint: Path) -> None:
     require_whole(checkpoint)
-    for problem in wrong(read_run_metadata(checkpoint), METADATA, "state.json: papers"):
+    for problem in wrong(read_run_metadata(checkpoint), METADATA, "state.json: metadata"):
         raise not_ours(checkpoint, problem)
 
 
