@@ -47,6 +47,7 @@ class CallsFacts:
         again: Updates without a backward pass since the update before.
         split_windows: (step, backward passes before the end of an epoch, backward passes in all) of steps during which
             an epoch ended.
+        idle_scalers: Enabled GradScalers that the watch was given and that have scaled no loss.
         accumulation: The number of micro-batches that the watch was told.
         carried: By optimizer, the norm of the gradients that existed when the last step began.
         moved, steps_seen: Before the first step only: whether a weight changed, and optimizers that stepped.
@@ -62,6 +63,7 @@ class CallsFacts:
     scaled_clips: int = 0
     scaled_clip: ScaledClip | None = None
     split_windows: tuple[tuple[int, int, int], ...] = ()
+    idle_scalers: int = 0
     accumulation: int | None = None
     carried: tuple[float, ...] = ()
     backwards: int = 0

@@ -42,6 +42,8 @@ class Calls(Probe):
         self._stepped_at: dict[int, int] = {}
         self._compared: Counter[tuple[int, int]] = Counter()
         self._depth = self._backwards = self._since = self._split = self._doubles = self._again = 0
+        self._scalers = [each for each in watched.scalers if isinstance(each, GradScaler) and each.is_enabled()]
+        self._has_scaled: set[int] = set()
         self._scale: Tensor | None = None  # of losses whose gradients are not unscaled yet
         self._unscaled: set[int] = set()
         self._scaled_clips = 0
@@ -65,6 +67,7 @@ class Calls(Probe):
         self._split = self._split or self._since
 
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
+        self._has_scaled.add(id(scaler))
         if scaled is not loss:
             self._scale = scaler._scale if isinstance(scaler, GradScaler) else None
 
@@ -132,6 +135,7 @@ class Calls(Probe):
             scaled_clips=self._scaled_clips,
             scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
             split_windows=tuple(self._split_windows),
+            idle_scalers=sum(id(each) not in self._has_scaled for each in self._scalers),
             accumulation=self._declared,
             carried=self._carried(self._last) if self._last is not None else (),
             backwards=self._backwards,
