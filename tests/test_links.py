@@ -15,6 +15,10 @@ PAGES = [
     *sorted((ROOT / "trainwright").rglob("*.md")),
 ]
 LINK = re.compile(r"!?\[[^\]\n]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+ABSOLUTE = re.compile(
+    r"https://(?:github\.com/trainwright/trainwright/blob|raw\.githubusercontent\.com/trainwright/trainwright)/main/"
+)
+"""Links of README.md, which the package index shows, to files of the repository."""
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
@@ -38,9 +42,9 @@ def anchors(page: Path) -> set[str]:
 def dead_links(page: Path) -> Iterator[str]:
     """The links of a page within the repository that lead nowhere."""
     for target in LINK.findall(without_code(page.read_text())):
-        if re.match(r"[a-z][a-z+.-]*:", target):
+        path, _, anchor = ABSOLUTE.sub(f"{ROOT}/", target).partition("#")
+        if re.match(r"[a-z][a-z+.-]*:", path):
             continue
-        path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         if not file.exists():
             yield f"{target}: there is no {path}"
@@ -62,3 +66,9 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     )
     found = [line.split(":")[0] for line in dead_links(page)]
     assert found == ["none.md", "page.md#no", "none.png"]
+
+
+def test_the_readme_has_only_links_that_work_on_the_package_index() -> None:
+    assert [
+        target for target in LINK.findall((ROOT / "README.md").read_text()) if not target.startswith("https://")
+    ] == []

@@ -240,7 +240,7 @@ def test_a_page_has_the_title_of_its_entry_in_the_navigation() -> None:
 
 
 def test_the_readme_leads_to_the_documentation() -> None:
-    assert "](docs/index.md)" in README
+    assert "/blob/main/docs/index.md)" in README
 
 
 def test_the_readme_names_every_extra() -> None:
