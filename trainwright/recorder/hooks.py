@@ -276,11 +276,11 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         options = dict(zip(_OF_BACKWARD, args)) | kwargs if args else kwargs
         tell("on_backward", losses, options)
-        inside.backward += 1
+        inside.enter("backward")
         try:
             result = original(tensors, *args, **kwargs)
         finally:
-            inside.backward -= 1
+            inside.leave("backward")
         tell("on_gradients")
         return result
 
@@ -304,11 +304,11 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
         names = ("grad_outputs", "retain_graph", "create_graph")
         if not inside.grad and not inside.backward:
             tell("on_autograd_grad", outputs, inputs, dict(zip(names, args)) | kwargs)
-        inside.grad += 1
+        inside.enter("grad")
         try:
             return original(outputs, inputs, *args, **kwargs)
         finally:
-            inside.grad -= 1
+            inside.leave("grad")
 
     return grad
 
@@ -397,11 +397,11 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
 
 def _wrap_schedule(original: TorchFunction) -> TorchFunction:
     def step(self: object, *args: object, **kwargs: object) -> object:
-        inside.schedule += 1  # a SequentialLR steps others inside
+        inside.enter("schedule")  # a SequentialLR steps others inside
         try:
             result = original(self, *args, **kwargs)
         finally:
-            inside.schedule -= 1
+            inside.leave("schedule")
         if not inside.schedule:
             if args or kwargs:
                 tell("on_metric", self, (*args, *kwargs.values())[0])

@@ -213,5 +213,11 @@ class CallDepth(threading.local):
     backward = grad = schedule = objects = 0
     listeners = False
 
+    def enter(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) + 1)
+
+    def leave(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) - 1)
+
 
 inside = CallDepth()

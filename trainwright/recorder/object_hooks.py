@@ -26,11 +26,11 @@ def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Call
         def call(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling() or inside.objects or not has_listeners():
                 return original(*args, **kwargs)
-            inside.objects += 1
+            inside.enter("objects")
             try:
                 result = original(*args, **kwargs)
             finally:
-                inside.objects -= 1
+                inside.leave("objects")
             tell(event, *arguments(result, *args, **kwargs))
             return result
 

@@ -247,8 +247,7 @@ class LossCalls:
         if self._slot_of is None:
             return
         if result.grad_fn is not None:
-            metadata = cast("dict[str, object]", result.grad_fn.metadata)  # not by node: that would hold the graph
-            metadata[_MADE] = plain, self._line()
+            _notes_of(result.grad_fn)[_MADE] = plain, self._line()
         if plain in SUMS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
                 op = self._without_graph.get(each)
@@ -403,10 +402,8 @@ class LossCalls:
         for node in waiting:  # grows while it is walked
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
                 waiting += [following for following, _ in node.next_functions]
-            elif node is not None and len(self._reach) < MAX_CALLS:
-                made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_MADE)
-                if made is not None:
-                    self._reach.append((made, leaves_behind(node)))
+            elif node is not None and _MADE in (notes := _notes_of(node)) and len(self._reach) < MAX_CALLS:
+                self._reach.append((notes[_MADE], leaves_behind(node)))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """An optimizer updates these."""
@@ -469,6 +466,11 @@ def _length_of_sequences(x: Tensor, target: Tensor) -> int:
     shapes = [target.shape, *(each.shape[:2] for each in before if each.dim() in (2, 3))]
     known = (int(each[1]) for each in shapes if len(each) == 2 and each[1] and target.numel() % each[1] == 0)
     return next(known, 0) if target.dim() in (1, 2) else 0
+
+
+def _notes_of(node: Node) -> dict[str, tuple[str, str | None]]:
+    """What is noted at a node of the graph itself: to know it by the node would hold the graph."""
+    return cast("dict[str, tuple[str, str | None]]", node.metadata)
 
 
 def leaves_behind(node: Node) -> set[int]:
