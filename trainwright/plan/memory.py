@@ -1,4 +1,4 @@
-"""Memory of a run by arithmetic: what weights, gradients and optimizer state weigh."""
+"""Memory of a run by arithmetic: weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ def memory_bytes(
     shard: int = 1,
     zero: int = 3,
 ) -> dict[str, int]:
-    """Bytes by kind for one rank with fp32 weights: all that a step holds, if it held all at once.
+    """Return bytes by kind for one rank with fp32 weights: what a step would hold if it held everything at once.
 
-    ``activations`` are those measured on one micro-batch. ``average`` is the size of the moving average of the weights,
-    which counts as weights, and ``inputs`` that of the batch.
+    ``activations`` are the bytes measured on one micro-batch. ``average`` is the size of the moving average of the
+    weights, which counts as weights, and ``inputs`` the size of the batch.
 
-    Of ``shard`` ranks each holds one part of everything; with ``zero`` 1 and 2 the whole weights as well, with 1 the
-    whole gradients. The weights of one block that are gathered while it computes are left out.
+    Each of ``shard`` ranks holds one part of everything; with ``zero`` 1 and 2 also the full weights, with 1 also the
+    full gradients. The weights of one block that are gathered while it computes are not counted.
 
-    An ``offloaded`` optimizer keeps nothing on the device. An optimizer of the user's own counts as AdamW. Temporaries
-    of kernels and the framework are left out.
+    An ``offloaded`` optimizer keeps nothing on the device. A custom optimizer counts as AdamW. Temporaries of kernels
+    and
+    of the framework are not counted.
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
@@ -50,5 +51,5 @@ def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
 
 
 def room_for_logits(usable_bytes: int, held_bytes: int) -> int:
-    """Bytes of logits that fit beside ``held_bytes`` of weights, gradients and optimizer, and other activations."""
+    """Return the bytes of logits that fit beside ``held_bytes`` of state and beside other activations."""
     return max(0, int(SHARE_OF_LOGITS * (usable_bytes - held_bytes)))

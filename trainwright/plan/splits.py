@@ -1,4 +1,4 @@
-"""Whether a model can be cut as a layout asks, by arithmetic: before any process meets another."""
+"""Checks by arithmetic that a model can be divided as a layout requires, before any process group exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNTIE = "write model.args.tied: false, for a model of transformers model.args.ti
 
 @dataclass(frozen=True)
 class Cut:
-    """Something of ``size`` equal things that tensor parallelism divides evenly among its ranks."""
+    """A dimension of ``size`` equal parts that tensor parallelism divides evenly among its ranks."""
 
     what: str
     size: int
@@ -26,11 +26,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model limits its layouts.
+    """The properties of a model that limit its layouts.
 
     ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: its plan says where the sequence is cut. ``blocks``
-    is what a pipeline divides, None where the model cannot be cut into stages; ``by_table``: a table says how, and not
-    the model itself; ``is_tied``: its ends share a weight.
+    is the number of blocks that a pipeline divides, None if the model cannot be cut into stages; ``by_table``: a table
+    and not the model defines the stages; ``is_tied``: input and output layer share a weight.
     ``takes_parts``: it can compute a part of a sequence.
     """
 
@@ -44,7 +44,7 @@ class ModelShape:
 
 
 def require_fitting(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> None:
-    """Raises RecipeError with every reason why a run cannot be laid out so, and the nearest that works."""
+    """Raise RecipeError with every reason why a run cannot have this layout, and the nearest that works."""
     axes = (_of_tensor, _of_pipeline, _of_context)
     if problems := [problem for of_axis in axes for problem in of_axis(recipe, degrees, shape)]:
         raise RecipeError(problems)
@@ -127,7 +127,7 @@ def _of_context(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator
 
 
 def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
-    """What works with none of the axes along which ranks share their samples, or was not shown to."""
+    """Yield settings that do not work with any axis along which ranks share their samples."""
     model = recipe.model
     if model.compile:
         yield _refused("model.compile", "true", axis, "leave it out")
@@ -150,7 +150,7 @@ def _refused(path: str, got: str, axis: str, remedy: str) -> Problem:
 
 
 def nearest_divisor(sizes: Sequence[int], asked: int) -> int:
-    """The number nearest to ``asked``, by ratio, that divides all of ``sizes``; the smaller one of two."""
+    """Return the number nearest to ``asked``, by ratio, that divides all of ``sizes``; the smaller one of two."""
     common = math.gcd(*sizes)
     divisors = [number for number in range(1, common + 1) if common % number == 0]
     return min(divisors, key=lambda number: (abs(math.log(number / asked)), number))

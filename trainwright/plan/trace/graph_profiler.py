@@ -23,7 +23,7 @@ _HAS_HOOKS, _IS_NONE = "hooks have already been set", "with value None"
 
 
 class GraphProfiler:
-    """Watches one forward pass of ``model``; ``read`` then profiles the graph that it made. To be used once.
+    """Observes one forward pass of ``model``; ``read`` then profiles its autograd graph. Use it once.
 
     Costs hooks at each module call, and keeps the inputs of modules alive until it is closed.
     """
@@ -53,7 +53,8 @@ class GraphProfiler:
             self.outputs.setdefault(self.paths.stack[-1], tuple(first.shape))
 
     def read(self, loss: Tensor, data: object, resident: Iterable[Tensor] = ()) -> GraphProfile:
-        """The profile of the forward pass that ends in ``loss``. ``resident`` are further tensors that always exist.
+        """Return the profile of the forward pass that ends in ``loss``. ``resident`` are further tensors that always
+        exist.
 
         The graph stays usable: the backward pass can still run.
         """
@@ -61,12 +62,12 @@ class GraphProfiler:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         nodes = _in_order(loss)
         places = {node: index for index, node in enumerate(nodes)}
-        with _disable_current_modes():  # else a number that is saved as a tensor reaches the hooks as a number
+        with _disable_current_modes():  # otherwise a number saved as a tensor reaches the hooks as a number
             profiled = tuple(self._node(node, places, names, storages) for node in nodes)
         return GraphProfile(tuple(self._modules(storages)), profiled)
 
     def close(self) -> None:
-        """Removes the hooks and releases the tensors."""
+        """Remove the hooks and release the tensors."""
         self.paths.close()
         self.inputs.clear()
 
@@ -109,7 +110,7 @@ class GraphProfiler:
 
 
 class _Storages:
-    """Numbers storages in the order in which they are met, and knows the role of each. Keeps them alive."""
+    """Numbers storages in the order of their first use, with the role of each. Keeps them alive."""
 
     def __init__(self, model: nn.Module, data: object, resident: Iterable[Tensor]) -> None:
         self._numbers: dict[int, int] = {}
@@ -126,7 +127,7 @@ class _Storages:
                 self._roles.setdefault(self._number(tensor), role)
 
     def saved(self, name: str, tensor: Tensor) -> SavedTensor:
-        """The record of a saved tensor that autograd calls ``name``."""
+        """Return the record of a tensor that autograd saved as ``name``."""
         number = self._number(tensor)
         return SavedTensor(name, number, tensor.untyped_storage().nbytes(), self._roles.get(number, "activations"))
 
@@ -138,7 +139,7 @@ class _Storages:
 
 
 def _in_order(loss: Tensor) -> list[AutogradNode]:
-    """All nodes that ``loss`` depends on: in the order of the forward pass, then those that accumulate gradients."""
+    """Return all nodes that ``loss`` depends on in the order of the forward pass, gradient accumulators last."""
     found: dict[AutogradNode, None] = {}
     waiting: list[AutogradNode | None] = [loss.grad_fn]
     while waiting:
@@ -150,10 +151,10 @@ def _in_order(loss: Tensor) -> list[AutogradNode]:
 
 
 def _saved(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
-    """The saved tensors of a node, by name; and how many of them saved-tensor hooks have packed.
+    """Return the saved tensors of a node by name, and the number of those that saved-tensor hooks have packed.
 
     Reading ``_saved_*`` would unpack them, and so run a checkpointed block again. A hook that is set on a saved tensor
-    gets the tensor without unpacking; torch refuses it where there is one already.
+    gets the tensor without unpacking; torch refuses it if there is one already.
     """
     found: list[tuple[str, Tensor]] = []
     hidden = 0
@@ -181,5 +182,5 @@ def _identity(packed: Tensor) -> Tensor:
 
 
 def _values(output: object) -> object:
-    """The values of a ModelOutput, which not every version of torch treats as a pytree."""
+    """Return the values of a ModelOutput, which not every version of torch treats as a pytree."""
     return tuple(output.values()) if isinstance(output, dict) else output

@@ -1,8 +1,8 @@
-"""What a library's operator allocates inside: measured by calling it on zeros while torch's allocator is recorded.
+"""Measures what a library's operator allocates inside, by calling it on zeros while torch's allocator is recorded.
 
 oneDNN's formats, paddings and buffers depend on its version, the processor and the shapes, so no formula gives them.
 A call that would be large is replaced by two with fewer rows: each allocation grows linearly with the rows. The
-allocations are recorded by torch's older profiler, a private part; without it the memory inside stays unknown.
+allocations are recorded by torch's older profiler, which is private; without it the memory inside stays unknown.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ class TensorShape(NamedTuple):
 
 
 Described = tuple[object, ...]
-"""Arguments that can be compared: a ``TensorShape`` for each tensor, a tuple for each list, other values as they are.
-"""
+"""Comparable arguments: a ``TensorShape`` for each tensor, a tuple for each list, other values unchanged."""
 
 
 class KernelMemory(NamedTuple):
-    """Bytes that one call allocates: ``scratch`` only inside the call; ``left`` is all that remains after it.
+    """Bytes that one call allocates: ``scratch`` only inside the call; ``left`` remains after it.
 
-    ``left`` is the outputs and what is hidden behind them. Not ``exact``: the call was too large to make, and two
-    smaller ones differ in more than size.
+    ``left`` includes the outputs and hidden memory. If not ``exact``, the call was too large to make, and two smaller
+    ones differ in more than size.
     """
 
     scratch: int
@@ -60,7 +59,7 @@ class Rows(NamedTuple):
 
 
 def measure_kernel_memory(op: OpOverload, args: OpArgs, rows: Rows) -> KernelMemory | None:
-    """What a call with such arguments allocates; None where allocations cannot be recorded."""
+    """Return what a call with these arguments allocates, or None if allocations cannot be recorded."""
     count = args[rows.places[0]].shape[0]
     size = sum(args[place].nbytes for place in rows.places) / max(1, count)
     most = max(1, int(min(MOST_FLOPS / max(1, rows.flops), MOST_BYTES / max(1, size))))
@@ -84,7 +83,7 @@ def _summed(changes: Sequence[int]) -> KernelMemory:
 
 
 def _described(args: OpArgs, rows: Rows, count: int) -> Described:
-    """The arguments as they are with ``count`` rows."""
+    """Return comparable arguments with ``count`` rows."""
     return tuple(_argument(arg, count if place in rows.places else None) for place, arg in enumerate(args))
 
 
@@ -97,8 +96,8 @@ def _argument(arg: object, count: int | None) -> object:
 
 @lru_cache(maxsize=1024)
 def _allocations(op: OpOverload, described: Described) -> tuple[int, ...] | None:
-    """The allocations of one real call on zeros, as ``_recorded`` returns them."""
-    with without_fake_tensors(), torch.enable_grad():  # an LSTM makes its workspace only where gradients are
+    """Return the allocations of one real call on zeros, as ``_recorded`` does."""
+    with without_fake_tensors(), torch.enable_grad():  # an LSTM makes its workspace only if gradients are enabled
         args: list[Any] = [_made(each) for each in described]
         if op._overloadpacket is aten.mkldnn_rnn_layer_backward:
             args[-1] = _workspace(args)
@@ -112,7 +111,7 @@ def _made(described: object) -> object:
 
 
 def _workspace(args: Sequence[Any]) -> Tensor:
-    """What the LSTM's forward pass keeps for ``args`` of its backward pass."""
+    """Return what the LSTM's forward pass keeps for ``args`` of its backward pass."""
     backward, mode, hidden, layers, has_biases, train, both, sizes, first = args[13:22]
     made = aten.mkldnn_rnn_layer(*args[:7], backward, sizes, mode, hidden, layers, has_biases, both, first, train)
     workspace: Tensor = made[3]
@@ -120,7 +119,7 @@ def _workspace(args: Sequence[Any]) -> Tensor:
 
 
 def _recorded(call: Callable[[], object]) -> tuple[int, ...] | None:
-    """Each allocation of the call in order, releases as negative numbers, in bytes."""
+    """Return each allocation of the call in order in bytes, releases as negative numbers."""
     private: Any = torch.autograd
     try:
         from torch._C._profiler import _ExperimentalConfig
@@ -140,5 +139,5 @@ def _recorded(call: Callable[[], object]) -> tuple[int, ...] | None:
 
 
 def flops_per_row(positions: Sequence[int], *weights: Tensor) -> float:
-    """FLOPs of one row: each position is multiplied with each weight once."""
+    """Return the FLOPs of one row: each position is multiplied with each weight once."""
     return 2.0 * prod(positions) * sum(weight.numel() for weight in weights)

@@ -1,6 +1,6 @@
 """Decides what a recipe leaves open before a run is built: micro-batch, activation checkpointing, optimizer offload.
 
-The decision is a function of the recipe, the samples and the device that is passed in, so that the same device gives
+The decision is a function of the recipe, the samples and the device that is passed, so that the same device gives
 the same decision. A run stores it (``Resolved.to_json``), and a resumed run reads it back (``resolved_before``).
 """
 
@@ -42,9 +42,9 @@ CHECKPOINTING = "model.activation_checkpointing"
 class Resolved:
     """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
-    ``planned`` is the activation checkpointing for ``build_parts``, None where the recipe names a fixed policy.
-    ``degrees`` are the axes of several ranks, and ``chunked`` is whether the loss is computed in chunks; None where
-    that was not decided here.
+    ``planned`` is the activation checkpointing for ``build_parts``, None if the recipe names a fixed policy.
+    ``degrees``
+    are the axes of several ranks, and ``chunked`` is True if the loss is computed in chunks; None if not decided here.
     """
 
     loaded: Loaded
@@ -54,7 +54,10 @@ class Resolved:
     chunked: bool | None = None
 
     def to_json(self) -> dict[str, object]:
-        """For plan.json, so that a resumed run does the same. Its key ``recompute`` is activation checkpointing."""
+        """Return the decision for plan.json, from which a resumed run reads it.
+
+        ``recompute`` is activation checkpointing.
+        """
         blocks = None if self.planned is None else [None if k is None else list(k) for k in self.planned.blocks]
         recipe = self.loaded.recipe
         settled: dict[str, object] = {
@@ -68,7 +71,7 @@ class Resolved:
 
 
 def left_open(recipe: Recipe, ranks: int = 1) -> bool:
-    """Whether the recipe leaves anything to the plan that must be decided before the model is built."""
+    """Return True if the plan must decide anything before the model is built."""
     layout = ranks > 1 and recipe.parallel.open_axes
     return bool(layout) or "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
 
@@ -78,10 +81,11 @@ def _is_checkpointing_planned(recipe: Recipe) -> bool:
 
 
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
-    """Decides what the recipe leaves open, for the free memory of ``device``. Costs nothing where nothing is open.
+    """Decide what the recipe leaves open, for the free memory of ``device``. Costs nothing if nothing is open.
 
-    Of several ``ranks`` that may divide the weights, each has such a device. ``by_plan`` of the recipe that is returned
-    names what was decided.
+    Each of ``ranks``, which may divide the weights, has such a device. ``by_plan`` of the returned recipe names what
+    was
+    decided.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
@@ -124,7 +128,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
 
 
 def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> Resolved:
-    """Layout, micro-batch and activation checkpointing together."""
+    """Decide layout, micro-batch and activation checkpointing together."""
     recipe, setting = loaded.recipe, loaded.recipe.model.activation_checkpointing
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     best, notes = spread(loaded, budget, ranks, parts=parts)
@@ -146,7 +150,7 @@ def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded
 
 
 def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
-    """Whether a decision that was stored is one for so many ranks; one without a layout is for any number."""
+    """Return True if a stored decision is valid for ``ranks`` ranks; one without a layout is valid for any number."""
     if (layout := stored.get("layout")) is None:
         return True
     degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
@@ -154,13 +158,13 @@ def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
 
 
 def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:
-    """The notes of a choice on what the recipe leaves open."""
+    """Return the notes of a choice about values that the recipe leaves open."""
     topics = {"micro-batch": recipe.batch.micro, "optimizer offload": recipe.optimizer.offload}
     return [note for note in notes if topics.get(note.topic) == "auto"]
 
 
 def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
-    """The decision that was stored by ``Resolved.to_json``."""
+    """Return the decision stored by ``Resolved.to_json``."""
     blocks = stored.get("recompute")
     planned = None if blocks is None else Checkpointing(tuple(None if keep is None else tuple(keep) for keep in blocks))
     micro = stored["micro"] if loaded.recipe.batch.micro == "auto" else None
@@ -174,7 +178,7 @@ def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
 
 
 def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
-    """Activation checkpointing for that micro-batch: none if all fits, else the planner's choice by traced peaks."""
+    """Return no checkpointing if all activations fit, else the planner's choice by traced peaks for the micro-batch."""
     if best.layout.checkpointing == "none" or not survey.blocks:
         why = f"all activations fit: {human_bytes(best.peak_bytes)} of {human_bytes(budget.usable_bytes)} usable"
         return Checkpointing.none(survey.blocks), Note("checkpointing", "none", why)
@@ -189,7 +193,7 @@ def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: O
 def _decided(
     loaded: Loaded, *, micro: int | None = None, offload: bool | None = None, is_checkpointing_decided: bool = False
 ) -> Loaded:
-    """The recipe with these values instead of its own; None leaves its own."""
+    """Return the recipe with these values; None leaves the recipe's value."""
     recipe, by_plan = loaded.recipe, set(loaded.by_plan)
     changed: dict[str, object] = {}
     if micro is not None:
