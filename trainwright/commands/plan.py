@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import StorageError, TrainwrightError, text_of
-from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
+from trainwright.plan.devices import FRAGMENTATION_FRACTION, known_devices, load_devices
 from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, step_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Plan
@@ -123,7 +123,7 @@ class ShownPlan:
         """Names the memory that is reserved for it and not counted as usable."""
         if op == "context":
             return ", left out of what is usable"
-        margin = human_bytes(FRAGMENTATION * self.forecast.device.memory_bytes)
+        margin = human_bytes(FRAGMENTATION_FRACTION * self.forecast.device.memory_bytes)
         return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
 
     def _frontier(self) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.plan.own_batches import OwnBatches
+from trainwright.plan.user_batches import UserBatches
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Batch
 
 
@@ -21,7 +21,7 @@ class BatchPlan:
     ranks: int = 1
 
 
-def batch_of(ask: Batch, own: OwnBatches | None, *, ranks: int = 1) -> BatchPlan:
+def batch_of(ask: Batch, own: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
     """Return the batch plan of a recipe.
 
     If the user's data come in batches (``own``), each has their size: ``size`` is then nominal, 1 if unknown.

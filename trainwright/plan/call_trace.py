@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Unseen:
+class HiddenBytes:
     """Memory of an operator that fake tensors do not show. ``bound_bytes`` is an upper bound, None if unknown."""
 
     op: str
@@ -67,7 +67,7 @@ class Trace:
     moments: tuple[Moment, ...]
     kept: Mapping[str, int]
     work: tuple[Work, ...]
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[HiddenBytes, ...] = ()
 
     @property
     def peak(self) -> Moment:

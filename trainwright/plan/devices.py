@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import Problem, RecipeError, UsageError, suggest
-from trainwright.plan.links import ALONE, ClusterNode
+from trainwright.plan.links import SINGLE_DEVICE_NODE, ClusterNode
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.yaml_core import UnreadableError, read
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
 CUDA_CONTEXT_BYTES = 600 << 20
 """Memory of a CUDA process before its first tensor: context, kernels, cuBLAS workspace. Grows with the libraries."""
-FRAGMENTATION = 0.05
+FRAGMENTATION_FRACTION = 0.05
 """The fraction of memory left free for blocks that the caching allocator cannot use."""
 
 
@@ -43,13 +43,13 @@ class Device:
     launch_s: float = 8e-6
     host_bandwidth: float = 40e9
     host_memory_bytes: int = 0
-    node: ClusterNode = ALONE
+    node: ClusterNode = SINGLE_DEVICE_NODE
 
     @property
     def usable_bytes(self) -> int:
         """Memory for tensors: total memory without the CUDA context and a margin for fragmentation."""
         context = CUDA_CONTEXT_BYTES if self.kind == "cuda" else 0
-        return max(0, int(self.memory_bytes * (1 - FRAGMENTATION)) - context)
+        return max(0, int(self.memory_bytes * (1 - FRAGMENTATION_FRACTION)) - context)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
         memory = parse_bytes(str(row.get("memory", "")))
     except UsageError as error:
         wrong("memory", "must be a size", error.remedy)
-    node = _node(row["node"], wrong) if "node" in row else ALONE
+    node = _node(row["node"], wrong) if "node" in row else SINGLE_DEVICE_NODE
     if len(problems) > before:
         return None
     device = Device(
@@ -166,7 +166,7 @@ def _node(figures: object, wrong: Callable[[str, str, str], None]) -> ClusterNod
         return ClusterNode(int(row["ranks"]), float(row["link"]), float(row["network"]))
     rule = "must give the number of devices in a machine, and bytes/s of a link in it and of its network"
     wrong("node", rule, "write node: {ranks: 8, link: 450e9, network: 400e9}")
-    return ALONE
+    return SINGLE_DEVICE_NODE
 
 
 def _positive(value: object) -> bool:

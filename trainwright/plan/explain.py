@@ -13,13 +13,13 @@ from trainwright.plan.header import TOPICS
 if TYPE_CHECKING:
     from trainwright.plan.make import Plan
 
-COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
+TRAINING_TIME_SCOPE = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """The parts of a run that the seconds of ``until`` include."""
-TIMED = "a dry run of forward, backward and update; log, doctor and other programs come on top"
+STEP_TIME_SCOPE = "a dry run of forward, backward and update; log, doctor and other programs come on top"
 """The parts of a run that the step time in the header includes."""
 EXAMINATIONS = "examinations"
 """A key of ``Plan.seconds``. Its value is the most that examinations may take; they stop sooner when all are done."""
-ALL_COUNTED = "from the first step on: training, evaluation, examinations, samples and the last save"
+WALL_TIME_SCOPE = "from the first step on: training, evaluation, examinations, samples and the last save"
 """The parts included when the complete run must end within the given seconds."""
 
 
@@ -41,7 +41,7 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
     if plan.memory_bytes is not None:
         lines.append(f"memory      tensors {held_in_words(plan.memory_bytes)}; the process comes on top")
     if plan.step_s is not None:
-        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {TIMED}")
+        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
     if plan.ends_in_s is not None:
         lines.append(f"end         {_end_by_the_clock(plan.ends_in_s, now_s)}")
     elif plan.seconds:
@@ -57,7 +57,9 @@ def _share(trainable: int, parameters: int) -> str:
 
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
-        counted = f"of training: {COUNTED}" if plan.ends_in_s is None else f"by the clock: {ALL_COUNTED}"
+        counted = (
+            f"of training: {TRAINING_TIME_SCOPE}" if plan.ends_in_s is None else f"by the clock: {WALL_TIME_SCOPE}"
+        )
         return f"{plan.extent.seconds:g} s {counted}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"
@@ -92,7 +94,7 @@ def _end(seconds: Mapping[str, float], now_s: float) -> str:
     return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
 
 
-def corrected(step_s: float, predicted_s: float, left_s: float, now_s: float) -> str:
+def describe_corrected_end(step_s: float, predicted_s: float, left_s: float, now_s: float) -> str:
     """Return the line that corrects the predicted end after the real step time is known."""
     end = f"ends about {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
     return f"a step takes {human_seconds(step_s)} ({human_seconds(predicted_s)} predicted): {end}"

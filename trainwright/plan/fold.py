@@ -9,7 +9,7 @@ from itertools import groupby
 
 from trainwright.plan.profile import GraphProfile, ModuleProfile, children_of
 
-SCREEN = 32
+MAX_ROWS_SHOWN = 32
 """The most rows shown when no depth is given."""
 
 
@@ -67,7 +67,7 @@ def fold(profile: GraphProfile, depth: int | None = None) -> Folded:
     rows = tuple(tree.rows())
     deepest = max(row.depth for row in rows)
     if depth is None:
-        fits = [d for d in range(1, deepest + 1) if sum(row.depth <= d for row in rows) <= SCREEN]
+        fits = [d for d in range(1, deepest + 1) if sum(row.depth <= d for row in rows) <= MAX_ROWS_SHOWN]
         depth = max(fits, default=1)
     depth = min(depth, deepest)
     return Folded(depth, tuple(row for row in rows if row.depth <= depth), _runs(profile, tree.names, depth))
@@ -88,7 +88,7 @@ class _Tree:
     def _walk(self, equal: list[ModuleProfile], shown: str) -> None:
         """Group the children of the ``equal`` modules, which are displayed as ``shown``."""
         first = equal[0]
-        for group in _alike(self.children.get(first.path, []), self._signature):
+        for group in _group_equal(self.children.get(first.path, []), self._signature):
             name = group[0].name if len(group) == 1 else f"{group[0].name}-{group[-1].name}"
             path = f"{shown}.{name}" if shown else name
             members = [
@@ -146,7 +146,7 @@ class _Tree:
             yield from self._subtree(child)
 
 
-def _alike(
+def _group_equal(
     children: Sequence[ModuleProfile], signature: Callable[[ModuleProfile], int]
 ) -> Iterator[list[ModuleProfile]]:
     """Group equal neighbours in a list of modules; all others are groups of one."""

@@ -19,8 +19,8 @@ from trainwright.plan.offload import Offload, offload_of, without_optimizer
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 
-AS_FAST = 0.02
-MOST_SIZES = 40
+STEP_TIME_TOLERANCE = 0.02
+MAX_MICRO_SIZES = 40
 """The most micro-batch sizes that are compared. If there are more, evenly spaced ones are chosen."""
 
 
@@ -99,7 +99,7 @@ def choose(layouts: Sequence[Layout], device: Device, size: int, *, micro: int |
     return Choice(best, tuple(options), _notes(best, options, device, fixed=micro is not None))
 
 
-def offloaded(layouts: Sequence[Layout], device: Device) -> list[Layout]:
+def offload_layouts(layouts: Sequence[Layout], device: Device) -> list[Layout]:
     """Return the layouts with an offloaded optimizer, if it has state and the device has a link to the host."""
     found = [(layout, offload_of(layout.scaled.small, device)) for layout in layouts]
     return [replace(layout, scaled=without_optimizer(layout.scaled), offload=moved) for layout, moved in found if moved]
@@ -123,7 +123,7 @@ def pick(options: Iterable[Option]) -> Option:
     Among the rest, return the option with the lowest peak.
     """
     options = list(options)
-    enough = min(option.step_s for option in options) * (1 + AS_FAST)
+    enough = min(option.step_s for option in options) * (1 + STEP_TIME_TOLERANCE)
     return min(
         (option for option in options if option.step_s <= enough),
         key=lambda option: (option.layout.rank, option.accumulation > 1, option.peak_bytes, option.step_s),
@@ -134,9 +134,9 @@ def micro_sizes(size: int) -> list[int]:
     """Return rising micro-batch sizes that cut ``size`` into equal parts, or nearly equal if it has few divisors."""
     divisors = [each for each in range(1, size + 1) if size % each == 0] if size <= 1 << 16 else []
     equal = divisors if len(divisors) > 3 else sorted({-(-size // count) for count in _counts(size)})
-    if len(equal) <= MOST_SIZES:
+    if len(equal) <= MAX_MICRO_SIZES:
         return equal
-    return sorted({equal[round(i * (len(equal) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})
+    return sorted({equal[round(i * (len(equal) - 1) / (MAX_MICRO_SIZES - 1))] for i in range(MAX_MICRO_SIZES)})
 
 
 def _counts(size: int) -> list[int]:
@@ -232,15 +232,15 @@ def _offload_note(best: Option, options: Sequence[Option], device: Device) -> No
             return Note(topic, "no", "there is no optimizer state to move, or no other memory to move it to")
         others = [option for option in options if option.layout.offload]
         would = _best_of(others, best) if others else f"{human_bytes(moved.state_bytes)} less"
-        return Note(topic, "no", f"it would be {would}; {_moving(moved)}")
+        return Note(topic, "no", f"it would be {would}; {_offload_times(moved)}")
     why = f"it frees {human_bytes(moved.state_bytes)} and takes {human_bytes(moved.host_bytes)} of the host's memory"
     if moved.lacks_room(device):
         return Note(topic, "yes", f"{why}, where {human_bytes(device.host_memory_bytes)} are free and a tenth stays so")
     needed = best.fits and any(option.layout.offload is None for option in options)
-    return Note(topic, "yes", f"{why}; {_moving(moved)}{'; nothing fits without' if needed else ''}")
+    return Note(topic, "yes", f"{why}; {_offload_times(moved)}{'; nothing fits without' if needed else ''}")
 
 
-def _moving(moved: Offload) -> str:
+def _offload_times(moved: Offload) -> str:
     """Return the bytes over the link and the times of one step, as text."""
     link, host = human_seconds(moved.link_s), human_seconds(moved.host_s)
     return f"{human_bytes(moved.link_bytes)} a step over the link to the host take {link}, the update there {host}"

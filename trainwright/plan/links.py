@@ -12,10 +12,10 @@ from typing import Literal
 from trainwright.plan.parallel import AXES, Degrees
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "send/recv"]
-REACH = 0.8
+LINK_EFFICIENCY = 0.8
 """The fraction of a link's nominal rate that large messages reach."""
-HOP_S = 2e-6
-NETWORK_HOP_S = 1e-5
+HOP_LATENCY_S = 2e-6
+NETWORK_HOP_LATENCY_S = 1e-5
 """Seconds until the first byte of a message arrives, within a machine and between two: nominal figures."""
 
 
@@ -31,7 +31,7 @@ class ClusterNode:
     network: float = 1.25e9
 
 
-ALONE = ClusterNode()
+SINGLE_DEVICE_NODE = ClusterNode()
 """An unknown machine: one device, nominal links."""
 
 
@@ -59,9 +59,9 @@ def group_of(degrees: Degrees, axis: str, node: ClusterNode) -> RankGroup:
 def rate(group: RankGroup, node: ClusterNode) -> float:
     """Return the bytes/s at which a rank of the group sends while all other groups of its kind do the same."""
     if group.nodes == 1:
-        return node.link * REACH
+        return node.link * LINK_EFFICIENCY
     share = node.network * group.local / node.ranks  # as many groups leave a machine as it has of their first ranks
-    return min(node.link, share) * REACH
+    return min(node.link, share) * LINK_EFFICIENCY
 
 
 def seconds(collective: Collective, num_bytes: float, group: RankGroup, node: ClusterNode) -> float:
@@ -71,8 +71,10 @@ def seconds(collective: Collective, num_bytes: float, group: RankGroup, node: Cl
     if collective == "send/recv":
         across = group.nodes > 1
         beside = node.network / node.ranks if across else node.link
-        return num_bytes / (min(beside, node.link) * REACH) + (NETWORK_HOP_S if across else HOP_S)
+        return num_bytes / (min(beside, node.link) * LINK_EFFICIENCY) + (
+            NETWORK_HOP_LATENCY_S if across else HOP_LATENCY_S
+        )
     rounds = 2 if collective == "all-reduce" else 1
     between = group.nodes if group.nodes > 1 else 0
-    hops_s = between * NETWORK_HOP_S + (group.size - between) * HOP_S
+    hops_s = between * NETWORK_HOP_LATENCY_S + (group.size - between) * HOP_LATENCY_S
     return rounds * (num_bytes * (group.size - 1) / group.size / rate(group, node) + hops_s)

@@ -12,8 +12,8 @@ from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.header import RunHeader
-from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
+from trainwright.plan.user_batches import UserBatches, require_fits
 from trainwright.recipe import Duration, Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
@@ -54,7 +54,7 @@ class RunFacts:
     threads: tuple[int, ...] = (1,)
     classes: int | None = None
     notes: tuple[Note, ...] = ()
-    own_batches: OwnBatches | None = None
+    own_batches: UserBatches | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SwaPlan:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumedValues:
     """Values that a resumed run takes from its earlier plan, even if its length or batch changed.
 
     None: planned again.
@@ -142,7 +142,7 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
+def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedValues = ResumedValues()) -> Plan:
     """Decide everything that needs no dry run. Raises RecipeError if data or ``ranks`` cannot satisfy the recipe."""
     own = facts.own_batches
     degrees, batch = arrange(recipe, ranks, own)
@@ -156,7 +156,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         warmup = (
             kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
         )
-        warmup = _shorter(recipe, warmup, whole)
+        warmup = _checked_warmup(recipe, warmup, whole)
     with problems.at("evaluation.every"):
         evaluate_every = interval(recipe.evaluation.every, whole, pace, "evaluation.every")
     with problems.at("checkpoint.every"):
@@ -191,15 +191,15 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         swa=swa,
         notes=(
             *facts.notes,
-            *(_batch_notes(batch, facts.train_samples) if own is None else _own_notes(recipe, own)),
+            *(_batch_notes(batch, facts.train_samples) if own is None else _user_batch_notes(recipe, own)),
             *(_cost_of_exact(batch, facts) if recipe.parallel.exact else ()),
-            *_left(recipe, whole, kept.spent),
+            *_steps_left_notes(recipe, whole, kept.spent),
             *lr_note,
         ),
     )
 
 
-def arrange(recipe: Recipe, ranks: int, own: OwnBatches | None = None) -> tuple[Degrees, BatchPlan]:
+def arrange(recipe: Recipe, ranks: int, own: UserBatches | None = None) -> tuple[Degrees, BatchPlan]:
     """Return the layout over ``ranks``, and the batch. ``own`` describes the user's ready batches, if any.
 
     Raises RecipeError with everything that cannot be done on this number of ranks.
@@ -428,7 +428,7 @@ def _steps_in(samples: int, batch: int, drop_last: bool) -> int:
     return samples // batch if drop_last else math.ceil(samples / batch)
 
 
-def _shorter(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
+def _checked_warmup(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
     """Return the warm-up.
 
     Raises RecipeError when it is as long as the run, or a fraction above 1 by more than rounding.
@@ -451,7 +451,7 @@ def _too_long(recipe: Recipe, warmup: str, total: str, better: str) -> RecipeErr
     )
 
 
-def _left(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
+def _steps_left_notes(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
     if not spent.step or whole.steps is None:
         return []
     why = f"what was left of {recipe.until} when the batch changed its size at step {spent.step}"
@@ -460,7 +460,9 @@ def _left(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
 
 def _learning_rate(recipe: Recipe, batch: int) -> tuple[float | None, tuple[Note, ...]]:
     """Return None for the default of an optimizer that is not built-in; the value is known when it is made."""
-    rule, base, lr = recipe.optimizer.lr_rule.rule, recipe.optimizer.lr_rule.base_batch, recipe.optimizer.lr
+    rule = recipe.optimizer.lr_rule.rule
+    base = recipe.optimizer.lr_rule.base_batch
+    lr = recipe.optimizer.lr
     if rule == "none" or base is None:
         return lr, ()
     if lr is None:
@@ -478,7 +480,7 @@ def _cost_of_exact(batch: BatchPlan, facts: RunFacts) -> list[Note]:
     return [Note("exact", f"{slices} slices of {batch.micro} samples", why)]
 
 
-def _own_notes(recipe: Recipe, own: OwnBatches) -> list[Note]:
+def _user_batch_notes(recipe: Recipe, own: UserBatches) -> list[Note]:
     joined = recipe.batch.accumulation or 1
     size = f"about {own.size} samples each" if own.size else "of the size that they have"
     step = "one" if joined == 1 else str(joined)

@@ -13,20 +13,20 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.call_trace import Kind
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.plan.grow import Blocks, grown_layout
-from trainwright.plan.layout import AS_FAST, Layout, micro_sizes
+from trainwright.plan.grow import Blocks, grow_layout
+from trainwright.plan.layout import STEP_TIME_TOLERANCE, Layout, micro_sizes
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
-from trainwright.plan.traffic import WHOLE, Activations, Compression, StepTraffic, Traffic
-from trainwright.plan.units import Weights, Zero, sharded_layout
+from trainwright.plan.traffic import NO_COMPRESSION, Activations, Compression, StepTraffic, Traffic
+from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
 from trainwright.recipe.parallel import Parallel
 
-MOST_MICRO_SIZES = 8
-MOST_STAGES = 16
+MAX_MICRO_SIZES = 8
+MAX_PIPELINE_STAGES = 16
 DIVIDED_POLICIES = ("none", "block")
 """Activation checkpointing policies that work with tensor and pipeline parallelism."""
 BUILT = tuple(axis for axis in AXES if axis in Parallel.model_fields)
@@ -124,7 +124,7 @@ class ManyRanks:
     precision: str
     shape: ModelShape
     parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
-    compress: Compression = WHOLE
+    compress: Compression = NO_COMPRESSION
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
@@ -165,7 +165,7 @@ class ManyRanks:
             for each in degrees
             for zero in (zeros if each.shard > 1 else zeros[-1:])
             for policy in self.policies(each)
-            for micro in _few(micro_sizes(self._share(each)))
+            for micro in _subsample(micro_sizes(self._share(each)))
         ]
 
     def _share(self, degrees: Degrees) -> int:
@@ -195,7 +195,7 @@ class ManyRanks:
         scaled, weights = self._stage(model, degrees.pipeline, policy)
         key = (id(model), degrees.pipeline, degrees.shard, zero, policy)
         if key not in self._sharded:
-            self._sharded[key] = sharded_layout(scaled, weights, degrees.shard, zero)
+            self._sharded[key] = shard_layout(scaled, weights, degrees.shard, zero)
         return self._sharded[key], weights
 
     def _stage(self, model: RankModel, pipeline: int, policy: str) -> tuple[Scaled, Weights]:
@@ -204,7 +204,7 @@ class ManyRanks:
             return model.layouts[policy].scaled, model.weights
         count = max(2, -(-model.layers // pipeline))
         if key not in self._grown:
-            self._grown[key] = grown_layout(model.layouts[policy].scaled, model.blocks, count)
+            self._grown[key] = grow_layout(model.layouts[policy].scaled, model.blocks, count)
         return self._grown[key], model.weights.with_blocks(count)
 
 
@@ -253,7 +253,11 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
         if tensor > 1 and "tensor" not in axes:
             continue
         for pipeline in _divisors(model.layers or 1) if "pipeline" in axes else [1]:
-            if ranks % (tensor * pipeline) or pipeline > MOST_STAGES or (pipeline > 1 and model.layers < 2 * pipeline):
+            if (
+                ranks % (tensor * pipeline)
+                or pipeline > MAX_PIPELINE_STAGES
+                or (pipeline > 1 and model.layers < 2 * pipeline)
+            ):
                 continue
             data = ranks // (tensor * pipeline)
             shards = _divisors(data) if pipeline == 1 else sorted({1, data})
@@ -276,7 +280,7 @@ def best_of(options: Sequence[Placement]) -> Placement:
     fitting = [option for option in options if option.fits]
     if not fitting:
         return min(options, key=lambda option: (option.peak_bytes, option.rank))
-    enough = min(option.step_s for option in fitting) * (1 + AS_FAST)
+    enough = min(option.step_s for option in fitting) * (1 + STEP_TIME_TOLERANCE)
     return min((o for o in fitting if o.step_s <= enough), key=lambda o: (o.rank, o.exchange_s, o.peak_bytes))
 
 
@@ -337,12 +341,12 @@ def _axes(degrees: Degrees) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if getattr(degrees, axis) > 1)
 
 
-def _few(sizes: Sequence[int]) -> list[int]:
+def _subsample(sizes: Sequence[int]) -> list[int]:
     """Return at most ``MAX_MICRO_SIZES`` of the sizes, about evenly spaced by ratio, including both ends."""
-    if len(sizes) <= MOST_MICRO_SIZES:
+    if len(sizes) <= MAX_MICRO_SIZES:
         return list(sizes)
     last = len(sizes) - 1
-    return sorted({sizes[round(i * last / (MOST_MICRO_SIZES - 1))] for i in range(MOST_MICRO_SIZES)})
+    return sorted({sizes[round(i * last / (MAX_MICRO_SIZES - 1))] for i in range(MAX_MICRO_SIZES)})
 
 
 def _divisors(number: int) -> list[int]:

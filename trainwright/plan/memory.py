@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from trainwright.recipe import optimizer_row
 
-BYTES = 4
-SHARE_OF_LOGITS = 0.5
+BYTES_PER_VALUE = 4
+LOGITS_MEMORY_FRACTION = 0.5
 """The fraction of the memory left by weights, gradients and optimizer that the logits of a language model may take."""
 
 
@@ -39,9 +39,9 @@ def memory_bytes(
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
-        "weights": _held(parameters * BYTES, shard, whole=zero < 3) + average,
-        "gradients": _held(trainable * BYTES, shard, whole=zero < 2),
-        "optimizer": _held(round(trainable * BYTES * state), shard),
+        "weights": _held(parameters * BYTES_PER_VALUE, shard, whole=zero < 3) + average,
+        "gradients": _held(trainable * BYTES_PER_VALUE, shard, whole=zero < 2),
+        "optimizer": _held(round(trainable * BYTES_PER_VALUE * state), shard),
         "activations": activations,
     } | {kind: size for kind, size in (("buffers", buffers), ("inputs", inputs)) if size}
 
@@ -52,4 +52,4 @@ def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
 
 def room_for_logits(usable_bytes: int, held_bytes: int) -> int:
     """Return the bytes of logits that fit beside ``held_bytes`` of state and beside other activations."""
-    return max(0, int(SHARE_OF_LOGITS * (usable_bytes - held_bytes)))
+    return max(0, int(LOGITS_MEMORY_FRACTION * (usable_bytes - held_bytes)))

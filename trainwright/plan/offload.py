@@ -12,7 +12,7 @@ from trainwright.recipe import optimizer_row
 
 HOST_FLOPS = 1e12
 """FLOP/s of the host in an update: a nominal figure for about 32 cores."""
-HOST_SHARE = 0.9
+HOST_MEMORY_FRACTION = 0.9
 """The fraction of the host's free memory that may be used."""
 
 
@@ -45,7 +45,7 @@ class Offload:
 
     def lacks_room(self, device: Device) -> bool:
         """Return True if the host's free memory is known and too small."""
-        room = device.host_memory_bytes * HOST_SHARE
+        room = device.host_memory_bytes * HOST_MEMORY_FRACTION
         return bool(room) and self.host_bytes > room
 
 

@@ -99,9 +99,9 @@ def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
     degrees = solve_degrees(recipe.parallel, ranks)
     problems = list(_of_sharding(recipe)) if degrees.shard > 1 else []
     if recipe.parallel.sync_batchnorm and ranks > 1:
-        problems += _of_synced(recipe, degrees)
+        problems += _of_sync_batchnorm(recipe, degrees)
     if recipe.parallel.compress != "none" and ranks > 1:
-        problems += _of_compressed(recipe, degrees)
+        problems += _of_compression(recipe, degrees)
     if problems:
         raise RecipeError(problems)
     return degrees
@@ -126,7 +126,7 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optimizer.offload", rule, got="true", remedy="leave it out, or raise parallel.shard")
 
 
-def _of_synced(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
+def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
     """Yield settings that do not work with BatchNorm statistics that ranks exchange in each forward pass."""
     path, remedy = "parallel.sync_batchnorm", "leave it out, or use GroupNorm or LayerNorm"
     if recipe.parallel.exact:
@@ -141,7 +141,7 @@ def _of_synced(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
             yield Problem(path, rule, got="true", remedy="use parallel.replicate or parallel.shard, or GroupNorm")
 
 
-def _of_compressed(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
+def _of_compression(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
     """Yield settings that do not work with compressed gradients."""
     path, got = "parallel.compress", recipe.parallel.compress
     if recipe.parallel.exact:

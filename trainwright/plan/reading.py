@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.make import Note
 
-LESS = 0.8
+WORKERS_SLOWER_RATIO = 0.8
 """Reading time / waiting time. Below this ratio, reading without workers is clearly faster than waiting for them."""
 
 
@@ -28,7 +28,7 @@ class ReadingPace:
     @property
     def workers_cost_more(self) -> bool:
         """True if a step waits longer for the workers than the training process would need to read."""
-        return self.workers > 0 and 0.0 < self.read_s < LESS * self.wait_s
+        return self.workers > 0 and 0.0 < self.read_s < WORKERS_SLOWER_RATIO * self.wait_s
 
     def advice(self) -> str:
         """Return advice for steps that wait too long. Only measured settings are recommended."""

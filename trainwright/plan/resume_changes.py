@@ -25,7 +25,7 @@ from trainwright.plan.resume_rules import (
     RecipeJson,
     RecipeValue,
     Verdict,
-    classed,
+    classify,
 )
 from trainwright.recipe.outline import field_at
 from trainwright.recipe.yaml_core import core_tag
@@ -100,7 +100,7 @@ def compare(
 def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]:
     if not misfits:
         return changes
-    reason = _listed(misfits, "; ")
+    reason = _join_names(misfits, "; ")
     builders = [
         each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
     ]
@@ -121,14 +121,19 @@ def compare_recipes(before: RecipeJson, after: RecipeJson, *, step: int) -> list
     not differ in keys that were added since.
     """
     return [
-        Change(path, _shown(was), _shown(now), *classed(RecipeDifference(path, was, now, before, after, step)))
+        Change(
+            path,
+            _format_value(was),
+            _format_value(now),
+            *classify(RecipeDifference(path, was, now, before, after, step)),
+        )
         for path, was, now in _differences(before, after)
     ]
 
 
 def recipe_differences(before: RecipeJson, after: RecipeJson) -> dict[str, tuple[str, str]]:
     """Return both values as text of each path in which two recipes differ."""
-    return {path: (_shown(was), _shown(now)) for path, was, now in _differences(before, after)}
+    return {path: (_format_value(was), _format_value(now)) for path, was, now in _differences(before, after)}
 
 
 def _differences(
@@ -209,8 +214,8 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     was, now = before.get("sources") or {}, after.get("sources") or {}
     changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
     if changed:
-        old, new = (_listed([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
-        yield Change("code", old, new, "maths", f"the source of {_listed(changed)} differs")
+        old, new = (_join_names([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
+        yield Change("code", old, new, "maths", f"the source of {_join_names(changed)} differs")
         return
     old, new = _commit(before.get("git")), _commit(after.get("git"))
     unknown = [name for name in sorted({**was, **now}) if not (was.get(name) and now.get(name))]
@@ -219,7 +224,7 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     if "sources" not in before:
         why = "whether the files that the recipe names are the same is not known"
     elif unknown:
-        why = f"whether the source of {_listed(unknown)} is the same is not known"
+        why = f"whether the source of {_join_names(unknown)} is the same is not known"
     elif now:
         why = "the files that the recipe names are the same; what they import was not compared"
     else:
@@ -227,7 +232,7 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     yield Change("code", old, new, "safe", why)
 
 
-def _listed(names: Sequence[str], separator: str = ", ") -> str:
+def _join_names(names: Sequence[str], separator: str = ", ") -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{separator.join(names[:3])}{more}"
 
@@ -307,13 +312,13 @@ def on_command_line(command: str) -> CommandWith:
     """Return the CommandWith of a command line that takes ``--accept`` and ``--set``."""
 
     def command_with(accept: Sequence[str], undo: Sequence[str] = (), /) -> str:
-        kept = _kept(iter(shlex.split(command)), undo)
+        kept = _without_options(iter(shlex.split(command)), undo)
         return shlex.join([*kept, *(word for path in accept for word in ("--accept", path))])
 
     return command_with
 
 
-def _kept(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
+def _without_options(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
     """Yield the words without ``--accept PATH``, and without ``--set PATH=VALUE`` at, above or below a path to undo."""
     for word in words:
         option, joined, value = word.partition("=")
@@ -347,7 +352,7 @@ def _brief(text: str | None) -> str:
     return re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:12], text) if text else "not known"
 
 
-def _shown(value: RecipeValue) -> str:
+def _format_value(value: RecipeValue) -> str:
     """Return a value of a recipe on one line, as it is written in YAML."""
     if value is _ABSENT:
         return "not given"

@@ -30,7 +30,7 @@ class RecipeDifference:
     step: int
 
 
-def classed(found: RecipeDifference) -> Verdict:
+def classify(found: RecipeDifference) -> Verdict:
     """Return the class of a difference and its reason, by the rule with the longest path that covers it."""
     keys = found.path.split(".")
     above = (".".join(keys[:length]) for length in range(len(keys), 0, -1))

@@ -48,7 +48,7 @@ def step_time(trace: Trace, device: Device, precision: str) -> StepTime:
     ``precision`` is the recipe's and decides how float32 matmuls are computed.
     """
     rows: list[_WorkRow] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
-    return _priced(rows, device, precision)
+    return _time_rows(rows, device, precision)
 
 
 def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
@@ -61,13 +61,13 @@ def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, p
     if accumulation > 1:
         sums = max(moment.held.get("gradients", 0) for moment in scaled.small.moments)
         rows.append(("backward", "float32", 1, 0.0, 3.0 * sums, accumulation - 1))
-    return _priced(rows, device, precision)
+    return _time_rows(rows, device, precision)
 
 
 _WorkRow = tuple[Phase, str, float, float, float, int]
 
 
-def _priced(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
+def _time_rows(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
     """Return the time of rows (phase, dtype, calls, FLOPs, bytes, repetitions)."""
     spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
     busy: dict[Phase, float] = {}

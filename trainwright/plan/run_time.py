@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.make import Note, Plan
 
-EVALUATION_SHARE = 0.1
+EVALUATION_FRACTION = 0.1
 """The fraction of training time that all evaluations during a run may take together."""
 LAST_EVALUATION = "evaluation at the end"
-BY_THE_CLOCK_SHARE, WHOLE_SHARE = 0.015, 0.01
+DEADLINE_EVALUATION_FRACTION, DEADLINE_FULL_EVALUATION_FRACTION = 0.015, 0.01
 """For a run with a deadline: the fraction for evaluations during the run, and for the full set at its end."""
-FREE_S = 1.0
+MIN_EVALUATION_BUDGET_S = 1.0
 """Seconds that all evaluations together may always take."""
-FREE_OF_STEPS_S = 3.0
+MIN_EVALUATION_BUDGET_OF_STEPS_S = 3.0
 """The same for a run with a fixed number of steps, whose evaluations should not depend on the load of the machine."""
 
 
@@ -37,8 +37,10 @@ def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None 
     training_s, count = training_time_s(plan), evaluations(plan)
     if training_s is None or count <= 1:
         return 0
-    free_s = FREE_S if plan.extent.steps is None else FREE_OF_STEPS_S
-    together_s = max(EVALUATION_SHARE * training_s, free_s) if within_s is None else BY_THE_CLOCK_SHARE * within_s
+    free_s = MIN_EVALUATION_BUDGET_S if plan.extent.steps is None else MIN_EVALUATION_BUDGET_OF_STEPS_S
+    together_s = (
+        max(EVALUATION_FRACTION * training_s, free_s) if within_s is None else DEADLINE_EVALUATION_FRACTION * within_s
+    )
     allowed = max(1.0, together_s / count / max(cost.batch_s, 1e-9))
     if cost.batches is None:
         return 1 << math.floor(math.log2(allowed))
@@ -47,9 +49,12 @@ def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None 
     return math.ceil(cost.batches / (1 << math.ceil(math.log2(cost.batches / math.floor(allowed)))))
 
 
-def without_whole(plan: Plan, cost: EvaluationCost, within_s: float) -> bool:
+def skips_full_evaluation(plan: Plan, cost: EvaluationCost, within_s: float) -> bool:
     """Return True if the full set at the end would take more than its fraction of the run."""
-    return bool(plan.evaluate_batches) and cost.batch_s * (cost.batches or 0) > WHOLE_SHARE * within_s
+    return (
+        bool(plan.evaluate_batches)
+        and cost.batch_s * (cost.batches or 0) > DEADLINE_FULL_EVALUATION_FRACTION * within_s
+    )
 
 
 def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
@@ -79,7 +84,7 @@ def training_time_s(plan: Plan) -> float | None:
     return None if plan.step_s is None else plan.step_s * (plan.extent.steps or 0)
 
 
-def foretold(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping[str, float]:
+def predicted_seconds(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping[str, float]:
     """Return the remaining wall-clock seconds of a run by activity; ``used`` is the fraction that is done.
 
     Empty if no step was timed.

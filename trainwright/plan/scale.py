@@ -50,7 +50,7 @@ class Scaled:
             path: self._between(size, self.large.kept.get(path, size), micro) for path, size in self.small.kept.items()
         }
         trace = replace(self.small, moments=tuple(moments), kept=kept, work=tuple(self._work(micro)))
-        return accumulated(trace, accumulation)
+        return accumulate(trace, accumulation)
 
     def peak_bytes(self, micro: int, accumulation: int) -> int:
         """Return the peak of ``at(micro, accumulation)``, computed faster."""
@@ -79,8 +79,8 @@ class Scaled:
     @cached_property
     def _hull_again(self) -> list[Line]:
         """The hull with accumulation, without the inputs of the other micro-batches."""
-        of_one = accumulated(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
-        of_two = accumulated(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
+        of_one = accumulate(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
+        of_two = accumulate(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
         lines = [self._line(one.total, two.total) for one, two in zip(of_one.moments, of_two.moments, strict=True)]
         fixed, each = self._line(_inputs(self.small), _inputs(self.large))
         return hull((a - fixed, b - each) for a, b in lines)
@@ -113,7 +113,7 @@ class Scaled:
         return max(0, round(fixed + each * micro))
 
 
-def accumulated(trace: Trace, accumulation: int) -> Trace:
+def accumulate(trace: Trace, accumulation: int) -> Trace:
     """Return the trace of a step of ``accumulation`` micro-batches, from that of one.
 
     From the second micro-batch on, the accumulated gradients stay while new ones are made and freed; the inputs of all

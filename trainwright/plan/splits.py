@@ -70,9 +70,9 @@ def _of_tensor(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
             remedy="leave it out: weights and heads are divided all the same",
         )
     if recipe.optimizer.use in NEEDS_WHOLE:
-        yield _refused("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")
+        yield _unsupported("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")
     if recipe.optimizer.clip.by in ("agc", "adagc") and degrees.shard > 1:
-        yield _refused(
+        yield _unsupported(
             "optimizer.clip.by", recipe.optimizer.clip.by, "tensor and parallel.shard together", "write norm"
         )
     yield from _of_all(recipe, "tensor")
@@ -83,7 +83,7 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
     if pipeline == 1:
         return
     if recipe.optimizer.clip.by == "adagc":  # a checkpoint has the averages of the first stage only
-        yield _refused("optimizer.clip.by", "adagc", "pipeline", "write norm or zclip")
+        yield _unsupported("optimizer.clip.by", "adagc", "pipeline", "write norm or zclip")
     each = 2 if schedule == "interleaved" else 1
     if shape.blocks is None:
         rule = f"{shape.name} does not say how it is cut into stages"
@@ -104,9 +104,11 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         rule = "was not shown to work with parallel.shard: two stages lie on each rank"
         yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
     if recipe.optimizer.groups:
-        yield _refused("optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches")
+        yield _unsupported(
+            "optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches"
+        )
     if recipe.model.freeze:
-        yield _refused("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")
+        yield _unsupported("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")
     yield from _of_all(recipe, "pipeline")
 
 
@@ -130,22 +132,22 @@ def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
     """Yield settings that do not work with any axis along which ranks share their samples."""
     model = recipe.model
     if model.compile:
-        yield _refused("model.compile", "true", axis, "leave it out")
+        yield _unsupported("model.compile", "true", axis, "leave it out")
     if model.lora is not None:
-        yield _refused("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
+        yield _unsupported("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
     if model.activation_checkpointing not in ("none", "block"):
-        yield _refused("model.activation_checkpointing", model.activation_checkpointing, axis, "write block")
+        yield _unsupported("model.activation_checkpointing", model.activation_checkpointing, axis, "write block")
     if recipe.spikes.policy not in ("warn", "skip", "off"):
-        yield _refused("spikes.policy", recipe.spikes.policy, axis, "write skip")
+        yield _unsupported("spikes.policy", recipe.spikes.policy, axis, "write skip")
     if recipe.optimizer.offload is True:
-        yield _refused("optimizer.offload", "true", axis, "leave it out")
+        yield _unsupported("optimizer.offload", "true", axis, "leave it out")
     if recipe.parallel.exact:
-        yield _refused("parallel.exact", "true", axis, "leave it out: its sums have another order")
+        yield _unsupported("parallel.exact", "true", axis, "leave it out: its sums have another order")
     if recipe.loss.chunked is True:
-        yield _refused("loss.chunked", "true", axis, "leave it out")
+        yield _unsupported("loss.chunked", "true", axis, "leave it out")
 
 
-def _refused(path: str, got: str, axis: str, remedy: str) -> Problem:
+def _unsupported(path: str, got: str, axis: str, remedy: str) -> Problem:
     return Problem(path, f"does not work with parallel.{axis}", got=got, remedy=remedy)
 
 

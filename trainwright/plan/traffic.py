@@ -82,16 +82,18 @@ class Compression:
 
     def sent(self, weight: Weight) -> int:
         """Return the bytes sent for the gradient of a weight."""
-        rows, columns, whole = weight.rows, weight.columns, weight.whole_bytes(1)
+        rows = weight.rows
+        columns = weight.columns
+        whole = weight.whole_bytes(1)
         if self.kind == "bf16":
             return 2 * rows * columns
         factors = (rows + columns) * self.columns
-        worth = self.kind == "powersgd" and LEAST_SAVED * factors < rows * columns
+        worth = self.kind == "powersgd" and MIN_COMPRESSION_RATIO * factors < rows * columns
         return factors * weight.item_bytes if worth else whole
 
 
-WHOLE = Compression()
-LEAST_SAVED = 2
+NO_COMPRESSION = Compression()
+MIN_COMPRESSION_RATIO = 2
 """PowerSGD's hook compresses a matrix only if that reduces its size by this factor."""
 BUCKET_BYTES = 25 * 2**20
 """Bytes of one bucket when gradients are summed after the last backward pass; the engine's buckets are the same."""
@@ -112,7 +114,7 @@ class StepTraffic:
     activations: Activations
     micro: int
     accumulation: int
-    compress: Compression = WHOLE
+    compress: Compression = NO_COMPRESSION
 
     def traffic(self, node: ClusterNode, *, overlaps: bool) -> tuple[Traffic, ...]:
         """Return all exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
@@ -161,7 +163,9 @@ class StepTraffic:
     def _tensor(self) -> Iterator[_Row]:
         if self.degrees.tensor == 1:
             return
-        samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
+        samples = self.micro * self.accumulation
+        blocks = self.weights.blocks.times
+        ask = self.activations
         for pass_, sizes, once in (
             ("forward", ask.tensor_forward, ask.once_forward),
             ("backward", ask.tensor_backward, ask.once_backward),
@@ -177,7 +181,9 @@ class StepTraffic:
     def _context(self) -> Iterator[_Row]:
         if self.degrees.context == 1:
             return
-        samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
+        samples = self.micro * self.accumulation
+        blocks = self.weights.blocks.times
+        ask = self.activations
         kinds: tuple[tuple[str, Collective, tuple[int, ...]], ...] = (
             ("forward", "all-gather", ask.context_forward),
             ("backward", "all-gather", ask.context_again),

@@ -68,15 +68,15 @@ class Weights:
         return replace(self, blocks=replace(self.blocks, times=count))
 
 
-def sharded_layout(scaled: Scaled, weights: Weights, ranks: int, zero: Zero) -> Scaled:
+def shard_layout(scaled: Scaled, weights: Weights, ranks: int, zero: Zero) -> Scaled:
     """Apply ``shard_trace`` to both traces."""
     if ranks == 1:
         return scaled
-    small, large = (sharded(each, weights, ranks, zero) for each in (scaled.small, scaled.large))
+    small, large = (shard_trace(each, weights, ranks, zero) for each in (scaled.small, scaled.large))
     return replace(scaled, small=small, large=large)
 
 
-def sharded(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
+def shard_trace(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
     """Return the trace of a rank that holds one of ``ranks`` parts of weights, gradients and optimizer state (FSDP2).
 
     During a pass the root's weights are whole, and those of two blocks at a time (with zero 1 and 2: of all). During

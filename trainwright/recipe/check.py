@@ -103,7 +103,9 @@ def _without_secret(problem: Problem) -> Problem:
 
 
 def _translated(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> Problem:
-    path, kind, got = ".".join(keys), str(detail["type"]), detail.get("input")
+    path = ".".join(keys)
+    kind = str(detail["type"])
+    got = detail.get("input")
     if isinstance(cause, UsageError):
         return Problem(path, cause.message, got=shown(got), remedy=cause.remedy)
     if kind == "missing":

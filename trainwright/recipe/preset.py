@@ -27,7 +27,9 @@ def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozen
     """
     if recipe.get("preset") != "recommended":
         return dict(recipe), frozenset()
-    stated, filled, added = frozenset(stated_paths(recipe)), dict(recipe), set()
+    stated = frozenset(stated_paths(recipe))
+    filled = dict(recipe)
+    added = set()
     groups = [settings for path, settings in RECOMMENDED.items() if not _states(stated, path)]
     if _optimizer_of(recipe) == "sgd":
         groups.append(SGD)

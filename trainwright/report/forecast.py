@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from trainwright.plan.call_trace import KINDS, Kind, Moment, Phase, Trace
-from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
+from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION_FRACTION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
 from trainwright.report.svg import INK, TITLE, root, text
@@ -66,7 +66,7 @@ def human_flops(count: float) -> str:
 
 def usable_line(device: Device) -> str:
     """How much of the memory is usable, and what the rest is reserved for."""
-    reserved = [f"{FRAGMENTATION:.0%} for fragmentation"]
+    reserved = [f"{FRAGMENTATION_FRACTION:.0%} for fragmentation"]
     reserved += [f"{human_bytes(CUDA_CONTEXT_BYTES)} for CUDA's context"] if device.kind == "cuda" else []
     memory, usable = human_bytes(device.memory_bytes), human_bytes(device.usable_bytes)
     return f"{device.name}, {memory}: {usable} usable ({' and '.join(reserved)} left out)"

@@ -8,7 +8,9 @@ from pathlib import Path
 from trainwright.runs.lock import is_held
 from trainwright.runs.records import Ended, Record, Started
 
-RUNNING, KILLED, UNKNOWN = "running", "killed", "no end record"
+RUNNING = "running"
+KILLED = "killed"
+UNKNOWN = "no end record"
 
 
 def state_of(path: Path, records: Iterable[Record]) -> str:

@@ -195,7 +195,9 @@ class RunLock:
         return f", its log is in {now.parent}" if (seen.st_dev, seen.st_ino) == self._identity else ""
 
     def _write(self, step: int | None) -> None:
-        self._step, first, number = step, self._first_step, _padded(step)
+        self._step = step
+        first = self._first_step
+        number = _padded(step)
         starting = step is not None and first is not None and step < first + FEW_STEPS
         follows_from = self._row, starting
         try:

@@ -79,7 +79,9 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
     wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
     others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
     lines: list[bytes] = []
-    broken_lines, torn, unknown = 0, False, 0
+    broken_lines = 0
+    torn = False
+    unknown = 0
     with _open(Path(path)) as file:
         for line in lines_of(file):
             if line.startswith(_beginning(Started)):
@@ -89,7 +91,9 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
             elif not (line.startswith(others) and line.endswith(b"}\n")):
                 odd = decoded([line])
                 lines += [line] if any(isinstance(each, kinds) for each in odd.records) else []
-                broken_lines, torn, unknown = broken_lines + odd.broken_lines, odd.torn, unknown + odd.unknown
+                broken_lines = broken_lines + odd.broken_lines
+                torn = odd.torn
+                unknown = unknown + odd.unknown
             if len(lines) > MOST:
                 lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
     found = decoded(lines)
@@ -174,7 +178,9 @@ def follow(
     UsageError when there is no such log.
     """
     with _open(Path(path)) as file:
-        ended, unfinished, last_s = False, b"", clock()
+        ended = False
+        unfinished = b""
+        last_s = clock()
         while True:
             line = unfinished + file.readline(MAX_LINE_BYTES)
             if line.endswith(b"\n"):

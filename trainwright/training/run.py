@@ -38,7 +38,7 @@ from trainwright.monitoring.saving_together import SavingTogether
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.monitoring.terminal import Console
-from trainwright.plan.explain import corrected, preflight
+from trainwright.plan.explain import describe_corrected_end, preflight
 from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.pages.report import leave_report
@@ -305,7 +305,7 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
     if foretold_s is not None and job.loaded.within_s is None:
         yield EndTime(
             progress.left_s,
-            lambda step_s, left_s, now_s: corrected(step_s, foretold_s, left_s, now_s),
+            lambda step_s, left_s, now_s: describe_corrected_end(step_s, foretold_s, left_s, now_s),
             progress.say,
         )
 

@@ -56,14 +56,14 @@ class BlockProfile:
         return self.ops[: self.needed]
 
 
-class ForwardSeen(Exception):
+class ForwardDone(Exception):
     """Ends the step of a BlockSurvey after its first forward pass."""
 
 
 class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the first forward pass of the objects of ``make``; fills ``blocks`` and their ``paths``.
 
-    The loss then raises ``ForwardSeen``: recording holds tensors longer, so the rest of the step would not be
+    The loss then raises ``ForwardDone``: recording holds tensors longer, so the rest of the step would not be
     realistic.
     """
 
@@ -83,14 +83,14 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inner = as_loss_fn(objects.loss)
 
         def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
-            with self._watching(model):
+            with self._recording(model):
                 inner(model, batch)
-            raise ForwardSeen
+            raise ForwardDone
 
         return replace(objects, loss=loss)
 
     @contextmanager
-    def _watching(self, model: nn.Module) -> Iterator[None]:
+    def _recording(self, model: nn.Module) -> Iterator[None]:
         blocks = find_blocks(model)
         self.blocks = [BlockProfile() for _ in blocks]
         names = {id(module): path for path, module in model.named_modules()}
@@ -102,7 +102,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave, always_call=True))
         try:
-            with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
+            with self, torch.autograd.graph.saved_tensors_hooks(self._on_saved, lambda tensor: tensor):
                 yield
         finally:
             for handle in handles:
@@ -118,7 +118,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open.pop()
         self._indices.pop()
 
-    def _saved(self, tensor: Tensor) -> Tensor:
+    def _on_saved(self, tensor: Tensor) -> Tensor:
         if self._open:
             block = self._open[-1]
             block.needed = len(block.ops)

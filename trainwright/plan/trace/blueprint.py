@@ -38,13 +38,13 @@ from trainwright.plan.trace.traced_step import TracedObjects
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 from trainwright.recipe.resolve import find, parameters_of
 
-SAMPLES_READ = 16
+MAX_SAMPLES_READ = 16
 """The number of samples that are read. If they differ in size, the largest is used."""
 NEEDS_MEMORY = (
     "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
     "`trainwright batch-size RECIPE`"
 )
-LEAST_SAMPLES = 2
+MIN_TRACED_SAMPLES = 2
 """Samples in the smaller of two traces. With one sample, some copies become views."""
 
 
@@ -121,8 +121,8 @@ class Blueprint:
     def sizes(self, *, chunked: bool) -> tuple[int, int]:
         """Return the samples of the two traces. With chunks, enough that each chunk has its full size."""
         if not chunked or self.classes is None:
-            return LEAST_SAMPLES, 2 * LEAST_SAMPLES
-        least = max(LEAST_SAMPLES, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * self.targets * self.classes)))
+            return MIN_TRACED_SAMPLES, 2 * MIN_TRACED_SAMPLES
+        least = max(MIN_TRACED_SAMPLES, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * self.targets * self.classes)))
         return least, 2 * least
 
     def traced_objects(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
@@ -238,4 +238,4 @@ def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection
         return iter([dataset.first_row()])
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return islice(iter(dataset), 1)
-    return first_samples(dataset, SAMPLES_READ, left_out)
+    return first_samples(dataset, MAX_SAMPLES_READ, left_out)

@@ -74,7 +74,9 @@ class CachingAllocator:
 
     def _split(self, block: AllocatorBlock, size: int) -> None:
         rest = self._block(block.size - size, block.small)
-        rest.before, rest.after, rest.free = block, block.after, True
+        rest.before = block
+        rest.after = block.after
+        rest.free = True
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size

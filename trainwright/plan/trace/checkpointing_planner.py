@@ -20,7 +20,7 @@ import torch
 
 from trainwright.plan.call_trace import Trace
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardSeen
+from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardDone
 from trainwright.plan.trace.traced_step import TracedObjects
 
 Keep = tuple[str, ...] | None
@@ -105,10 +105,10 @@ def levels(block: BlockProfile, speed: Speed) -> list[Level]:
         held, again_s = held + op.num_bytes, again_s - seconds
         kept.append(op.site)
         ladder.append(Level(tuple(kept), held, speed.together(forward_s + again_s, watched_s) - plain_s))
-    return _undominated(ladder, Level(None, sum(block.whole.values()), 0.0))
+    return _drop_dominated(ladder, Level(None, sum(block.whole.values()), 0.0))
 
 
-def _undominated(ladder: Sequence[Level], whole: Level) -> list[Level]:
+def _drop_dominated(ladder: Sequence[Level], whole: Level) -> list[Level]:
     """Return the levels without those that cost more memory and more time than another."""
     found: list[Level] = []
     for level in ladder:
@@ -168,7 +168,7 @@ class CheckpointingPlanner:
     ) -> None:
         survey = BlockSurvey(make)
         self._make, self._trace = make, trace
-        with suppress(ForwardSeen):
+        with suppress(ForwardDone):
             trace(survey.make)
         none = trace(make)
         speed = speed or (CPU if none.device == "cpu" else GPU)
@@ -178,7 +178,7 @@ class CheckpointingPlanner:
         top = tuple(len(ladder) - 1 for ladder in self._ladders)
         self.none = Candidate(Checkpointing.none(len(top)), none, 0.0, top)
         self._seen = {top: self.none}
-        self.every = self._traced((0,) * len(top))
+        self.every = self._trace_rungs((0,) * len(top))
 
     def choose(self, budget_bytes: int, *, most_traces: int = 4) -> Candidate:
         """Return the fastest choice whose traced peak is within the budget, or the one with least memory if none is."""
@@ -188,10 +188,10 @@ class CheckpointingPlanner:
         if best.peak_bytes > budget_bytes:
             return best
         for _ in range(most_traces):
-            rungs = self._raised(best, budget_bytes - margin)
+            rungs = self._raise_levels(best, budget_bytes - margin)
             if rungs == best.rungs:
                 break
-            candidate = self._traced(rungs)
+            candidate = self._trace_rungs(rungs)
             if candidate.peak_bytes > budget_bytes:
                 margin += candidate.peak_bytes - budget_bytes
             elif candidate.extra_s < best.extra_s:
@@ -205,14 +205,14 @@ class CheckpointingPlanner:
         for index in range(points - 1):
             budget = low + (high - low) * index // (points - 1)
             start = max((each for each in found if each.peak_bytes <= budget), key=lambda each: each.peak_bytes)
-            found.append(self._traced(self._raised(start, budget)))
+            found.append(self._trace_rungs(self._raise_levels(start, budget)))
         front: list[Candidate] = []
         for candidate in sorted(found, key=lambda each: (each.peak_bytes, each.extra_s)):
             if not front or candidate.extra_s < front[-1].extra_s:
                 front.append(candidate)
         return front
 
-    def _traced(self, rungs: Rungs) -> Candidate:
+    def _trace_rungs(self, rungs: Rungs) -> Candidate:
         if rungs not in self._seen:
             picked = [ladder[rung] for ladder, rung in zip(self._ladders, rungs, strict=True)]
             checkpointing = Checkpointing(tuple(level.keep for level in picked))
@@ -220,7 +220,7 @@ class CheckpointingPlanner:
             self._seen[rungs] = Candidate(checkpointing, trace, sum(level.extra_s for level in picked), rungs)
         return self._seen[rungs]
 
-    def _raised(self, start: Candidate, budget: int) -> Rungs:
+    def _raise_levels(self, start: Candidate, budget: int) -> Rungs:
         """Return the highest levels that the moments of ``start`` leave room for: along the hulls, then what still
         fits.
         """

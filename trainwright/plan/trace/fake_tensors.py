@@ -93,15 +93,15 @@ class _ModuleApply:
     """
 
     def __init__(self) -> None:
-        self._moved: dict[tuple[int, int], tuple[object, nn.Parameter, nn.Parameter]] = {}
-        moved = self.moved
+        self._replacements: dict[tuple[int, int], tuple[object, nn.Parameter, nn.Parameter]] = {}
+        replace_parameter = self.replace_parameter
 
         def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             for child in module.children() if recurse else ():
                 child._apply(fn)  # type: ignore[no-untyped-call]
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = moved(fn, parameter)
+                    module._parameters[name] = replace_parameter(fn, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
@@ -109,15 +109,15 @@ class _ModuleApply:
 
         self.apply = apply
 
-    def moved(self, fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> nn.Parameter:
+    def replace_parameter(self, fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that replaces ``parameter``; the same one for the same arguments."""
         key = (id(fn), id(parameter))
-        if key not in self._moved:
+        if key not in self._replacements:
             with torch.no_grad():
                 changed = fn(parameter)
             new = parameter if changed is parameter else nn.Parameter(changed, parameter.requires_grad)
-            self._moved[key] = (fn, parameter, new)  # both are kept, so that no other object gets their id
-        return self._moved[key][2]
+            self._replacements[key] = (fn, parameter, new)  # both are kept, so that no other object gets their id
+        return self._replacements[key][2]
 
 
 def fake_batch(data: Data, device: torch.device) -> Data:

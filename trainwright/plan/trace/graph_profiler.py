@@ -36,16 +36,16 @@ class GraphProfiler:
         self.inputs: dict[str, dict[int, Tensor]] = {}
         self._end = 0  # the sequence number of the first node after the model
         handles = self.paths.handles
-        handles += [m.register_forward_pre_hook(self._entered, with_kwargs=True) for m in model.modules()]
-        handles += [m.register_forward_hook(self._left, prepend=True) for m in model.modules()]
+        handles += [m.register_forward_pre_hook(self._on_enter, with_kwargs=True) for m in model.modules()]
+        handles += [m.register_forward_hook(self._on_leave, prepend=True) for m in model.modules()]
 
-    def _entered(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def _on_enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         path = self.paths.stack[-1]
         self.calls[path] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.inputs.setdefault(path, {}).update({t.untyped_storage()._cdata: t.detach() for t in tensors})
 
-    def _left(self, module: nn.Module, args: object, output: object) -> None:
+    def _on_leave(self, module: nn.Module, args: object, output: object) -> None:
         if module is self.model:
             self._end = next_sequence_number()
         first = next((leaf for leaf in tree_leaves(_values(output)) if isinstance(leaf, Tensor)), None)
@@ -79,7 +79,7 @@ class GraphProfiler:
         if isinstance(variable, Tensor):
             name = names.get(id(variable), "(input)")
             return Node("AccumulateGrad", name.rpartition(".")[0] if name in names.values() else "", (), inputs, name)
-        tensors, hidden = _saved(node)
+        tensors, hidden = _saved_tensors(node)
         saved = tuple(storages.saved(name, tensor) for name, tensor in tensors)
         return Node(node.name(), self._module(node._sequence_nr()), saved, inputs, "", hidden)
 
@@ -150,7 +150,7 @@ def _in_order(loss: Tensor) -> list[AutogradNode]:
     return sorted(found, key=lambda node: math.inf if hasattr(node, "variable") else node._sequence_nr())
 
 
-def _saved(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
+def _saved_tensors(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
     """Return the saved tensors of a node by name, and the number of those that saved-tensor hooks have packed.
 
     Reading ``_saved_*`` would unpack them, and so run a checkpointed block again. A hook that is set on a saved tensor

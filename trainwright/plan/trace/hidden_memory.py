@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from trainwright.plan.call_trace import Unseen
+from trainwright.plan.call_trace import HiddenBytes
 from trainwright.plan.trace import simulated_lstm
 from trainwright.plan.trace.fake_tensors import DeviceName
 from trainwright.plan.trace.kernel_memory import Rows, flops_per_row, measure_kernel_memory
@@ -46,31 +46,34 @@ def hidden_memory(device: DeviceName, call: OperatorCall) -> HiddenMemory | None
     return rule(call) if rule is not None else None
 
 
-def hidden_in_every_step(device: DeviceName) -> tuple[Unseen, ...]:
+def hidden_in_every_step(device: DeviceName) -> tuple[HiddenBytes, ...]:
     """Return the memory that every step on the device holds beside its tensors."""
-    return CUDA_ALWAYS if device == "cuda" else ()
+    return CUDA_STEP_MEMORY if device == "cuda" else ()
 
 
 def _convolution(call: OperatorCall) -> HiddenMemory:
     """Measure oneDNN's blocked copies of input, weight and output, with padded channels."""
-    x, weight, transposed = call.args[0], call.args[1], call.args[6]
+    x = call.args[0]
+    weight = call.args[1]
+    transposed = call.args[6]
     positions = (x if transposed else call.result).shape[2:]
-    return _measured(aten.convolution.default, call, Rows((0,), flops_per_row(positions, weight)))
+    return _measure(aten.convolution.default, call, Rows((0,), flops_per_row(positions, weight)))
 
 
 def _convolution_backward(call: OperatorCall) -> HiddenMemory:
     """Measure the blocked copies for the gradient of the input, and then of the weight."""
-    grad, x, weight, transposed = call.args[0], call.args[1], call.args[2], call.args[7]
+    grad = call.args[0]
+    x = call.args[1]
+    weight = call.args[2]
+    transposed = call.args[7]
     positions = (x if transposed else grad).shape[2:]
-    return _measured(aten.convolution_backward.default, call, Rows((0, 1), 2 * flops_per_row(positions, weight)))
+    return _measure(aten.convolution_backward.default, call, Rows((0, 1), 2 * flops_per_row(positions, weight)))
 
 
 def _lstm(call: OperatorCall) -> HiddenMemory:
     """Measure oneDNN's workspace for backward, one per layer and direction, and its copies. A row is a position."""
     x_TBD, w_input, w_hidden = call.args[:3]
-    return _measured(
-        aten.mkldnn_rnn_layer.default, call, Rows((0,), flops_per_row(x_TBD.shape[1:2], w_input, w_hidden))
-    )
+    return _measure(aten.mkldnn_rnn_layer.default, call, Rows((0,), flops_per_row(x_TBD.shape[1:2], w_input, w_hidden)))
 
 
 def _lstm_backward(call: OperatorCall) -> HiddenMemory:
@@ -78,10 +81,10 @@ def _lstm_backward(call: OperatorCall) -> HiddenMemory:
     x_TBD, w_input, w_hidden = call.args[:3]
     places = tuple(place for place in (0, 7, 10) if call.args[place] is not None)
     rows = Rows(places, 2 * flops_per_row(x_TBD.shape[1:2], w_input, w_hidden))
-    return _measured(aten.mkldnn_rnn_layer_backward.default, call, rows)
+    return _measure(aten.mkldnn_rnn_layer_backward.default, call, rows)
 
 
-def _measured(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
+def _measure(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
     """Return the memory that ``op`` allocates on this CPU for these arguments, or a bound if it cannot be measured."""
     found = measure_kernel_memory(op, call.args, rows)
     if found is None:
@@ -94,7 +97,7 @@ def _measured(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
     return HiddenMemory(found.scratch, workspace)
 
 
-def _copied(call: OperatorCall) -> HiddenMemory:
+def _copies(call: OperatorCall) -> HiddenMemory:
     """Return the copies of inputs that are not dense, because the operator works on dense tensors."""
     return HiddenMemory(sum(nbytes(tensor) for tensor in tensors_in(call.args) if not tensor.is_contiguous()))
 
@@ -112,7 +115,7 @@ def _matmul(call: OperatorCall) -> HiddenMemory:
     return HiddenMemory(why="blocks that oneDNN packs, for each thread", bound=2**20 * torch.get_num_threads())
 
 
-def _promoted(call: OperatorCall) -> HiddenMemory:
+def _promotion(call: OperatorCall) -> HiddenMemory:
     """Return the converted copies of inputs whose dtype is not the common one (pointwise operators)."""
     inputs = [tensor for tensor in tensors_in(call.args) if tensor.dim()]
     if len({tensor.dtype for tensor in inputs}) < 2:
@@ -137,7 +140,7 @@ CPU: dict[OpOverloadPacket, Rule] = {
     aten.mkldnn_rnn_layer: _lstm,
     aten.mkldnn_rnn_layer_backward: _lstm_backward,
     aten.mean: _mean,
-    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promoted),
+    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promotion),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matmul),
     **dict.fromkeys(
         (
@@ -147,7 +150,7 @@ CPU: dict[OpOverloadPacket, Rule] = {
             aten.embedding,
             aten.embedding_dense_backward,
         ),
-        _copied,
+        _copies,
     ),
 }
 CUDA: dict[OpOverloadPacket, Rule] = {
@@ -160,7 +163,7 @@ WHY_CUBLAS = (
     "workspaces of the matrix library, made at its first calls and kept: one for the thread of the forward "
     "pass and one for that of the backward pass (32 MiB each on Hopper, 8 MiB elsewhere), and 1 MiB of cublasLt"
 )
-CUDA_ALWAYS = (
-    Unseen("cublas", "", WHY_CUBLAS, 2 * 2**25 + 2**20),
-    Unseen("context", "", "CUDA context and kernels, outside of the allocator: 300 to 600 MiB", 600 * 2**20),
+CUDA_STEP_MEMORY = (
+    HiddenBytes("cublas", "", WHY_CUBLAS, 2 * 2**25 + 2**20),
+    HiddenBytes("context", "", "CUDA context and kernels, outside of the allocator: 300 to 600 MiB", 600 * 2**20),
 )

@@ -20,9 +20,9 @@ from torch._ops import OpOverload
 from trainwright.plan.trace.fake_tensors import without_fake_tensors
 from trainwright.plan.trace.operator_call import OpArgs
 
-MOST_FLOPS = 2e9
+MAX_MEASURED_FLOPS = 2e9
 """The most FLOPs of one measured call."""
-MOST_BYTES = 2**27
+MAX_MEASURED_BYTES = 2**27
 """The most bytes in the row arguments of one measured call."""
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class TensorShape(NamedTuple):
     dtype: torch.dtype
 
 
-Described = tuple[object, ...]
+ArgumentKey = tuple[object, ...]
 """Comparable arguments: a ``TensorShape`` for each tensor, a tuple for each list, other values unchanged."""
 
 
@@ -62,27 +62,27 @@ def measure_kernel_memory(op: OpOverload, args: OpArgs, rows: Rows) -> KernelMem
     """Return what a call with these arguments allocates, or None if allocations cannot be recorded."""
     count = args[rows.places[0]].shape[0]
     size = sum(args[place].nbytes for place in rows.places) / max(1, count)
-    most = max(1, int(min(MOST_FLOPS / max(1, rows.flops), MOST_BYTES / max(1, size))))
+    most = max(1, int(min(MAX_MEASURED_FLOPS / max(1, rows.flops), MAX_MEASURED_BYTES / max(1, size))))
     if count <= most:
-        changes = _allocations(op, _described(args, rows, count))
-        return None if changes is None else _summed(changes)
+        changes = _allocations(op, _describe(args, rows, count))
+        return None if changes is None else _sum_changes(changes)
     less = max(1, most // 2)
-    small, large = (_allocations(op, _described(args, rows, some)) for some in (less, most))
+    small, large = (_allocations(op, _describe(args, rows, some)) for some in (less, most))
     if small is None or large is None:
         return None
     if less < most and len(small) == len(large):
         further = (count - most) / (most - less)
-        return _summed([round(b + (b - a) * further) for a, b in zip(small, large, strict=True)])
-    found = _summed(large)
+        return _sum_changes([round(b + (b - a) * further) for a, b in zip(small, large, strict=True)])
+    found = _sum_changes(large)
     return KernelMemory(round(found.scratch * count / most), round(found.left * count / most), exact=False)
 
 
-def _summed(changes: Sequence[int]) -> KernelMemory:
+def _sum_changes(changes: Sequence[int]) -> KernelMemory:
     held = list(accumulate(changes, initial=0))
     return KernelMemory(max(held) - held[-1], held[-1])
 
 
-def _described(args: OpArgs, rows: Rows, count: int) -> Described:
+def _describe(args: OpArgs, rows: Rows, count: int) -> ArgumentKey:
     """Return comparable arguments with ``count`` rows."""
     return tuple(_argument(arg, count if place in rows.places else None) for place, arg in enumerate(args))
 
@@ -95,16 +95,16 @@ def _argument(arg: object, count: int | None) -> object:
 
 
 @lru_cache(maxsize=1024)
-def _allocations(op: OpOverload, described: Described) -> tuple[int, ...] | None:
-    """Return the allocations of one real call on zeros, as ``_recorded`` does."""
+def _allocations(op: OpOverload, described: ArgumentKey) -> tuple[int, ...] | None:
+    """Return the allocations of one real call on zeros, as ``_record_allocations`` does."""
     with without_fake_tensors(), torch.enable_grad():  # an LSTM makes its workspace only if gradients are enabled
-        args: list[Any] = [_made(each) for each in described]
+        args: list[Any] = [_make_argument(each) for each in described]
         if op._overloadpacket is aten.mkldnn_rnn_layer_backward:
             args[-1] = _workspace(args)
-        return _recorded(lambda: op(*args))
+        return _record_allocations(lambda: op(*args))
 
 
-def _made(described: object) -> object:
+def _make_argument(described: object) -> object:
     if isinstance(described, TensorShape):
         return torch.empty_strided(described.shape, described.strides, dtype=described.dtype).zero_()
     return list(described) if isinstance(described, tuple) else described
@@ -118,7 +118,7 @@ def _workspace(args: Sequence[Any]) -> Tensor:
     return workspace
 
 
-def _recorded(call: Callable[[], object]) -> tuple[int, ...] | None:
+def _record_allocations(call: Callable[[], object]) -> tuple[int, ...] | None:
     """Return each allocation of the call in order in bytes, releases as negative numbers."""
     private: Any = torch.autograd
     try:

@@ -39,9 +39,9 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import TensorStyle
 
 TRACED_BLOCKS = 2
-CALLS_IN_A_BLOCK = 2
+GATHERS_PER_BLOCK = 2
 """Tensors that ranks with parts of a sequence gather in a block: keys and values."""
-LEAST_PART = 2048
+MIN_SEQUENCE_PART = 2048
 """The shortest part of a sequence that ``auto`` considers, in positions. Shorter parts leave little computation between
 exchanges; those of Llama 3 have 8,192 (arXiv:2407.21783, 3.3.2).
 """
@@ -51,7 +51,7 @@ Sizes = dict[str, list[int]]
 
 
 @dataclass
-class Exchanged:
+class ExchangeLog:
     """Bytes that one step of the traced model exchanges for divided layers: a list of calls for each module.
 
     ``stream`` are the outputs of blocks. A second call comes from activation checkpointing. ``parts`` are the keys and
@@ -82,7 +82,7 @@ class Exchanged:
         def outside(sizes: Sizes) -> tuple[int, ...]:
             return tuple(calls[0] // samples for name, calls in sizes.items() if not name.startswith(blocks))
 
-        each = CALLS_IN_A_BLOCK if self.parts else 0  # two blocks were traced, one after the other
+        each = GATHERS_PER_BLOCK if self.parts else 0  # two blocks were traced, one after the other
         again = self.parts[2 * each : 3 * each]
         return Activations(
             context_forward=tuple(size // samples for size in self.parts[:each]),
@@ -113,12 +113,12 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
     models = {1: copies if is_same else rank_model(plain, POLICIES)}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
-    for each in _weighed(recipe.parallel.tensor, powers, decides):
+    for each in _traced_degrees(recipe.parallel.tensor, powers, decides):
         if shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
             models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
     ask, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
     beside = {1, ask.tensor} if isinstance(ask.tensor, int) else {1}  # combining every degree would take long
-    for each in _weighed(ask.context, powers, decides):
+    for each in _traced_degrees(ask.context, powers, decides):
         is_asked = each == ask.context
         if models[1].blocks and (is_asked or _has_long_parts(plain.blueprint, shape, each)):
             with nullcontext() if is_asked else suppress(UsageError):  # such as for a loss that returns a mean
@@ -128,7 +128,7 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts, sent)
 
 
-def _weighed(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
+def _traced_degrees(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
     """Return the degrees of an axis that are traced."""
     written = {asked} if isinstance(asked, int) else set[int]()
     return sorted((written if decides and written else {*powers, *written}) - {1})
@@ -141,7 +141,7 @@ def _has_long_parts(blueprint: Blueprint, shape: ModelShape, ranks: int) -> bool
         return False
     lengths = {each.shape[0] if isinstance(each, Tensor) and each.dim() == 1 else 0 for each in sample}
     (length,) = lengths if len(lengths) == 1 else (0,)
-    return length % ranks == 0 and length // ranks >= LEAST_PART
+    return length % ranks == 0 and length // ranks >= MIN_SEQUENCE_PART
 
 
 class _LastPart:
@@ -188,11 +188,11 @@ def rank_model(
 
     With ``context``, it is the model of the rank with the last part of each sequence. Costs two traces for each policy.
     """
-    blueprint, exchanged = survey.blueprint, Exchanged()
-    divided = partial(_divided, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
+    blueprint, exchanged = survey.blueprint, ExchangeLog()
+    divided = partial(_divide_layers, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
     if context > 1:
         part = _LastPart(context, exchanged.parts)
-        divided = partial(_divided_in_parts, divided, part)
+        divided = partial(_divide_sequences, divided, part)
         blueprint = replace(blueprint, loss=loss_of_part(blueprint.loss, part.cut))
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
@@ -255,44 +255,44 @@ def _shorten(model: nn.Module) -> bool:
     return True
 
 
-def _divided(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: Exchanged) -> None:
+def _divide_layers(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: ExchangeLog) -> None:
     """Reduce the layers to the part of one of ``tensor`` ranks, and record what ranks exchange in a new trace."""
     exchanged.clear()
     for path in _equal_blocks(model):
-        model.get_submodule(path).register_forward_hook(partial(_note_output, path, exchanged.stream))
+        model.get_submodule(path).register_forward_hook(partial(_record_output, path, exchanged.stream))
     if tensor > 1:
         _divide(model, split_plan(model, asked), tensor, exchanged)
 
 
-def _divided_in_parts(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:
+def _divide_sequences(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:
     divided(model)
     if not hasattr(model, "take_part"):
         raise UsageError(f"{type(model).__name__} cannot compute a part of a sequence", remedy="use parallel.tensor")
     model.take_part(part)
 
 
-def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: Exchanged) -> None:
+def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: ExchangeLog) -> None:
     smaller: dict[int, nn.Parameter] = {}
     for name, style in plan.items():
         module = model.get_submodule(name)
         if style == "input":
-            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+            module.register_forward_pre_hook(partial(_record_input, name, exchanged.backward))
         if style not in ("column", "column_gathered", "row") or not isinstance(module, nn.Linear | nn.Embedding):
             continue
         rows = (style == "row") == isinstance(module, nn.Embedding)
         for key, weight in list(module.named_parameters(recurse=False)):
             if id(weight) not in smaller and (rows or weight.dim() > 1):
-                smaller[id(weight)] = _smaller(weight, 0 if rows else 1, ranks)
+                smaller[id(weight)] = _shrink(weight, 0 if rows else 1, ranks)
             setattr(module, key, smaller.get(id(weight), weight))
         if style == "row":
-            module.register_forward_hook(partial(_note_output, name, exchanged.forward))
+            module.register_forward_hook(partial(_record_output, name, exchanged.forward))
         elif not any(plan.get(above) == "input" for above in _above(name)):
-            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+            module.register_forward_pre_hook(partial(_record_input, name, exchanged.backward))
         if style == "column_gathered":
             module.register_forward_hook(partial(_gather, name, exchanged.gathered, ranks))
 
 
-def _smaller(weight: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+def _shrink(weight: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
     shape = list(weight.shape)
     shape[dim] = -(-shape[dim] // ranks)
     return nn.Parameter(weight.detach().new_empty(shape), requires_grad=weight.requires_grad)
@@ -303,11 +303,11 @@ def _above(name: str) -> Iterable[str]:
         yield name
 
 
-def _note_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
+def _record_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
 
 
-def _note_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
+def _record_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
     """Record the size of the input, which is that of its gradient."""
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
 

@@ -1,7 +1,7 @@
 """Decides what a recipe leaves open before a run is built: micro-batch, activation checkpointing, optimizer offload.
 
 The decision is a function of the recipe, the samples and the device that is passed, so that the same device gives
-the same decision. A run stores it (``Resolved.to_json``), and a resumed run reads it back (``resolved_before``).
+the same decision. A run stores it (``Resolved.to_json``), and a resumed run reads it back (``read_resolved``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
@@ -70,7 +70,7 @@ class Resolved:
         return {**settled, "layout": self.degrees, "policy": recipe.model.activation_checkpointing}
 
 
-def left_open(recipe: Recipe, ranks: int = 1) -> bool:
+def has_open_settings(recipe: Recipe, ranks: int = 1) -> bool:
     """Return True if the plan must decide anything before the model is built."""
     layout = ranks > 1 and recipe.parallel.open_axes
     return bool(layout) or "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
@@ -90,14 +90,14 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
     recipe = loaded.recipe
-    if not left_open(recipe, ranks):
+    if not has_open_settings(recipe, ranks):
         return Resolved(loaded)
     if ranks > 1 and (recipe.parallel.shard != 1 or recipe.parallel.open_axes):
         return _spread(loaded, device, ranks, parts)
     on_cpu = "cpu" in (device.kind, recipe.device)
     if on_cpu and recipe.batch.micro != "auto" and not _is_checkpointing_planned(recipe):
         why = "the device's memory is the host's"
-        return Resolved(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
+        return Resolved(_with_decisions(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     blueprint, setting = make_blueprint(loaded, parts), recipe.model.activation_checkpointing
     may_offload = can_offload(loaded, device) and not on_cpu
     shares = solve_layout(recipe, ranks).data if ranks > 1 else 1
@@ -109,7 +109,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
 
     def chosen(layouts: Sequence[Layout]) -> Choice:
-        moved = offloaded(layouts, device) if may_offload else []
+        moved = offload_layouts(layouts, device) if may_offload else []
         return choose(with_offload(recipe, layouts, moved, by_default=False), budget, size, micro=fixed)
 
     choice = chosen(survey.layouts(policies, micro_sizes(size) if fixed is None else [fixed]))
@@ -117,13 +117,15 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         choice = chosen(survey.layouts_of(policies, chunked=True))
     if not choice.fits:
         raise _too_large(choice, budget)
-    best, planned, notes = choice.best, None, _notes(recipe, choice.notes)
+    best = choice.best
+    planned = None
+    notes = _notes(recipe, choice.notes)
     if setting not in POLICIES:
-        planned, note = _planned(blueprint, survey, budget, best)
+        planned, note = _plan_checkpointing(blueprint, survey, budget, best)
         notes.append(note)
     offload = best.layout.offload is not None if recipe.optimizer.offload == "auto" else None
     chunked = best.layout.chunked if may_chunk(blueprint) else None
-    changed = _decided(loaded, micro=best.micro, offload=offload, is_checkpointing_decided=planned is not None)
+    changed = _with_decisions(loaded, micro=best.micro, offload=offload, is_checkpointing_decided=planned is not None)
     return Resolved(changed, planned, tuple(notes), chunked=chunked)
 
 
@@ -135,11 +137,11 @@ def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> 
     degrees = {axis: getattr(best.degrees, axis) for axis in ("replicate", *PLANNED)}
     micro = best.micro if recipe.batch.micro == "auto" else None
     offload = False if recipe.optimizer.offload == "auto" else None
-    changed = _decided(_laid_out(loaded, degrees, best.policy), micro=micro, offload=offload)
+    changed = _with_decisions(_with_layout(loaded, degrees, best.policy), micro=micro, offload=offload)
     return Resolved(changed, None, notes, degrees)
 
 
-def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded:
+def _with_layout(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded:
     recipe = loaded.recipe
     parallel = recipe.parallel.model_copy(update=dict(degrees))
     model = recipe.model.model_copy(update={"activation_checkpointing": policy})
@@ -163,7 +165,7 @@ def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:
     return [note for note in notes if topics.get(note.topic) == "auto"]
 
 
-def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
+def read_resolved(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
     """Return the decision stored by ``Resolved.to_json``."""
     blocks = stored.get("recompute")
     planned = None if blocks is None else Checkpointing(tuple(None if keep is None else tuple(keep) for keep in blocks))
@@ -171,13 +173,15 @@ def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
     offload = stored.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
     if layout := stored.get("layout"):
         layout = {"context": 1, **layout} if loaded.recipe.parallel.context == "auto" else layout  # of an older version
-        changed = _decided(_laid_out(loaded, layout, stored["policy"]), micro=micro, offload=offload)
+        changed = _with_decisions(_with_layout(loaded, layout, stored["policy"]), micro=micro, offload=offload)
         return Resolved(changed, None, degrees=layout)
-    changed = _decided(loaded, micro=micro, offload=offload, is_checkpointing_decided=planned is not None)
+    changed = _with_decisions(loaded, micro=micro, offload=offload, is_checkpointing_decided=planned is not None)
     return Resolved(changed, planned)
 
 
-def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
+def _plan_checkpointing(
+    blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option
+) -> tuple[Checkpointing, Note]:
     """Return no checkpointing if all activations fit, else the planner's choice by traced peaks for the micro-batch."""
     if best.layout.checkpointing == "none" or not survey.blocks:
         why = f"all activations fit: {human_bytes(best.peak_bytes)} of {human_bytes(budget.usable_bytes)} usable"
@@ -190,7 +194,7 @@ def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: O
     return found.checkpointing, Note("checkpointing", f"{found.checkpointing.count} blocks", why)
 
 
-def _decided(
+def _with_decisions(
     loaded: Loaded, *, micro: int | None = None, offload: bool | None = None, is_checkpointing_decided: bool = False
 ) -> Loaded:
     """Return the recipe with these values; None leaves the recipe's value."""

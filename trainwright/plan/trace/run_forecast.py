@@ -15,10 +15,10 @@ from trainwright.plan.call_trace import Trace
 from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded, weigh
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts, weigh
 from trainwright.plan.make import Note, choose_precision, require_fp8
 from trainwright.plan.offload import offload_of, why_not_offloaded
-from trainwright.plan.remedies import Held, Remedy, remedies
+from trainwright.plan.remedies import PeakMemory, Remedy, remedies
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.checkpointing_planner import CheckpointingPlanner, Speed
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
@@ -63,12 +63,12 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     setting = recipe.model.activation_checkpointing
     layouts = survey.layouts(POLICIES, [*micro_sizes(batch.size), batch.micro])
-    moved = offloaded(layouts, device) if may_offload else []
+    moved = offload_layouts(layouts, device) if may_offload else []
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
     if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
         in_chunks = survey.layouts_of(POLICIES, chunked=True)
-        also_moved = offloaded(in_chunks, device) if may_offload else []
+        also_moved = offload_layouts(in_chunks, device) if may_offload else []
         choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
     allowed = with_offload(recipe, layouts, moved, by_default=False)
     fixed = [layout for layout in allowed if layout.is_of(batch.micro)]
@@ -209,11 +209,11 @@ def with_budget(device: Device, budget_bytes: int) -> Device:
     return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
 
 
-def _held(blueprint: Blueprint, option: Option, device: Device) -> Held:
+def _held(blueprint: Blueprint, option: Option, device: Device) -> PeakMemory:
     trace = option.layout.scaled.at(option.micro, option.accumulation)
     parameters, trainable = blueprint.counts
     recipe = blueprint.loaded.recipe
-    return Held(
+    return PeakMemory(
         peak_bytes=option.peak_bytes,
         kinds=trace.peak.held,
         optimizer=recipe.optimizer.use,

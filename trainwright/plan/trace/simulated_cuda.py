@@ -31,7 +31,7 @@ FULL_PRECISION = (
     "multi_margin_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp prod prod.dim_int softmax.int "
     "log_softmax.int cumprod cumsum sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim"
 )
-LARGEST_HEAD = 256  # largest head dimension that the fused attention kernels accept
+MAX_FUSED_HEAD_DIM = 256  # largest head dimension that the fused attention kernels accept
 
 
 class CastCache:
@@ -179,7 +179,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Call the kernel that CUDA chooses: flash for 16 bits without a mask, else memory-efficient, else math."""
-    if query.dim() != 4 or query.shape[-1] > LARGEST_HEAD or query.dtype is torch.float64:
+    if query.dim() != 4 or query.shape[-1] > MAX_FUSED_HEAD_DIM or query.dtype is torch.float64:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _first(
             aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-RESERVE = 8
+RESERVE_VALUES_PER_UNIT = 8
 """Values in the reserve for each position, row, hidden unit and direction of a layer: four gates, the cell, its tanh,
 the hidden state, and the mask of dropout. cuDNN does not document its size, and this estimate is unverified.
 """
@@ -75,9 +75,11 @@ def backward_flops(
 def _forward(
     x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], layers: int, bidirectional: bool, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    directions, hidden_width, positions = 2 if bidirectional else 1, h.shape[-1], prod(x.shape[:-1])
+    directions = 2 if bidirectional else 1
+    hidden_width = h.shape[-1]
+    positions = prod(x.shape[:-1])
     out = x.new_empty((*x.shape[:-1], hidden_width * directions))
-    reserve = x.new_empty(RESERVE * layers * directions * positions * hidden_width)
+    reserve = x.new_empty(RESERVE_VALUES_PER_UNIT * layers * directions * positions * hidden_width)
     return out, torch.empty_like(h), torch.empty_like(c), reserve
 
 

@@ -57,7 +57,9 @@ def _may_have_stages(parts: Parts) -> bool:
 
 def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
     """Return the layouts that a recipe allows and that the engine can train."""
-    zero, setting, batch = (recipe.parallel.zero,), recipe.model.activation_checkpointing, recipe.batch
+    zero = (recipe.parallel.zero,)
+    setting = recipe.model.activation_checkpointing
+    batch = recipe.batch
     found = []
     for degrees in _degrees(many, recipe, ranks):
         policies = [each for each in many.policies(degrees) if each == setting] or many.policies(degrees)

@@ -24,7 +24,7 @@ from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
 from trainwright.errors import UsageError
 from trainwright.optim.clip import make_clip
-from trainwright.plan.call_trace import Trace, Unseen
+from trainwright.plan.call_trace import HiddenBytes, Trace
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
 from trainwright.plan.trace.hidden_memory import hidden_in_every_step
@@ -70,7 +70,7 @@ def trace_step(
     ``make`` raises.
     """
     place = simulated_device(device)
-    with _restored_process(), fake_tensors():
+    with _restore_process(), fake_tensors():
         with torch.device(place):
             objects = make(place)
         if checkpointing is not None:
@@ -98,7 +98,7 @@ def trace_step(
     unseen = [*tracker.unseen.values(), *hidden_in_every_step(device)]
     if device == "cuda":
         gaps = reserved(tracker.before, tracker.events) - max(moment.total for moment in held)
-        unseen.append(Unseen("reserved", "", WHY_RESERVED, gaps))
+        unseen.append(HiddenBytes("reserved", "", WHY_RESERVED, gaps))
     return Trace(device, held, kept_for_backward(tracker.events), tracker.work.rows(), tuple(unseen))
 
 
@@ -122,7 +122,7 @@ def _user_frame(error: Exception) -> str:
 
 
 @contextmanager
-def _restored_process() -> Iterator[None]:
+def _restore_process() -> Iterator[None]:
     """Restore the default dtype and the grad mode; ``fake_tensors`` restores the random state.
 
     Inside, the backward pass runs on this thread, where the tracker is, and torch does not log operators that fail.

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.plan.call_trace import Kind, Phase, Unseen
+from trainwright.plan.call_trace import HiddenBytes, Kind, Phase
 from trainwright.plan.trace.data_dependent import call_without_values
 from trainwright.plan.trace.fake_tensors import (
     DeviceName,
@@ -118,7 +118,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.micro = -1
         self.before: list[TrackedStorage] = []
         self.events: list[MemoryEvent] = []
-        self.unseen: dict[str, Unseen] = {}
+        self.unseen: dict[str, HiddenBytes] = {}
         self.work = WorkLog()
         self.paths = ModulePaths(model)
         self._block = BLOCK_BYTES[device]
@@ -172,17 +172,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = made[0].module
         made[-1].num_bytes += extra.workspace
         if extra.why:
-            self._note_unseen(Unseen(call.name, module, extra.why, extra.bound))
+            self._record_hidden(HiddenBytes(call.name, module, extra.why, extra.bound))
         phase = made[0].made_in
         return [TrackedStorage(extra.scratch, "temporaries", phase, module, phase)] if extra.scratch else []
 
-    def _note_unseen(self, found: Unseen) -> None:
+    def _record_hidden(self, found: HiddenBytes) -> None:
         """Keep one row for each operator: the largest bound, and no module if there are several."""
         before = self.unseen.get(found.op, found)
         unknown = before.bound_bytes is None or found.bound_bytes is None
         bound = None if unknown else max(before.bound_bytes or 0, found.bound_bytes or 0)
         module = found.module if found.module == before.module else ""
-        self.unseen[found.op] = Unseen(found.op, module, found.why, bound)
+        self.unseen[found.op] = HiddenBytes(found.op, module, found.why, bound)
 
     def _add_event(self, module: str, op: str, made: list[TrackedStorage]) -> None:
         freed, self._freed = self._freed, []
@@ -225,7 +225,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Start to record events; what is live now is held ``before`` the step."""
-        self.before, self._freed, self.recording = list(self._live.values()), [], True
+        self.before = list(self._live.values())
+        self._freed = []
+        self.recording = True
 
     def end(self) -> None:
         """Stop recording; the last event holds what was freed after the last operator."""

@@ -51,7 +51,7 @@ def _grouped_product(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> i
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 
 
-OWN: dict[OpOverloadPacket, FlopFormula] = {
+EXTRA_FORMULAS: dict[OpOverloadPacket, FlopFormula] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
     aten._grouped_mm: _grouped_product,
@@ -61,7 +61,7 @@ OWN: dict[OpOverloadPacket, FlopFormula] = {
 """Formulas that torch's table lacks."""
 
 
-OWN_BY_NAME: dict[str, FlopFormula] = {
+EXTRA_FORMULAS_BY_NAME: dict[str, FlopFormula] = {
     f"{simulated_lstm.NAMESPACE}::lstm": simulated_lstm.forward_flops,
     f"{simulated_lstm.NAMESPACE}::lstm_backward": simulated_lstm.backward_flops,
 }
@@ -90,7 +90,7 @@ class WorkLog:
         if op not in self._formulas:
             packet = op._overloadpacket
             known = _from_torch(flop_registry[packet]) if packet in flop_registry else None
-            self._formulas[op] = OWN.get(packet) or OWN_BY_NAME.get(op._schema.name) or known
+            self._formulas[op] = EXTRA_FORMULAS.get(packet) or EXTRA_FORMULAS_BY_NAME.get(op._schema.name) or known
         formula = self._formulas[op]
         return 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.result)
 

@@ -10,7 +10,7 @@ from trainwright.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class OwnBatches:
+class UserBatches:
     """Batches that the user's data come in: samples per batch if known, and batches per epoch.
 
     ``ready``: the user's iterator makes them, so no samples can be left out, and ranks share the rows of each batch.
@@ -21,13 +21,13 @@ class OwnBatches:
     ready: bool = False
 
 
-def require_fits(recipe: Recipe, own: OwnBatches, ranks: int) -> None:
+def require_fits(recipe: Recipe, own: UserBatches, ranks: int) -> None:
     """Raise RecipeError with every setting that such data cannot satisfy."""
     if problems := list(_problems(recipe, own, ranks)):
         raise RecipeError(problems)
 
 
-def _problems(recipe: Recipe, own: OwnBatches, ranks: int) -> Iterator[Problem]:
+def _problems(recipe: Recipe, own: UserBatches, ranks: int) -> Iterator[Problem]:
     batch, rule = recipe.batch, recipe.optimizer.lr_rule
     if rule.rule != "none" and own.size is None:
         why = "needs a batch size, and how many samples a batch of these data has is not known"
