@@ -11,7 +11,7 @@ from tests.rows import each_row
 from trainwright.plan.call_trace import Moment, Phase, Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import accumulate
-from trainwright.report.forecast import by_block, held_lines, human_flops, timeline_svg, timeline_text, usable_line
+from trainwright.report.forecast import by_block, human_flops, memory_lines, timeline_svg, timeline_text, usable_line
 
 GIB = 1 << 30
 H100 = Device("h100", "cuda", 80 * GIB, 3e12, {"fp32": 67e12})
@@ -46,7 +46,7 @@ def test_equal_blocks_are_one() -> None:
 
 
 def test_a_peak_outside_of_the_modules_is_placed() -> None:
-    assert held_lines(trace())[0] == "at the peak 9 GiB (forward, mm in the loss or the model's own code)"
+    assert memory_lines(trace())[0] == "at the peak 9 GiB (forward, mm in the loss or the model's own code)"
 
 
 def test_micro_batches_are_labelled_and_the_layout_is_named() -> None:

@@ -42,7 +42,7 @@ from trainwright.plan.explain import describe_corrected_end, preflight
 from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.pages.report import leave_report
-from trainwright.report.server.serve import serve_beside
+from trainwright.report.server.serve import serve_in_background
 from trainwright.report.text import Ending, closing
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import ensure_identity
@@ -155,7 +155,7 @@ def _lead(
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     if start.serve:
-        serve_beside(folder, progress.print)
+        serve_in_background(folder, progress.print)
     world.agree(folder)
     return _run(job, Stage(folder, lock, ensure_identity(folder), progress, signals, world, earlier), extras)
 
