@@ -348,7 +348,7 @@ class _Climb:
         """Writes the best recipe, with a comment at each line that somebody has decided."""
         own = own_length(self._loaded.recipe, held.factor)
         loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **own})])
-        notes = dict.fromkeys(self._loaded.asked, "of the recipe")
+        notes = dict.fromkeys(self._loaded.stated, "of the recipe")
         notes |= dict.fromkeys(self._loaded.overridden, "--set")
         notes |= notes_of(self._rows, {"precision": BASELINE, "model.compile": BASELINE, **held.decided})
         notes |= dict.fromkeys(own, f"ladder, {held.name}: as many samples as before")
