@@ -22,7 +22,7 @@ from trainwright.report.pages.rows import COLUMNS, Rows, by_step, column, no_row
 from trainwright.runs.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
 from trainwright.runs.findings import FindingsFold
 from trainwright.runs.json_values import JsonValue
-from trainwright.runs.reader import decoded
+from trainwright.runs.reader import decode_lines
 from trainwright.runs.records import (
     Ended,
     Evaluated,
@@ -200,7 +200,7 @@ class IncrementalLog:
             self._take_part(text[begin:end])
 
     def _take_part(self, lines: bytes) -> None:
-        for record in decoded(_KEPT_LINE.findall(lines)).records:
+        for record in decode_lines(_KEPT_LINE.findall(lines)).records:
             self._add_record(record)
         for line in _LAYERS.findall(lines):
             self.layers.take(line)
@@ -296,7 +296,7 @@ def _number(text: bytes) -> float:
 
 
 def _one_by_one(lines: bytes, beginning: bytes) -> Iterator[list[float]]:
-    for record in decoded(line for line in lines.split(b"\n") if line.startswith(beginning[1:])).records:
+    for record in decode_lines(line for line in lines.split(b"\n") if line.startswith(beginning[1:])).records:
         if isinstance(record, Step):
             values = [getattr(record, name) for name in COLUMNS[1:]]
         elif isinstance(record, Watched):
