@@ -18,7 +18,7 @@ from benchmarks import figures
 from trainwright.engine.step import make_step
 from trainwright.optim.clip import make_clip
 from trainwright.recipe import load
-from trainwright.recipe.load import box
+from trainwright.recipe.load import builtin_recipes
 from trainwright.training.prepare import prepare
 
 BENCH = "mup_transfer"
@@ -30,7 +30,7 @@ def trained(init: str, width: int, base: int, lr: float, steps: int) -> float:
     shape = f"block_size: 64, layers: 2, heads: 4, d_model: {width}, init: {init}, base_width: {base}"
     settings = [f"model.args={{{shape}}}"]
     settings += [f"optimizer.lr={lr}", f"until={steps}steps", f"schedule.warmup={steps // 6}steps", "batch.size=8"]
-    job = prepare(load(box() / "gpt-tiny.yaml", overrides=[*settings, "precision=fp32", "data.val=null"]))
+    job = prepare(load(builtin_recipes() / "gpt-tiny.yaml", overrides=[*settings, "precision=fp32", "data.val=null"]))
     clip = job.recipe.optimizer.clip
     advance = make_step(job.parts.loss, schedule=job.built.schedule, clip=make_clip(clip.by, clip.at))
     losses = torch.tensor([float(advance(job.state, batch).loss) for batch in islice(job.batches, steps)])

@@ -36,7 +36,7 @@ from trainwright.data.text import CharText, python_topics
 from trainwright.engine.step import StepResult
 from trainwright.monitoring.progress import Progress
 from trainwright.recipe import load
-from trainwright.recipe.load import box
+from trainwright.recipe.load import builtin_recipes
 from trainwright.runs.folder import RunFolder
 from trainwright.training.job import Job
 from trainwright.training.run import train
@@ -91,7 +91,7 @@ def train_ours(budget_s: float, seed: int, every: int) -> Trained:
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"until={budget_s!r}s", f"seed={seed}", f"folder={folder}"]
         settings += ["evaluation.every=1run", "evaluation.batches=1"]  # it is not timed, and judged below
-        train(load(box() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
+        train(load(builtin_recipes() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
     parts, state = kept.job.parts, kept.job.state
     require_same_split(parts.train.dataset)
     require_same_split(parts.val.dataset if parts.val else None)

@@ -13,7 +13,7 @@ from trainwright import recipe
 from trainwright.errors import install_remedy
 from trainwright.optim.choose import accepted_args
 from trainwright.plan.devices import Device, known_devices
-from trainwright.recipe.resolve import imported
+from trainwright.recipe.resolve import import_factory
 
 HEAD = """# Built-in models, data, losses and optimizers
 
@@ -46,7 +46,7 @@ def named(rows: Mapping[str, recipe.Row]) -> str:
 
 
 def described(row: recipe.Row) -> str:
-    factory = imported(row.factory)
+    factory = import_factory(row.factory)
     text, meanings = read(inspect.getdoc(factory) or "")
     rows = [[f"`{name}`", kind, default, meanings.get(name, "")] for name, kind, default in arguments(factory)]
     parts = [f"### `{row.name}`", text]
@@ -112,12 +112,12 @@ def optimizer(row: recipe.OptimizerRow) -> list[str]:
 
 def schedule(row: recipe.Row) -> list[str]:
     shared = ("total", "warmup", "floor")
-    args = ", ".join(name for name in inspect.signature(imported(row.factory)).parameters if name not in shared)
+    args = ", ".join(name for name in inspect.signature(import_factory(row.factory)).parameters if name not in shared)
     return [f"`{row.name}`", row.doc, args]
 
 
 def metric(row: recipe.Row) -> list[str]:
-    return [f"`{row.name}`", row.doc, ", ".join(name for name, *_ in arguments(imported(row.factory)))]
+    return [f"`{row.name}`", row.doc, ", ".join(name for name, *_ in arguments(import_factory(row.factory)))]
 
 
 def device(each: Device) -> list[str]:

@@ -43,7 +43,7 @@ from trainwright.recipe import (
     json_schema,
     optimizer_row,
 )
-from trainwright.recipe.resolve import imported
+from trainwright.recipe.resolve import import_factory
 
 ROOT = Path(tw.__file__).parent.parent
 MLP = {"model": {"use": "mlp", "args": {"sizes": [64, 256, 256, 10]}}, "data": {"train": "digits"}}
@@ -209,7 +209,7 @@ def test_every_row_names_a_factory_and_says_what_it_is() -> None:
     for rows in (MODELS, DATASETS, LOSSES, METRICS, OPTIMIZERS, SCHEDULES, OBSERVERS, SINKS):
         for name, row in rows.items():
             assert row.name == name
-            assert callable(imported(row.factory)), name
+            assert callable(import_factory(row.factory)), name
             assert row.doc.endswith("."), name
             assert len(row.doc) < 100, name
 
@@ -229,7 +229,7 @@ def test_every_short_name_of_another_package_stands_for_an_optimizer() -> None:
     for name, row in OPTIMIZER_ALIASES.items():
         assert row.name == name and name not in OPTIMIZERS
         assert row.factory.startswith(f"{package.__name__}:")
-        assert issubclass(imported(row.factory), Optimizer)
+        assert issubclass(import_factory(row.factory), Optimizer)
         assert from_mapping({**SMALL, "optimizer": name}).recipe.optimizer.use == row.factory
 
 
@@ -245,7 +245,7 @@ SCRIPT = runpy.run_path(str(ROOT / "scripts" / "catalog.py"))
 @pytest.mark.parametrize("row", [*MODELS.values(), *DATASETS.values(), *LOSSES.values(), *OBSERVERS.values()], ids=str)
 def test_every_argument_of_what_is_in_the_box_is_documented(row: Row) -> None:
     """The signature has the names and the docstring what they are, and neither has more than the other."""
-    factory = imported(row.factory)
+    factory = import_factory(row.factory)
     text, meanings = SCRIPT["read"](inspect.getdoc(factory) or "")
     names = [name for name, *_ in SCRIPT["arguments"](factory)]
     assert text and list(meanings) == names
@@ -308,4 +308,4 @@ def test_decoupled_weight_decay_stays_out_of_the_moments(name: str) -> None:
 
 def test_what_is_fused_takes_the_argument() -> None:
     for name, row in OPTIMIZERS.items():
-        assert ("fused" in inspect.signature(imported(row.factory)).parameters) == row.fused, name
+        assert ("fused" in inspect.signature(import_factory(row.factory)).parameters) == row.fused, name

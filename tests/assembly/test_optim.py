@@ -17,7 +17,7 @@ from trainwright.errors import UsageError
 from trainwright.optim import GroupRule, Lamb, Lars, Muon, make_optimizer, muon_groups
 from trainwright.optim.muon import orthogonalize
 from trainwright.recipe import OPTIMIZERS
-from trainwright.recipe.resolve import imported
+from trainwright.recipe.resolve import import_factory
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any], float], Tensor]
 
@@ -306,7 +306,7 @@ def test_what_is_not_given_has_the_default_of_the_class(name: str) -> None:
     row, optimizer = OPTIMIZERS[name], make_optimizer(name, net())
     defaults = {
         key: each.default
-        for key, each in inspect.signature(imported(row.factory)).parameters.items()
+        for key, each in inspect.signature(import_factory(row.factory)).parameters.items()
         if each.default is not each.empty and key not in ("fused", "foreach")
     }
     assert {"lr": row.lr, "weight_decay": row.weight_decay}.items() <= defaults.items()

@@ -21,7 +21,7 @@ from trainwright.data.ready import ReadyBatches, ReadyStream, silent
 from trainwright.data.unwrap import length_of, unwrap
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.plan.batch import batch_of
-from trainwright.plan.own_batches import OwnBatches, require_fits
+from trainwright.plan.user_batches import UserBatches, require_fits
 from trainwright.recipe import from_mapping
 
 LOADING = Loading(1, 1, seed=3)
@@ -297,10 +297,10 @@ def test_what_is_taken_for_ready_batches() -> None:
 
 def test_what_is_known_of_its_batches() -> None:
     several = unwrap(DataLoader(Samples(), batch_size=4, num_workers=2))
-    assert several.own_batches == OwnBatches(4, None, ready=True) and several.samples is None
-    assert unwrap(DataLoader(list(batches()), batch_size=None)).own_batches == OwnBatches(None, 5, ready=True)
+    assert several.own_batches == UserBatches(4, None, ready=True) and several.samples is None
+    assert unwrap(DataLoader(list(batches()), batch_size=None)).own_batches == UserBatches(None, 5, ready=True)
     of_sampler = unwrap(DataLoader([1, 2, 3], batch_sampler=[[0], [1, 2]]))
-    assert of_sampler.own_batches == OwnBatches(None, 2) and length_of(of_sampler.dataset) == 3
+    assert of_sampler.own_batches == UserBatches(None, 2) and length_of(of_sampler.dataset) == 3
     with pytest.raises(UsageError, match="the dataset is empty"):
         unwrap(DataLoader([1, 2, 3], batch_sampler=[]))
 
@@ -332,14 +332,14 @@ def recipe(**sections: Any) -> Any:
 )
 def test_what_such_data_cannot_give_is_refused(sections: dict[str, Any], ranks: int, said: str) -> None:
     with pytest.raises(RecipeError, match=said) as caught:
-        require_fits(recipe(**sections).recipe, OwnBatches(None, None, ready=True), ranks)
+        require_fits(recipe(**sections).recipe, UserBatches(None, None, ready=True), ranks)
     assert all(problem.remedy for problem in caught.value.problems)
-    require_fits(recipe().recipe, OwnBatches(None, None, ready=True), ranks)
+    require_fits(recipe().recipe, UserBatches(None, None, ready=True), ranks)
 
 
 def test_the_batch_of_such_data() -> None:
     joined = recipe(batch={"size": 32, "accumulation": 4}).recipe.batch
-    plan = batch_of(joined, OwnBatches(8, 10))
+    plan = batch_of(joined, UserBatches(8, 10))
     assert (plan.size, plan.micro, plan.accumulation) == (32, 8, 4)
-    cut = batch_of(recipe(batch={"size": 8, "micro": 4}).recipe.batch, OwnBatches(8, 10))
+    cut = batch_of(recipe(batch={"size": 8, "micro": 4}).recipe.batch, UserBatches(8, 10))
     assert (cut.size, cut.micro, cut.accumulation) == (8, 4, 2)

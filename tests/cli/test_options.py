@@ -14,7 +14,7 @@ import trainwright as tw
 from trainwright.cli import app
 from trainwright.doctor.pages import codes
 from trainwright.recipe import load
-from trainwright.recipe.load import box
+from trainwright.recipe.load import builtin_recipes
 
 
 def test_help_and_version() -> None:
@@ -31,7 +31,7 @@ def test_explain_without_a_code_lists_all() -> None:
 
 def test_a_recipe_in_the_box_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load("gpt-tiny", environ={}).recipe == load(box() / "gpt-tiny.yaml", environ={}).recipe
+    assert load("gpt-tiny", environ={}).recipe == load(builtin_recipes() / "gpt-tiny.yaml", environ={}).recipe
     Path("gpt-tiny").write_text("model: torch.nn:Identity\ndata: {train: a:b}\nloss: a:c\nuntil: 3steps\n")
     assert load("gpt-tiny", environ={}).recipe.until.value == 3  # a file of that name comes first
 

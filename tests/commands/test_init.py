@@ -88,7 +88,7 @@ def test_the_recipe_is_valid_and_states_its_settings(kind: str, tmp_path: Path) 
     file = project.folder / "recipe.yaml"
     loaded = load(file, environ={})
     assert loaded.recipe.name == kind
-    assert [path for path in SETTINGS if not any(each.startswith(path) for each in loaded.asked)] == []
+    assert [path for path in SETTINGS if not any(each.startswith(path) for each in loaded.stated)] == []
     assert file.read_text().startswith(f"# yaml-language-server: $schema={SCHEMA}\n")
     schema = json.loads((project.folder / SCHEMA).read_text())
     assert schema == json_schema() and set(yaml.safe_load(file.read_text())) <= set(schema["properties"])

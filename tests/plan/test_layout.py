@@ -9,7 +9,7 @@ from tests.rows import each_row
 from trainwright.plan.devices import Device
 from trainwright.plan.layout import Layout, choose, micro_sizes, weigh
 from trainwright.plan.offload import Offload
-from trainwright.plan.remedies import Held, remedies
+from trainwright.plan.remedies import PeakMemory, remedies
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)
 NONE = Layout("bf16", "none", False, scaled(kept=4.0), rank=0, logits_bytes=GIB)
@@ -83,12 +83,12 @@ def test_many_sizes_are_thinned() -> None:
     assert len(sizes) <= 40
 
 
-def held(**changes: object) -> Held:
+def held(**changes: object) -> PeakMemory:
     """7 G parameters in fp32 with AdamW: 28 + 28 + 56 GB, and 4 GB besides."""
     kinds = {"weights": 28 * 10**9, "gradients": 28 * 10**9, "optimizer": 56 * 10**9}
     known = {"peak_bytes": 116 * 10**9, "kinds": kinds, "optimizer": "adamw", "parameters": 7 * 10**9}
     known |= {"offload": Offload(56 * 10**9, 112 * 10**9, 56 * 10**9, link_s=1.0, host_s=5.0)}
-    return Held(**{"trainable": 7 * 10**9, **known, **changes})  # type: ignore[arg-type]
+    return PeakMemory(**{"trainable": 7 * 10**9, **known, **changes})  # type: ignore[arg-type]
 
 
 def test_seven_billion_parameters_on_80_gib() -> None:

@@ -6,7 +6,15 @@ import pytest
 
 from trainwright.errors import RecipeError
 from trainwright.plan.devices import known_devices, parse_devices
-from trainwright.plan.links import HOP_S, NETWORK_HOP_S, REACH, ClusterNode, RankGroup, group_of, seconds
+from trainwright.plan.links import (
+    HOP_LATENCY_S,
+    LINK_EFFICIENCY,
+    NETWORK_HOP_LATENCY_S,
+    ClusterNode,
+    RankGroup,
+    group_of,
+    seconds,
+)
 from trainwright.plan.parallel import Degrees
 
 DGX = ClusterNode(8, link=450e9, network=400e9)
@@ -28,13 +36,17 @@ def test_ranks_that_share_a_machine(axis: str, group: RankGroup) -> None:
 
 def test_a_ring_within_a_machine_and_between_machines() -> None:
     inside, outside = RankGroup(8, 8), RankGroup(16, 8)
-    assert seconds("all-gather", GB, inside, DGX) == pytest.approx(GB * 7 / 8 / (450e9 * REACH) + 8 * HOP_S)
+    assert seconds("all-gather", GB, inside, DGX) == pytest.approx(
+        GB * 7 / 8 / (450e9 * LINK_EFFICIENCY) + 8 * HOP_LATENCY_S
+    )
     assert seconds("all-reduce", GB, inside, DGX) == pytest.approx(2 * seconds("reduce-scatter", GB, inside, DGX))
-    hops_s = 2 * NETWORK_HOP_S + 14 * HOP_S
-    assert seconds("all-gather", GB, outside, DGX) == pytest.approx(GB * 15 / 16 / (400e9 * REACH) + hops_s)
+    hops_s = 2 * NETWORK_HOP_LATENCY_S + 14 * HOP_LATENCY_S
+    assert seconds("all-gather", GB, outside, DGX) == pytest.approx(GB * 15 / 16 / (400e9 * LINK_EFFICIENCY) + hops_s)
     # eight such groups leave a machine at the same time, one rank each: an eighth of its network for each
     alone = RankGroup(2, 1)
-    assert seconds("all-gather", GB, alone, DGX) == pytest.approx(GB / 2 / (50e9 * REACH) + 2 * NETWORK_HOP_S)
+    assert seconds("all-gather", GB, alone, DGX) == pytest.approx(
+        GB / 2 / (50e9 * LINK_EFFICIENCY) + 2 * NETWORK_HOP_LATENCY_S
+    )
     assert seconds("all-reduce", GB, RankGroup(1, 1), DGX) == 0.0
 
 

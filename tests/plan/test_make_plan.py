@@ -14,7 +14,7 @@ from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, preflight
 from trainwright.plan.make import (
-    Kept,
+    ResumedValues,
     RunFacts,
     Spent,
     candidates,
@@ -142,7 +142,7 @@ def test_what_is_left_is_counted_in_the_new_batch(until: str, drop_last: bool, s
     """After 20 steps of 72 samples, the last of the first epoch a short one."""
     spent = Spent(step=20, samples=1440, tokens=92160, epoch=1, position=440)
     changed = recipe(until=until, batch={"size": 32}, data={"train": "digits", "drop_last": drop_last})
-    plan = make_plan(changed, FACTS, kept=Kept(spent=spent))
+    plan = make_plan(changed, FACTS, kept=ResumedValues(spent=spent))
     assert (plan.extent.steps, plan.spent) == (steps, spent)
     assert next(note.choice for note in plan.notes if note.topic == "steps left") == str(steps - 20)
     assert f"length      {steps} steps" in preflight(plan, 0.0)
@@ -151,7 +151,7 @@ def test_what_is_left_is_counted_in_the_new_batch(until: str, drop_last: bool, s
 def test_what_was_planned_is_kept() -> None:
     changed = recipe(until="1000steps", schedule={"warmup": "0.1run"}, checkpoint={"keep_every": "0.1run"})
     assert (make_plan(changed, FACTS).warmup, make_plan(changed, FACTS).keep_every) == (100, 100)
-    kept = make_plan(changed, FACTS, kept=Kept(warmup=7, keep_every=30))
+    kept = make_plan(changed, FACTS, kept=ResumedValues(warmup=7, keep_every=30))
     assert (kept.warmup, kept.keep_every) == (7, 30)
 
 
@@ -164,7 +164,7 @@ def test_what_was_planned_is_kept() -> None:
 )
 def test_a_run_shorter_than_the_warm_up_that_it_keeps(until: str, warmup: int | float, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        make_plan(recipe(until=until), FACTS, kept=Kept(warmup=warmup))
+        make_plan(recipe(until=until), FACTS, kept=ResumedValues(warmup=warmup))
     assert message in str(caught.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.plan.traces import GIB, scaled
 from tests.rows import each_row
 from trainwright.plan.devices import Device, parse_devices
-from trainwright.plan.layout import Layout, choose, offloaded, weigh
+from trainwright.plan.layout import Layout, choose, offload_layouts, weigh
 from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
 
@@ -29,7 +29,7 @@ def test_state_leaves_and_gradients_come_and_weights_go() -> None:
 
 
 def test_the_device_holds_so_much_less_and_waits_so_much_longer() -> None:
-    [moved] = offloaded([BLOCK], DEVICE)
+    [moved] = offload_layouts([BLOCK], DEVICE)
     here, there = weigh(BLOCK, DEVICE, 64, 2), weigh(moved, DEVICE, 64, 2)
     assert here.peak_bytes - there.peak_bytes == 16 * GIB
     update = here.time.by_phase["update"]
@@ -39,7 +39,7 @@ def test_the_device_holds_so_much_less_and_waits_so_much_longer() -> None:
 
 
 def test_it_is_taken_only_where_nothing_else_fits() -> None:
-    layouts = [NONE, BLOCK, *offloaded([NONE, BLOCK], DEVICE)]
+    layouts = [NONE, BLOCK, *offload_layouts([NONE, BLOCK], DEVICE)]
     roomy, small = choose(layouts, DEVICE, 64), choose(layouts, SMALL, 64)
     assert roomy.best.layout.offload is None
     assert small.best.layout.offload is not None
@@ -53,14 +53,14 @@ def test_it_is_taken_only_where_nothing_else_fits() -> None:
 
 
 def test_what_does_not_fit_either_way_is_told_as_it_stands() -> None:
-    choice = choose([NONE, BLOCK, *offloaded([NONE, BLOCK], DEVICE)], DEVICE.with_memory(8 * GIB), 64)
+    choice = choose([NONE, BLOCK, *offload_layouts([NONE, BLOCK], DEVICE)], DEVICE.with_memory(8 * GIB), 64)
     assert not choice.fits
     assert choice.best.layout is BLOCK
 
 
 def test_the_hosts_memory_is_looked_at_where_it_is_known() -> None:
     poor = replace(SMALL, host_memory_bytes=26 * GIB)
-    layouts = offloaded([BLOCK], poor)
+    layouts = offload_layouts([BLOCK], poor)
     choice = choose(layouts, poor, 64, micro=1)
     assert not choice.fits
     assert "where 26 GiB are free" in choice.notes[-1].why
@@ -68,7 +68,7 @@ def test_the_hosts_memory_is_looked_at_where_it_is_known() -> None:
 
 
 def test_there_must_be_something_to_move_and_somewhere_to_move_it() -> None:
-    assert offloaded([NONE], replace(DEVICE, host_link=0.0)) == []
+    assert offload_layouts([NONE], replace(DEVICE, host_link=0.0)) == []
     stateless = [replace(moment, held={"weights": GIB}) for moment in NONE.scaled.small.moments]
     assert offload_of(replace(NONE.scaled.small, moments=tuple(stateless)), DEVICE) is None
 

@@ -217,7 +217,7 @@ def test_the_global_batch_decides(before: list[str], after: list[str], kinds: di
 def test_another_batch_is_another_length(until: str, is_recounted: bool) -> None:
     change = between(recipe(f"until={until}"), recipe(f"until={until}", "batch.size=64"))
     assert change.why.startswith("a step takes 64 samples instead of 32")
-    assert (f"what is left of {until} is counted in such steps" in change.why) == is_recounted
+    assert (f"what is left of {until} is counted in these steps" in change.why) == is_recounted
 
 
 def test_moments_that_the_checkpoint_lacks() -> None:

@@ -11,7 +11,7 @@ from tests.rows import each_row
 from trainwright.plan.call_trace import Trace, Work
 from trainwright.plan.devices import Device
 from trainwright.plan.roofline import rate, scaled_time, step_time
-from trainwright.plan.scale import Scaled, accumulated, hull, tidy
+from trainwright.plan.scale import Scaled, accumulate, hull, tidy
 
 PLAIN = Device("plain", "cuda", 80 * GIB, 1e12, {"fp32": 1e13, "tf32": 5e13, "bf16": 1e14}, reach_flops=1.0)
 DEVICE = replace(PLAIN, reach_bandwidth=1.0, launch_s=0.0)
@@ -55,7 +55,7 @@ def test_mfu_counts_what_the_model_needs_only() -> None:
 @each_row("micro", [1, 2, 4, 7])
 @each_row("accumulation", [1, 2, 5])
 def test_two_sizes_give_all(micro: int, accumulation: int) -> None:
-    made, whole = scaled().at(micro, accumulation), accumulated(trace(micro), accumulation)
+    made, whole = scaled().at(micro, accumulation), accumulate(trace(micro), accumulation)
     assert scaled().aligned
     for one, other in zip(made.moments, whole.moments, strict=True):
         assert one.total == pytest.approx(other.total)
@@ -67,7 +67,7 @@ def test_two_sizes_give_all(micro: int, accumulation: int) -> None:
 
 
 def test_sums_of_gradients_stay_from_the_second_micro_batch_on() -> None:
-    once, more = trace(2), accumulated(trace(2), 3)
+    once, more = trace(2), accumulate(trace(2), 3)
     assert len(more.moments) == 2 * 3 + 1
     forward = more.moments[3]
     assert forward.held["gradients"] == 4 * GIB

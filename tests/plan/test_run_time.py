@@ -15,8 +15,8 @@ from trainwright.plan.run_time import (
     affordable_batches,
     evaluation_note,
     evaluations,
-    foretold,
-    without_whole,
+    predicted_seconds,
+    skips_full_evaluation,
 )
 from trainwright.recipe import from_mapping
 
@@ -73,7 +73,7 @@ def test_where_a_run_must_be_over_evaluations_take_less(batch_s: float, chosen: 
 def test_nothing_is_cut_where_no_step_was_timed() -> None:
     plan = planned("1000steps", "100steps", step_s=None)
     assert affordable_batches(plan, EvaluationCost(9.0, 100)) == 0
-    assert foretold(plan, EvaluationCost(9.0, 100), used=0.0) == {}
+    assert predicted_seconds(plan, EvaluationCost(9.0, 100), used=0.0) == {}
 
 
 @each_row(
@@ -88,17 +88,17 @@ def test_nothing_is_cut_where_no_step_was_timed() -> None:
 )
 def test_the_time_of_the_evaluations_that_are_left(part: int, used: float, batches: int) -> None:
     plan = replace(planned("60s", "0.2run"), evaluate_batches=part)
-    seconds = foretold(plan, EvaluationCost(0.01, 100), used=used)
+    seconds = predicted_seconds(plan, EvaluationCost(0.01, 100), used=used)
     assert seconds["training"] == pytest.approx(60 * (1 - used))
     assert seconds["evaluation"] + seconds["evaluation at the end"] == pytest.approx(0.01 * batches)
 
 
 def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
     plan, cost = replace(planned("20s", "0.2run"), evaluate_batches=25), EvaluationCost(0.01, 1000)
-    assert without_whole(plan, cost, 900.0) and not without_whole(plan, cost, 1100.0)
-    assert not without_whole(replace(plan, evaluate_batches=0), cost, 900.0), "it is evaluated each time"
+    assert skips_full_evaluation(plan, cost, 900.0) and not skips_full_evaluation(plan, cost, 1100.0)
+    assert not skips_full_evaluation(replace(plan, evaluate_batches=0), cost, 900.0), "it is evaluated each time"
     without = replace(plan, evaluates_whole=False)
-    assert foretold(without, cost, used=0.0)["evaluation at the end"] == pytest.approx(0.25)
+    assert predicted_seconds(without, cost, used=0.0)["evaluation at the end"] == pytest.approx(0.25)
     assert "whole set at the end" in evaluation_note(plan, cost).why
     assert "at the end" not in evaluation_note(without, cost).why
 

@@ -17,7 +17,7 @@ from trainwright.models.mlp import mlp
 from trainwright.models.resnet import resnet
 from trainwright.plan.call_trace import Moment, Trace
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardSeen
+from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardDone
 from trainwright.plan.trace.checkpointing_planner import (
     CheckpointingPlanner,
     Level,
@@ -147,7 +147,7 @@ def test_a_model_without_blocks() -> None:
 
 def surveyed() -> BlockSurvey:
     survey = BlockSurvey(make_gpt)
-    with pytest.raises(ForwardSeen):
+    with pytest.raises(ForwardDone):
         trace_step(survey.make, device="cpu")
     return survey
 

@@ -47,13 +47,13 @@ def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.Monkey
     whole = kernel_memory.measure_kernel_memory(op, args, rows)
     assert whole is not None and whole.left == 4 * 24 * 45 * 400
     assert whole.scratch > x.nbytes  # channels are padded
-    monkeypatch.setattr(kernel_memory, "MOST_FLOPS", 8e6)
+    monkeypatch.setattr(kernel_memory, "MAX_MEASURED_FLOPS", 8e6)
     assert kernel_memory.measure_kernel_memory(op, args, rows) == whole
 
 
 def test_another_profiler_may_be_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the trace names a bound instead of the measured size."""
-    monkeypatch.setattr(kernel_memory, "_recorded", lambda call: None)
+    monkeypatch.setattr(kernel_memory, "_record_allocations", lambda call: None)
     kernel_memory._allocations.cache_clear()
     trace = trace_step(MODELS["conv_dilated"], device="cpu")
     kernel_memory._allocations.cache_clear()

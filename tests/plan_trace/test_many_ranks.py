@@ -1,4 +1,4 @@
-"""A plan for many ranks: what is grown from two blocks is what is traced, what is counted is what ranks exchange."""
+"""Plans for many ranks: growth from two blocks matches a full trace, and counted traffic matches the exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.plan.devices import find_device, known_devices
-from trainwright.plan.grow import grown_layout
+from trainwright.plan.grow import grow_layout
 from trainwright.plan.links import ClusterNode
 from trainwright.plan.machine import read_machine
 from trainwright.plan.many_ranks import best_of, choice_notes
@@ -32,7 +32,7 @@ from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.layouts import LayoutSurvey
 from trainwright.plan.trace.local_device import nominal_cpu
 from trainwright.plan.trace.many_ranks import rank_model, survey_ranks
-from trainwright.plan.trace.resolve import is_for, left_open, resolve, resolved_before
+from trainwright.plan.trace.resolve import has_open_settings, is_for, read_resolved, resolve
 from trainwright.plan.trace.spread import options_of
 from trainwright.plan.traffic import Compression, StepTraffic
 from trainwright.recipe import Loaded, from_mapping, load
@@ -54,7 +54,7 @@ def test_what_is_grown_from_two_blocks_is_what_is_traced(policy: str) -> None:
     survey = LayoutSurvey(make_blueprint(deep(4)), device, "bf16")
     model = rank_model(survey, [policy])
     assert model.blocks is not None and model.layers == 4
-    found = grown_layout(model.layouts[policy].scaled, model.blocks, model.layers).at(12, 2)
+    found = grow_layout(model.layouts[policy].scaled, model.blocks, model.layers).at(12, 2)
     traced = survey.trace(12, chunked=False, checkpointing=survey.checkpointing(policy), accumulation=2)
     assert found.peak.total == pytest.approx(traced.peak.total, rel=0.01)
     assert found.flops == pytest.approx(traced.flops, rel=0.01)
@@ -189,10 +189,10 @@ def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
     assert whole.degrees == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
     assert parts.degrees is not None and parts.degrees["replicate"] < 4
     assert vars(solve_layout(parts.loaded.recipe, 4)) == parts.degrees
-    assert isinstance(parts.loaded.recipe.batch.micro, int) and not left_open(parts.loaded.recipe, 4)
+    assert isinstance(parts.loaded.recipe.batch.micro, int) and not has_open_settings(parts.loaded.recipe, 4)
     stored = json.loads(json.dumps(parts.to_json()))
     assert is_for(stored, loaded.recipe, 4) and not is_for(stored, loaded.recipe, 8)
-    assert resolved_before(loaded, stored).loaded.recipe == parts.loaded.recipe
+    assert read_resolved(loaded, stored).loaded.recipe == parts.loaded.recipe
     assert {note.topic for note in parts.notes} == {"parallel", "micro-batch", "checkpointing"}
 
 
@@ -208,7 +208,7 @@ def test_where_no_layout_fits_it_is_said() -> None:
 def test_a_decision_of_an_older_version_divides_no_sequences() -> None:
     layout = {"replicate": 2, "shard": 2, "tensor": 1, "pipeline": 1}
     older = {"micro": 4, "recompute": None, "offload": False, "layout": layout, "policy": "none"}
-    ask = resolved_before(deep(2, "parallel=auto"), older).loaded.recipe.parallel
+    ask = read_resolved(deep(2, "parallel=auto"), older).loaded.recipe.parallel
     assert (ask.shard, ask.context, ask.open_axes) == (2, 1, ())
 
 
@@ -216,7 +216,7 @@ def test_auto_in_a_recipe() -> None:
     ask = deep(2, "parallel=auto").recipe
     assert ask.parallel.open_axes == ("shard", "tensor", "pipeline", "context") and ask.parallel.replicate == "auto"
     assert solve_layout(deep(2, "parallel.tensor=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, tensor=4)
-    assert not left_open(ask) and left_open(ask, 2)  # one process has nothing to decide
+    assert not has_open_settings(ask) and has_open_settings(ask, 2)  # one process has nothing to decide
     assert solve_layout(deep(2, "parallel.shard=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, 4)
 
 

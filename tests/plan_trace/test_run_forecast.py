@@ -22,14 +22,13 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.optim import offloaded
 from trainwright.optim.offload import Offloaded
 from trainwright.plan.devices import Device, find_device, known_devices
-from trainwright.plan.layout import Layout
-from trainwright.plan.layout import offloaded as offloaded_layouts
+from trainwright.plan.layout import Layout, offload_layouts
 from trainwright.plan.machine import read_machine
 from trainwright.plan.trace.blueprint import fake_copy, make_blueprint
 from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.plan.trace.layouts import LayoutSurvey
 from trainwright.plan.trace.local_device import nominal_cpu, table_row
-from trainwright.plan.trace.resolve import resolve, resolved_before
+from trainwright.plan.trace.resolve import read_resolved, resolve
 from trainwright.plan.trace.run_forecast import forecast
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 from trainwright.recipe import Loaded, from_mapping, load
@@ -176,7 +175,7 @@ def test_auto_is_settled_the_same_each_time_and_can_be_kept() -> None:
     assert one.loaded.recipe == two.loaded.recipe
     assert one.planned == two.planned
     assert isinstance(one.loaded.recipe.batch.micro, int)
-    again = resolved_before(loaded, json.loads(json.dumps(one.to_json())))
+    again = read_resolved(loaded, json.loads(json.dumps(one.to_json())))
     assert (again.loaded.recipe, again.planned) == (one.loaded.recipe, one.planned)
     assert {note.topic for note in one.notes} == {"micro-batch", "checkpointing"}
 
@@ -328,17 +327,17 @@ def test_offload_is_settled_and_kept(setting: str, tight: Device) -> None:
         assert resolve(loaded, a100(2 * GIB)).loaded.recipe.optimizer.offload is False
     found = resolve(loaded, tight) if setting != "false" else resolve(loaded, a100(2 * GIB))
     assert found.loaded.recipe.optimizer.offload is (setting != "false")
-    again = resolved_before(loaded, json.loads(json.dumps(found.to_json())))
+    again = read_resolved(loaded, json.loads(json.dumps(found.to_json())))
     assert again.loaded.recipe == found.loaded.recipe
     assert [note.topic for note in found.notes] == (["optimizer offload"] if setting == "auto" else [])
 
 
 @pytest.mark.slow
 def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
-    left_open = ("batch.micro=auto", "model.activation_checkpointing=auto")
+    has_open_settings = ("batch.micro=auto", "model.activation_checkpointing=auto")
     with pytest.raises(UsageError, match="no micro-batch fits"):
         resolve(gpt("batch.micro=auto"), tight)
-    found = resolve(gpt(*left_open, "optimizer.offload=auto"), tight)
+    found = resolve(gpt(*has_open_settings, "optimizer.offload=auto"), tight)
     assert found.loaded.recipe.optimizer.offload is True
     assert found.planned is not None
     assert {note.topic for note in found.notes} == {"micro-batch", "optimizer offload", "checkpointing"}
@@ -360,7 +359,7 @@ def test_offload_that_gains_nothing_is_refused_with_its_place() -> None:
 @cache
 def offloaded_layout() -> tuple[LayoutSurvey, Layout]:
     survey = LayoutSurvey(make_blueprint(gpt()), find_device("h100-80gb", known_devices()), "bf16")
-    [layout] = offloaded_layouts([survey.layout("none", chunked=False)], survey.device)
+    [layout] = offload_layouts([survey.layout("none", chunked=False)], survey.device)
     return survey, layout
 
 

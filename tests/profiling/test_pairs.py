@@ -7,18 +7,18 @@ from itertools import chain, repeat
 
 import pytest
 
-from trainwright.profiling.pairs import ERROR, FEWEST, ROUNDS, compared, speed_up
+from trainwright.profiling.pairs import MAX_ERROR_PROBABILITY, MIN_ROUNDS, ROUNDS, compare_timings, speed_up
 
 
-@pytest.mark.parametrize("rounds", [FEWEST, ROUNDS, 12])
+@pytest.mark.parametrize("rounds", [MIN_ROUNDS, ROUNDS, 12])
 def test_noise_is_proven_no_more_often_than_it_says(rounds: int) -> None:
-    """Ratios of equal things, with a heavy tail: the bound is above 1 in about ERROR of all cases, and never more."""
+    """Ratios of equal things, with a heavy tail: the bound exceeds 1 at most in about MAX_ERROR_PROBABILITY cases."""
     draw = random.Random(0)
     ratios = [
         [draw.lognormvariate(0, 0.3) * draw.choice((1, 1, 1, 3, 1 / 3)) for _ in range(rounds)] for _ in range(4000)
     ]
     above = sum(speed_up(each, [0.1] * rounds).at_least > 1 for each in ratios) / len(ratios)
-    assert above <= ERROR + 3 * (ERROR / len(ratios)) ** 0.5
+    assert above <= MAX_ERROR_PROBABILITY + 3 * (MAX_ERROR_PROBABILITY / len(ratios)) ** 0.5
 
 
 def test_one_bad_block_does_not_hide_a_gain() -> None:
@@ -34,11 +34,11 @@ def test_a_gain_that_nobody_would_notice_is_none() -> None:
 def test_a_drift_of_the_machine_falls_on_both() -> None:
     """Each block takes a tenth longer than the one before; the second thing takes half the time."""
     calls = iter(range(1000))
-    seen = compared(lambda: 1.0 + 0.1 * next(calls), lambda: (1.0 + 0.1 * next(calls)) / 2)
+    seen = compare_timings(lambda: 1.0 + 0.1 * next(calls), lambda: (1.0 + 0.1 * next(calls)) / 2)
     assert seen.median == pytest.approx(2.0)
     assert seen.at_least == pytest.approx(2.0)
 
 
 def test_the_spread_of_equal_blocks_is_told() -> None:
     times = chain.from_iterable(repeat([1.0, 1.1], ROUNDS))
-    assert compared(lambda: next(times), lambda: 1.0).noise == pytest.approx(0.1)
+    assert compare_timings(lambda: next(times), lambda: 1.0).noise == pytest.approx(0.1)

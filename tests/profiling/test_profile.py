@@ -145,7 +145,7 @@ def test_smaller_operators_for_the_same_samples_are_no_gain(tmp_path: Path) -> N
 def test_a_slow_callback(tmp_path: Path) -> None:
     found = profiled(tmp_path, f"observers=[{{use: '{HERE}:slow_callback'}}]")
     assert found.profile.verdict.bound == "overhead"
-    assert found.profile.next.startswith("let slow_callback look less often")
+    assert found.profile.next.startswith("run slow_callback less often")
 
 
 def test_a_checkpoint_after_every_step(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def advised(measured: ProfileFacts, device: Device = CPU) -> list[str]:
         ({"data": 0.2}, "input", "waits for data"),
         ({"exchange": 0.2}, "communication", "other ranks"),
         ({"saving": 0.2}, "overhead", "saves checkpoints"),
-        ({"looking": 0.2}, "overhead", "looks at the training"),
+        ({"looking": 0.2}, "overhead", "runs observers"),
         ({"loop": 0.2}, "own code", "beside the model"),
         ({"data": 0.002, "saving": 0.002}, "compute", "forward and backward"),
     ],
@@ -71,7 +71,7 @@ def test_the_line_that_takes_the_time_is_named() -> None:
     verdict = judge(slow, CPU)
     assert "(Slow)" in verdict.headline
     assert any("own.py:7" in each for each in verdict.evidence)
-    assert advised(slow) == ["let Slow look less often"]
+    assert advised(slow) == ["run Slow less often"]
 
 
 def test_saving_in_each_step_is_told_how_often_it_could() -> None:

@@ -94,7 +94,7 @@ BROKEN = [
     ("until: 1.5", "until", 3, "which unit", "1.5ep"),
     ("until: 10epo", "until", 3, "not a unit", "did you mean 10ep"),
     ("until: 0ep", "until", 3, "more than 0", "2ep"),
-    ("until: 0.5run", "until", 3, "share of the run", "10ep"),
+    ("until: 0.5run", "until", 3, "fraction of the run", "10ep"),
     ("until: [1]", "until", 3, "number with a unit", "1000steps"),
     ("log: {every: 0steps}", "log.every", 3, "more than 0", "1000steps"),
     # names and folders
@@ -105,7 +105,7 @@ BROKEN = [
     ('folder: "a\\0b"', "folder", 3, "path of a folder", "runs"),
     # contradictions
     ("batch: {size: 4, micro: 8}", "batch.size", 3, "at least micro", "size: 8"),
-    ("batch: {accumulation: 4}", "batch.accumulation", 3, "on its own", "batch.micro"),
+    ("batch: {accumulation: 4}", "batch.accumulation", 3, "the batch alone", "batch.micro"),
     ("until: 5ep\nschedule: {warmup: 6ep}", "schedule.warmup", 4, "longer than until, 5ep", "0.05run"),
     ("schedule: {warmup: 2ep}", "schedule.warmup", 3, "longer than until, 1ep", "0.05run"),
     (

@@ -141,13 +141,13 @@ def test_what_is_stated_wins_over_the_preset(stated: dict[str, Any], path: str, 
 
 def test_an_override_wins_over_the_preset_and_is_asked() -> None:
     loaded = from_mapping({**SMALL, **RECOMMENDED}, overrides=["schedule.use=constant"])
-    assert loaded.recipe.schedule.use == "constant" and "schedule.use" in loaded.asked & loaded.overridden
-    assert {"model.use", "data.train", "preset"} < loaded.asked and "optimizer.lr" not in loaded.asked
+    assert loaded.recipe.schedule.use == "constant" and "schedule.use" in loaded.stated & loaded.overridden
+    assert {"model.use", "data.train", "preset"} < loaded.stated and "optimizer.lr" not in loaded.stated
 
 
 @each_row("recipe", sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
 def test_a_recipe_in_the_box_states_what_it_trains_with(recipe: str) -> None:
-    asked = load(Path(__file__).parents[2] / "recipes" / recipe, environ={}).asked
+    asked = load(Path(__file__).parents[2] / "recipes" / recipe, environ={}).stated
     for path in ("precision", "optimizer.use", "optimizer.lr", "optimizer.clip", "schedule.use"):
         assert any(each == path or each.startswith(f"{path}.") for each in asked), path
 

@@ -40,7 +40,7 @@ def test_a_run_that_finished() -> None:
 
 def test_a_stopped_run_goes_on() -> None:
     lines = closing(replace(FINISHED, ended=replace(ENDED, ending="stopped", reason="SIGTERM")))
-    assert lines[-1] == "next     trainwright resume runs/x   # goes on from the newest checkpoint"
+    assert lines[-1] == "next     trainwright resume runs/x   # continues from the newest checkpoint"
 
 
 @pytest.mark.parametrize(

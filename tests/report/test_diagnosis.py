@@ -33,7 +33,7 @@ def run_with(tmp_path: Path, recipe: str | None) -> RunFolder:
 def test_a_replay_is_suggested_where_it_works(tmp_path: Path, recipe: str | None, works: bool) -> None:
     report = replace(diagnosis_of(run_with(tmp_path, recipe)), experiments=("trace",))
     suggested = [line for line in report.lines() if "trainwright replay" in line]
-    assert suggested == ([f"a closer look would tell more: trainwright replay {report.run} --step 3"] if works else [])
+    assert suggested == ([f"for a closer examination: trainwright replay {report.run} --step 3"] if works else [])
     assert report.to_json()["experiments"] == ["trace"]
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.rows import each_row
 from trainwright.plan.call_trace import Moment, Phase, Trace
 from trainwright.plan.devices import Device
-from trainwright.plan.scale import accumulated
-from trainwright.report.forecast import by_block, held_lines, human_flops, timeline_svg, timeline_text, usable_line
+from trainwright.plan.scale import accumulate
+from trainwright.report.forecast import by_block, human_flops, memory_lines, timeline_svg, timeline_text, usable_line
 
 GIB = 1 << 30
 H100 = Device("h100", "cuda", 80 * GIB, 3e12, {"fp32": 67e12})
@@ -46,11 +46,11 @@ def test_equal_blocks_are_one() -> None:
 
 
 def test_a_peak_outside_of_the_modules_is_placed() -> None:
-    assert held_lines(trace())[0] == "at the peak 9 GiB (forward, mm in the loss or the model's own code)"
+    assert memory_lines(trace())[0] == "at the peak 9 GiB (forward, mm in the loss or the model's own code)"
 
 
 def test_micro_batches_are_labelled_and_the_layout_is_named() -> None:
-    lines = timeline_text(accumulated(trace(), 40), 80 * GIB, "the nearest fit, not as written: 2 x 40")
+    lines = timeline_text(accumulate(trace(), 40), 80 * GIB, "the nearest fit, not as written: 2 x 40")
     assert lines[0] == "one step    the nearest fit, not as written: 2 x 40"
     assert [line.strip() for line in lines if line.endswith(":")] == [
         "first micro-batch:",
@@ -59,7 +59,7 @@ def test_micro_batches_are_labelled_and_the_layout_is_named() -> None:
     assert sum("<- peak" in line for line in lines) == 1
     alone = timeline_text(trace(), 80 * GIB, "as written")
     assert not any("micro-batch" in line for line in alone)
-    assert any("second micro-batch" in line for line in timeline_text(accumulated(trace(), 2), 80 * GIB, ""))
+    assert any("second micro-batch" in line for line in timeline_text(accumulate(trace(), 2), 80 * GIB, ""))
 
 
 def test_rows_that_look_alike_are_one() -> None:
@@ -80,7 +80,7 @@ def test_what_is_not_usable_is_explained() -> None:
 
 def test_the_words_of_the_picture_do_not_overlap() -> None:
     pass_s: dict[Phase, float] = {"forward": 1.0, "backward": 2.0, "update": 0.5}
-    drawn = timeline_svg(accumulated(trace(), 3), H100.with_memory(8 * GIB), "a title & more", pass_s)
+    drawn = timeline_svg(accumulate(trace(), 3), H100.with_memory(8 * GIB), "a title & more", pass_s)
     texts = [each for each in ET.fromstring(drawn).iter() if each.tag.endswith("text")]
     said = {each.text for each in texts}
     assert {"first micro-batch", "each of the other 2 micro-batches", "usable 7.01 GiB"} <= said

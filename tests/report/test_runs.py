@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from trainwright.cli import app
 from trainwright.report.runs import list_runs
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.lock import RunLock, is_held
+from trainwright.runs.lock import RunLock, is_locked
 from trainwright.runs.records import Ended, Evaluated, Started, Watched, to_json
 
 
@@ -61,7 +61,7 @@ def test_every_run_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "running": "running",
     }
     assert (rows["done"].step, rows["done"].loss, rows["done"].val_loss) == (9000, 1 / 9000, 0.5)
-    assert not is_held(running.path) and not is_held(Path("runs/no_run"))
+    assert not is_locked(running.path) and not is_locked(Path("runs/no_run"))
     printed = CliRunner().invoke(app, ["runs"]).output.splitlines()
     assert printed[0].split() == ["run", "began", "(UTC)", "state", "verdict", "step", "loss", "val", "loss"]
     assert "no finding     9,000  0.0001111  0.5000" in next(line for line in printed if "runs/done" in line)

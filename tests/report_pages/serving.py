@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.report.server.serve import address, listening, make_server
+from trainwright.report.server.serve import address, make_server, open_listener
 
 TOKEN = "the-token"
 
@@ -46,7 +46,7 @@ class Site:
 
 @contextmanager
 def site_of(*folders: Path) -> Iterator[Site]:
-    with listening(0) as listener:
+    with open_listener(0) as listener:
         server, _ = make_server(folders, listener, TOKEN)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()

@@ -82,7 +82,7 @@ def test_without_validation_single_dips_do_not_count(tmp_path: Path) -> None:
 
 def test_what_stays_of_a_long_log_does_not_mislead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a thinned log extremes stay: their medians would be far from where the loss is."""
-    monkeypatch.setattr(log_module, "MOST_ROWS", 1000)
+    monkeypatch.setattr(log_module, "MAX_ROWS", 1000)
     monkeypatch.setattr(log_module, "BUCKETS", 20)
     paths = []
     for name, level in (("low", 1.0), ("high", 1.2)):
@@ -105,7 +105,7 @@ def test_the_verb(tmp_path: Path) -> None:
     page = tmp_path / "both.html"
     done = CliRunner().invoke(app, ["compare", *paths, "--html", str(page), "--json"])
     assert json.loads(done.output)["recipe"][0] == {"path": "optimizer.lr", "values": ["0.1", "0.2"]}
-    assert "What differs in the recipe" in page.read_text()
+    assert "Differences of the recipe" in page.read_text()
     printed = CliRunner().invoke(app, ["compare", *paths]).output
-    assert printed.index("optimizer.lr") < printed.index("what came of it")
+    assert printed.index("optimizer.lr") < printed.index("outcomes")
     assert CliRunner().invoke(app, ["compare", paths[0]]).exit_code == 2

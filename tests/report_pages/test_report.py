@@ -114,10 +114,10 @@ def test_a_tree_that_is_none_is_left_out(tmp_path: Path, modules: object) -> Non
     assert "GPT" not in page_of(folder).text
 
 
-def test_that_nobody_looked_is_said(tmp_path: Path) -> None:
+def test_a_disabled_doctor_is_shown(tmp_path: Path) -> None:
     off = page_of(make_run(tmp_path, "off", [step(1)], settings={"log.doctor": False}))
     on = page_of(make_run(tmp_path, "on", [step(1)], settings={}))
-    assert "Nobody looked" in off.text and "No findings" in on.text and "Nobody" not in on.text
+    assert "Not examined" in off.text and "No findings" in on.text and "Not examined" not in on.text
 
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>'\"&"

@@ -13,14 +13,14 @@ import pytest
 from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
 from trainwright.report.pages import log as log_module
 from trainwright.report.pages import readings as readings_module
-from trainwright.report.pages.log import LogSoFar
-from trainwright.report.pages.rows import COLUMNS, NOT_FINITE, as_json, column, filled, seconds, thinned
+from trainwright.report.pages.log import IncrementalLog
+from trainwright.report.pages.rows import COLUMNS, NOT_FINITE, as_json, column, fill_missing, seconds, thin_rows
 from trainwright.report.pages.sparkline import sparkline
 from trainwright.runs.records import Evaluated, Record, Started, Telemetry, Watched, to_json
 
 
-def rows_of(path: Path) -> LogSoFar:
-    log = LogSoFar(path)
+def rows_of(path: Path) -> IncrementalLog:
+    log = IncrementalLog(path)
     log.advance()
     return log
 
@@ -32,7 +32,7 @@ def test_every_extreme_stays() -> None:
     loss, norm = column(rows, "loss"), column(rows, "grad_norm")
     loss[:], norm[:] = random.normal(size=50_000), random.random(50_000)
     loss[12_345], loss[23_456], norm[34_567], loss[45_678] = 99.0, -99.0, 1e6, np.inf
-    less = thinned(rows, 100)
+    less = thin_rows(rows, 100)
     assert len(less) <= 100 * 20
     kept = set(column(less, "step").astype(int))
     assert {1, 12_346, 23_457, 34_568, 45_679, 50_000} <= kept
@@ -40,12 +40,12 @@ def test_every_extreme_stays() -> None:
         finite = loss[span][np.isfinite(loss[span])]
         inside = column(less, "loss")[(column(less, "step") > span[0]) & (column(less, "step") <= span[-1] + 1)]
         assert {finite.min(), finite.max()} <= set(inside)
-    assert np.array_equal(thinned(less, 100), thinned(thinned(less, 100), 100)), "what stays, stays"
+    assert np.array_equal(thin_rows(less, 100), thin_rows(thin_rows(less, 100), 100)), "what stays, stays"
 
 
 def test_few_rows_are_left_alone() -> None:
     rows = np.zeros((40, len(COLUMNS)))
-    assert thinned(rows, 10) is rows
+    assert thin_rows(rows, 10) is rows
 
 
 def test_json_tells_missing_from_not_finite() -> None:
@@ -63,7 +63,7 @@ def test_the_time_between_a_death_and_a_resume_is_not_counted() -> None:
 
 def test_what_is_missing_between_known_values_is_interpolated() -> None:
     steps, values = np.array([1.0, 2.0, 3.0, 4.0]), np.array([10.0, np.nan, 30.0, np.nan])
-    assert np.array_equal(filled(steps, values), [10.0, 20.0, 30.0, np.nan], equal_nan=True)
+    assert np.array_equal(fill_missing(steps, values), [10.0, 20.0, 30.0, np.nan], equal_nan=True)
 
 
 def test_the_quick_way_to_read_a_log_says_what_the_records_say(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_records_that_come_late_are_put_in_their_place(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_kept_in_bounded_memory_with_its_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "MOST_ROWS", 2000)
+    monkeypatch.setattr(log_module, "MAX_ROWS", 2000)
     monkeypatch.setattr(log_module, "BUCKETS", 50)
-    monkeypatch.setattr(log_module, "CHUNK", 2**16)
+    monkeypatch.setattr(log_module, "CHUNK_BYTES", 2**16)
     losses = {777: 50.0, 3333: math.nan}
     records = [step(number, losses.get(number)) for number in range(1, 6001)]
     log = rows_of(make_run(tmp_path, "run", [*records, found(), ended(6000)]).log)
@@ -130,8 +130,8 @@ def test_a_long_log_is_kept_in_bounded_memory_with_its_peaks(tmp_path: Path, mon
 
 
 def test_readings_of_a_long_run_keep_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings_module, "MOST", 40)
-    monkeypatch.setattr(readings_module, "DRAWN", 16)
+    monkeypatch.setattr(readings_module, "MAX_READINGS", 40)
+    monkeypatch.setattr(readings_module, "MAX_READINGS_DRAWN", 16)
     values = [500.0 if n == 77 else -5.0 if n == 123 else float(n % 10) for n in range(200)]
     records: list[Record] = [
         Telemetry(time_s=BEGAN_S + n, step=n, values={"a/x": value} | ({"b/y": 1.0} if n == 150 else {}))
@@ -159,8 +159,8 @@ def test_a_line_of_the_size_of_a_word_shows_how_the_loss_went(tmp_path: Path) ->
 
 
 def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "CHUNK", 2**12)
-    log = LogSoFar(make_run(tmp_path, "run", map(step, range(1, 201))).log)
+    monkeypatch.setattr(log_module, "CHUNK_BYTES", 2**12)
+    log = IncrementalLog(make_run(tmp_path, "run", map(step, range(1, 201))).log)
     assert log.advance(for_s=0.0) and 0 < log.read_rows < 200 and not log.is_complete
     assert log.advance() and log.is_complete and log.read_rows == 200
 
@@ -169,13 +169,13 @@ def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", [step(1)])
     folder.log.rename(tmp_path / "elsewhere")
     folder.log.symlink_to(tmp_path / "elsewhere")
-    assert not LogSoFar(folder.log).advance()
+    assert not IncrementalLog(folder.log).advance()
 
 
 def test_means_are_of_all_records_of_a_log_that_was_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "MOST_ROWS", 2000)
+    monkeypatch.setattr(log_module, "MAX_ROWS", 2000)
     monkeypatch.setattr(log_module, "BUCKETS", 50)
-    monkeypatch.setattr(log_module, "CHUNK", 2**16)
+    monkeypatch.setattr(log_module, "CHUNK_BYTES", 2**16)
     noise = np.random.default_rng(0).random(6000)
     log = rows_of(make_run(tmp_path, "run", (step(n, float(1 + noise[n - 1])) for n in range(1, 6001))).log)
     means = log.means.columns()

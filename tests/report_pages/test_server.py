@@ -20,7 +20,7 @@ from tests.report_pages.serving import TOKEN, Site, site_of
 from trainwright.cli import app
 from trainwright.report.pages.overview import RunShelf
 from trainwright.report.server import server as server_module
-from trainwright.report.server.serve import STARTED, listening, serve_beside
+from trainwright.report.server.serve import BACKGROUND_SERVERS, open_listener, serve_in_background
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import to_json
 
@@ -178,8 +178,8 @@ def test_a_stream_without_news_is_kept_alive(site: Site, monkeypatch: pytest.Mon
 
 
 def test_a_page_that_has_got_many_rows_gets_all_anew(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MOST_ROWS", 10)
-    server, seen = server_module.PageServer(RunShelf([runs])), [server_module.Seen()]
+    monkeypatch.setattr(server_module, "MAX_NEW_ROWS", 10)
+    server, seen = server_module.PageServer(RunShelf([runs])), [server_module.PageState()]
 
     def told(records: int) -> tuple[bool, int]:
         said: Any = server.news(["ill"], seen)
@@ -214,7 +214,7 @@ def test_what_is_gone_is_forgotten(tmp_path: Path) -> None:
 
 def test_usage_errors(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["serve", str(tmp_path / "nowhere")]).exit_code == 2
-    with listening(None) as taken:
+    with open_listener(None) as taken:
         port = str(taken.getsockname()[1])
         assert CliRunner().invoke(app, ["serve", str(tmp_path), "--port", port]).exit_code == 2
 
@@ -244,7 +244,7 @@ def test_a_kill_of_the_server_hurts_nothing_and_another_one_begins(runs: Path) -
 @pytest.mark.slow
 def test_a_server_beside_a_training_is_a_process_of_its_own(runs: Path) -> None:
     said: list[str] = []
-    serve_beside(RunFolder(runs / "ill"), said.append)
+    serve_in_background(RunFolder(runs / "ill"), said.append)
     (line,) = said
     url = line.split()[-1]
     port = int(url.split(":")[2].partition("/")[0])
@@ -253,7 +253,7 @@ def test_a_server_beside_a_training_is_a_process_of_its_own(runs: Path) -> None:
     reply = link.getresponse()
     assert (reply.status, reply.headers["location"]) == (303, "view?run=ill")
     link.close()
-    server = STARTED.pop()
+    server = BACKGROUND_SERVERS.pop()
     server.kill()
     assert server.wait(timeout=120) == -9
     add(RunFolder(runs / "ill"), [step(6)])  # the training writes on

@@ -182,7 +182,7 @@ def test_of_those_that_died_while_they_started_only_their_number_is_known(
     with died(folder, 417, 417, 417) as lock, pytest.raises(UsageError) as caught:
         require_no_crash_loop(folder, lock, None, (), again)
     head, *row, kept = caught.value.message.splitlines()
-    assert head == "the run died in step 417 3 times in a row:" and kept.startswith("what it takes")
+    assert head == "the run died in step 417 3 times in a row:" and kept.endswith("has everything to run that step again")
     if unknown:
         assert row.pop() == f"  {unknown} died before anything was written to the log"
     assert [line.split(":")[0] for line in row] == [f"  process {pid}" for pid in known]
@@ -225,7 +225,7 @@ def test_the_refusal_points_to_the_error(folder: RunFolder) -> None:
 
 def test_a_bundle_that_cannot_be_written_is_no_reason_to_start(folder: RunFolder) -> None:
     folder.bundles.write_text("a file where the folder should be")
-    said = r"nothing was kept to run that step again: cannot write .*/step-00000417"
+    said = r"no bundle was written to run that step again: cannot write .*/step-00000417"
     with died(folder, 417, 417) as lock, pytest.raises(UsageError, match=said):
         require_no_crash_loop(folder, lock, folder.checkpoints / "step-00000400", (), again)
 

@@ -23,7 +23,7 @@ from trainwright.runs.files import (
     read_json,
     read_text,
 )
-from trainwright.runs.lock import is_held
+from trainwright.runs.lock import is_locked
 from trainwright.runs.reader import follow, read, read_end, read_newest
 from trainwright.runs.records import Ended, Saved, Started, from_json, to_json
 
@@ -70,7 +70,7 @@ def test_what_is_no_file_of_a_run_is_refused_at_once(tmp_path: Path, make: Calla
 
 def test_a_pipe_in_the_place_of_the_lock_is_no_lock(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
 
 
 def test_links_are_followed_where_that_is_asked_for(tmp_path: Path) -> None:

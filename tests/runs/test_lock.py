@@ -291,7 +291,7 @@ def test_one_process_gets_it_once_by_whatever_path(tmp_path: Path) -> None:
     alias.symlink_to(run)
     lock = RunLock.acquire(run)
     for path in (run, alias):
-        with pytest.raises(UsageError, match="trained by this very process"):
+        with pytest.raises(UsageError, match="this process already trains in"):
             RunLock.acquire(path)
     assert "is being trained by" in try_elsewhere(run), "the refused attempt has dropped the lock"
     lock.release(clean=True)

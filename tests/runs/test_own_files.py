@@ -65,7 +65,7 @@ def test_a_link_to_nothing_makes_no_file(name: str, run: RunFolder, tmp_path: Pa
 @pytest.mark.parametrize("name", list(OPENED))
 def test_what_is_no_file_is_refused_at_once(name: str, run: RunFolder) -> None:
     os.mkfifo(run.path / name)
-    with pytest.raises(StorageError, match="no regular file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         OPENED[name](run)
 
 

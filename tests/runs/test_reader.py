@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import UsageError
-from trainwright.runs.reader import MOST, follow, read, read_newest, steps
+from trainwright.runs.reader import MAX_LINES_KEPT, follow, read, read_newest, steps
 from trainwright.runs.records import Ended, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
 from trainwright.runs.writer import LogWriter
 
@@ -137,5 +137,11 @@ def test_of_a_long_log_the_newest_process_is_read_with_fewer_steps(tmp_path: Pat
     of_steps = [each.step for each in found.records if isinstance(each, Watched)]
     assert [each for each in found.records if not isinstance(each, Watched)] == [started(1), examined, ended(30_000)]
     assert (found.broken_lines, found.torn) == (2, True)
-    assert MOST // 2 < len(of_steps) <= MOST and of_steps == sorted(set(of_steps)) and of_steps[0] < 100
-    assert of_steps[-MOST // 4 :] == list(range(30_000 - MOST // 4, 30_000))  # the newest are all there
+    assert (
+        MAX_LINES_KEPT // 2 < len(of_steps) <= MAX_LINES_KEPT
+        and of_steps == sorted(set(of_steps))
+        and of_steps[0] < 100
+    )
+    assert of_steps[-MAX_LINES_KEPT // 4 :] == list(
+        range(30_000 - MAX_LINES_KEPT // 4, 30_000)
+    )  # the newest are all there

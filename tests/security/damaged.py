@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import trainwright as tw
 from tests.report_pages.runs import BEGAN_S, found
 from trainwright.profiling.facts import ModuleTime, OperatorTime, ProfileFacts
-from trainwright.report.bad_cases import BadCase, BadCases, ConfidenceBin, Confused, LossSlice, ShownSample
+from trainwright.report.bad_cases import BadCase, BadCases, ConfidenceBin, ConfusedPair, LossSlice, SamplePreview
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import (
@@ -63,10 +63,10 @@ def make_whole_run(root: Path) -> Path:
         worst=(BadCase(1, 2.0, "a", "b", 0.9, 0.1),),
         slices=(LossSlice("length", "3", 3, 0.1, 0.2, 0.3, 0.5),),
         bins=(ConfidenceBin(3, 0.1, 0.2),),
-        confused=(Confused("a", "b", 2),),
+        confused=(ConfusedPair("a", "b", 2),),
         classes=("a", "b"),
         matrix=((1, 2), (3, 4)),
-        shown={1: ShownSample("text", "hello")},
+        shown={1: SamplePreview("text", "hello")},
         accuracy=0.5,
         ece=0.1,
     )

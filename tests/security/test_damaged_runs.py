@@ -22,7 +22,7 @@ from trainwright.report.pages.render import overview_page
 from trainwright.report.pages.report import write_report
 from trainwright.report.pages.view import RunView
 from trainwright.report.runs import list_runs
-from trainwright.report.server.server import PageServer, Seen
+from trainwright.report.server.server import PageServer, PageState
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.printing import printable
 
@@ -51,7 +51,7 @@ def invoke(*words: str) -> str:
     done = CliRunner().invoke(app, list(words))
     assert done.exception is None or isinstance(done.exception, SystemExit), (words, done.exc_info)
     said = " ".join(done.output.split())
-    assert "Traceback" not in said and "look at that line" not in said and "\x1b" not in said, (words, said)
+    assert "Traceback" not in said and "examine that line" not in said and "\x1b" not in said, (words, said)
     assert done.exit_code in (0, 3) or "remedy: " in said or said.startswith("broken "), (words, said)
     return said
 
@@ -71,7 +71,7 @@ def served() -> None:
         page = server._page(names)
         page.encode()
         assert "root:x:0" not in page
-        json.dumps(server.news(names, [Seen(), Seen()]), ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(server.news(names, [PageState(), PageState()]), ensure_ascii=False, allow_nan=False).encode()
     server._reading.shutdown()
 
 
@@ -171,7 +171,7 @@ def test_a_record_that_no_run_writes(bad: Path) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 states = [row.state for row in list_runs(Path("runs")).rows]
-                news = json.dumps(server.news(["bad"], [Seen()]), allow_nan=False)
+                news = json.dumps(server.news(["bad"], [PageState()]), allow_nan=False)
             assert not [each for each in [*states, news] if "cannot be read" in each], text
     server._reading.shutdown()
 

@@ -99,7 +99,9 @@ def test_a_run_that_breaks_the_reader_is_listed_with_the_reason(
         return "running"
 
     if where == "view":
-        monkeypatch.setattr("trainwright.report.pages.log.LogSoFar.advance", lambda log, for_s=0.0: breaks(log.path))
+        monkeypatch.setattr(
+            "trainwright.report.pages.log.IncrementalLog.advance", lambda log, for_s=0.0: breaks(log.path)
+        )
         monkeypatch.setattr("trainwright.report.runs.state_of", lambda path, records: breaks(path))
         table = invoke("runs", "runs")
         assert "cannot be read: ZeroDivisionError: an odd file" in table and "runs/good" in table

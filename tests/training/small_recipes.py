@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.commands.verify.resume import ResumeTrial
-from trainwright.recipe.load import box
+from trainwright.recipe.load import builtin_recipes
 
 ONE = "evaluation.batches=1"
 SMALL = {
@@ -52,4 +52,4 @@ WORKERS = ((2, 3), (0, 0))
 
 def small_trial(name: str, precision: str, workers: tuple[int, int], steps: int) -> ResumeTrial:
     settings = ("evaluation.batch=4", *SMALL[name], f"precision={precision}")
-    return ResumeTrial(box() / name, steps, *workers, settings)
+    return ResumeTrial(builtin_recipes() / name, steps, *workers, settings)

@@ -20,7 +20,7 @@ from tests.forked import COMMAND_LINE
 from tests.training.processes import RECIPE, SLOWLY, invoke, start, wait_for_step
 from tests.training.small_recipes import SMALL
 from trainwright.checkpoint.store import checkpoints, newest_valid
-from trainwright.recipe.load import box
+from trainwright.recipe.load import builtin_recipes
 from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Evaluated, Saved, Skipped, Started, Step
 
@@ -307,7 +307,7 @@ def test_the_demo_reaches_a_verdict(folder: Path) -> None:
 
 
 def test_every_recipe_in_the_box_is_tried() -> None:
-    assert {path.name for path in box().glob("*.yaml")} == set(SMALL)
+    assert {path.name for path in builtin_recipes().glob("*.yaml")} == set(SMALL)
 
 
 @pytest.mark.slow
@@ -316,7 +316,7 @@ def test_recipe_in_the_box(name: str, folder: Path) -> None:
     settings = ["until=3steps", "schedule.warmup=1steps", "evaluation.batch=4", *SMALL[name]]
     settings += ["log.every=1steps", "log.doctor=false"]
     options = [option for setting in settings for option in ("--set", setting)]
-    code, said = invoke("train", str(box() / name), *options, "--json")
+    code, said = invoke("train", str(builtin_recipes() / name), *options, "--json")
     assert code == 0, said
     result = json.loads(said.splitlines()[-1])
     assert result["ending"] == "finished" and result["step"] == 3 and result["skipped"] == 0
@@ -341,7 +341,7 @@ def test_tensorboard_gets_what_the_log_has(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_lr_range_draws_a_picture(folder: Path) -> None:
-    recipe = str(box() / "demo-digits.yaml")
+    recipe = str(builtin_recipes() / "demo-digits.yaml")
     code, said = invoke("lr-range", recipe, "--steps", "60", "--lowest", "1e-4", "--out", "lr.svg", "--json")
     assert code == 0, said
     answer = json.loads(said.splitlines()[-1])

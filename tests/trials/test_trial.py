@@ -13,7 +13,7 @@ import pytest
 
 from trainwright.errors import UsageError
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.lock import is_held
+from trainwright.runs.lock import is_locked
 from trainwright.trials import TrialProcess, read_trial, run_trial
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -70,7 +70,7 @@ def test_a_trial_that_is_killed_after_it_was_asked_to_stop_can_be_resumed(recipe
         time.sleep(0.05)
     pid = process._process.pid
     os.kill(pid, signal.SIGSTOP)  # it cannot save
-    process.ask_to_stop()
+    process.request_stop()
     process.kill()
     process.wait()
     trial = process.read()
@@ -84,7 +84,7 @@ def test_a_trial_that_is_stopped_by_its_limit_is_resumed_with_the_same_losses(re
     process = TrialProcess(recipe, settings, folder)
     while process.poll() is None and not read_trial(folder).losses:
         time.sleep(0.005)
-    process.ask_to_stop()
+    process.request_stop()
     process.wait()
     assert process.read().ended in ("stopped", "finished")
     resumed = run_trial(recipe, settings, folder)
@@ -104,7 +104,7 @@ def test_a_trial_ends_when_the_process_that_started_it_is_killed(recipe: Path) -
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     end_s = time.monotonic() + 60
-    while is_held(folder) and time.monotonic() < end_s:
+    while is_locked(folder) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert read_trial(folder).ended == "stopped"
 

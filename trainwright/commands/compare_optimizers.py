@@ -138,7 +138,7 @@ def _settings_of(name: str, own: Loaded) -> list[str]:
     optimizer = own.recipe.optimizer
     if name in (optimizer.use, *(alias for alias, row in OPTIMIZER_ALIASES.items() if row.factory == optimizer.use)):
         return []
-    kept = ["optimizer.weight_decay"] if "optimizer.weight_decay" in own.asked else []
+    kept = ["optimizer.weight_decay"] if "optimizer.weight_decay" in own.stated else []
     decay = json.dumps(optimizer.weight_decay) if kept else "null"
     return [
         f"optimizer.use={json.dumps(name)}",

@@ -18,7 +18,7 @@ from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.terminal import Console
 from trainwright.recipe import load
-from trainwright.recipe.load import box
+from trainwright.recipe.load import builtin_recipes
 from trainwright.runs.folder import RunFolder
 from trainwright.training.job import Job
 from trainwright.training.result import Result
@@ -50,7 +50,7 @@ def demo(
     if Launch.read(os.environ).size > 1:
         remedy = "train a recipe on several: trainwright train RECIPE -- --nproc-per-node 2"
         raise UsageError("the demo trains in one process, and torchrun has started several", remedy=remedy)
-    loaded = load(box() / TASKS[task], overrides=[f"until={budget}", *settings])
+    loaded = load(builtin_recipes() / TASKS[task], overrides=[f"until={budget}", *settings])
     if loaded.recipe.until.unit == "s":
         loaded = replace(loaded, within_s=loaded.recipe.until.value)
     return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])

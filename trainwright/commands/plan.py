@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import StorageError, TrainwrightError, text_of
-from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
+from trainwright.plan.devices import FRAGMENTATION_FRACTION, known_devices, load_devices
 from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, step_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Plan
@@ -20,7 +20,7 @@ from trainwright.plan.trace.run_forecast import Forecast, Point, forecast, front
 from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
-from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
+from trainwright.report.forecast import layout_lines, memory_lines, timeline_svg, timeline_text, usable_line
 from trainwright.training.own_step import require_loss
 from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_at_once
@@ -61,7 +61,7 @@ class ShownPlan:
             *self._measured(),
             "",
             *timeline_text(made.trace, device.usable_bytes, self.title),
-            *held_lines(made.trace),
+            *memory_lines(made.trace),
             f"if all were held at once {held_in_words({str(kind): size for kind, size in made.trace.held.items()})}",
             "",
             *self._choice(),
@@ -123,7 +123,7 @@ class ShownPlan:
         """Names the memory that is reserved for it and not counted as usable."""
         if op == "context":
             return ", left out of what is usable"
-        margin = human_bytes(FRAGMENTATION * self.forecast.device.memory_bytes)
+        margin = human_bytes(FRAGMENTATION_FRACTION * self.forecast.device.memory_bytes)
         return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
 
     def _frontier(self) -> list[str]:

@@ -28,8 +28,8 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.forecast import usable_line
 from trainwright.report.many_ranks import (
-    held_by_stage,
     machine_line,
+    memory_by_stage,
     placement_lines,
     runner_up_lines,
     traffic_lines,
@@ -70,7 +70,7 @@ class RanksPlan:
             *([] if self.best is self.written else placement_lines(self.best, self.device, "best layout")),
             *([f"  {self.command}"] if self.settings and self.best.fits else []),
             "",
-            *held_by_stage(self.best),
+            *memory_by_stage(self.best),
             *traffic_lines(self.best),
             *runner_up_lines(self.others, self.best),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in self.notes),

@@ -21,7 +21,7 @@ from trainwright.monitoring.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.local_device import local_device
 from trainwright.profiling.facts import ProfileFacts
-from trainwright.profiling.session import FOR_S, ProfileSession
+from trainwright.profiling.session import TIMED_S, ProfileSession
 from trainwright.profiling.verdict import Advice, judge
 from trainwright.profiling.words import Profile, TriedAdvice
 from trainwright.report.pages.report import write_report
@@ -53,7 +53,7 @@ class ProfiledRun:
 
 
 def profile(
-    build: Build, *, for_s: float = FOR_S, budget_s: float = 60.0, console: Console | None = None
+    build: Build, *, for_s: float = TIMED_S, budget_s: float = 60.0, console: Console | None = None
 ) -> ProfiledRun:
     """Trains the beginning of what ``build`` makes, in a run folder of its own.
 

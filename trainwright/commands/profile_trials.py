@@ -15,7 +15,7 @@ from trainwright.engine.until import for_steps
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.parallel import in_one_process
-from trainwright.profiling.pairs import FEWEST, ROUNDS, SpeedUp, compared
+from trainwright.profiling.pairs import MIN_ROUNDS, ROUNDS, SpeedUp, compare_timings
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.training.job import Job, make_advance
@@ -34,9 +34,9 @@ COMPILES = "model.compile=true"
 
 def num_rounds(round_s: float, left_s: float, budget_s: float, later: int) -> int:
     """How many rounds a trial may take; 0 where not even the fewest fit. ``later`` trials share what is left."""
-    if FEWEST * round_s > max(0.0, left_s) + OVERRUN * budget_s:
+    if MIN_ROUNDS * round_s > max(0.0, left_s) + OVERRUN * budget_s:
         return 0
-    return max(FEWEST, min(ROUNDS, int(left_s / (1 + later) / round_s)))
+    return max(MIN_ROUNDS, min(ROUNDS, int(left_s / (1 + later) / round_s)))
 
 
 class Trials:
@@ -99,8 +99,11 @@ class Trials:
         rounds = num_rounds(2 * of_both_s, left_s, self._budget_s, later)
         if not rounds:
             left = f"{human_seconds(left_s)} are left" if left_s > 0 else "the time for trials was over"
-            return None, f"{FEWEST} rounds of it would take {human_seconds(2 * FEWEST * of_both_s)}, {left} (--budget)"
-        return compared(base.block, other.block, rounds), ""
+            return (
+                None,
+                f"{MIN_ROUNDS} rounds of it would take {human_seconds(2 * MIN_ROUNDS * of_both_s)}, {left} (--budget)",
+            )
+        return compare_timings(base.block, other.block, rounds), ""
 
     def _variant(self, settings: Sequence[str]) -> _Variant:
         loaded, parts = self._build(settings)

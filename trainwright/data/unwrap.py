@@ -30,7 +30,7 @@ from trainwright.data.ready import ReadyBatches
 from trainwright.data.sample_order import LoaderOrder, OwnOrder
 from trainwright.data.workers import WorkerInit
 from trainwright.errors import UsageError, text_of
-from trainwright.plan.own_batches import OwnBatches
+from trainwright.plan.user_batches import UserBatches
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Unwrapped:
         return self.dataset.origin if isinstance(self.dataset, ReadyBatches) else self.dataset
 
     @property
-    def own_batches(self) -> OwnBatches | None:
+    def own_batches(self) -> UserBatches | None:
         """What is known of the batches that the data come in; None where Trainwright makes the batches."""
         if isinstance(self.dataset, ReadyBatches):
-            return OwnBatches(self.dataset.batch_size, self.dataset.size, ready=True)
+            return UserBatches(self.dataset.batch_size, self.dataset.size, ready=True)
         if self.order is not None and self.order.in_batches:
-            return OwnBatches(self.order.batch_size, self.order.size)
+            return UserBatches(self.order.batch_size, self.order.size)
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Says once, when a run has found its pace, when it will end: the dry run foretold it from a few steps."""
+"""Says once, when a run has found its pace, when it will end: the dry run predicted it from a few steps."""
 
 from __future__ import annotations
 

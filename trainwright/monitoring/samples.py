@@ -9,7 +9,7 @@ from pathlib import Path
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
 from trainwright.errors import StorageError
-from trainwright.runs.storage import make_subfolder, open_own
+from trainwright.runs.storage import make_subfolder, open_for_writing
 
 
 class TextSamples:
@@ -44,7 +44,7 @@ class TextSamples:
         self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
         try:
             make_subfolder(self._folder)
-            fd = open_own(self._folder / "samples.txt", os.O_WRONLY | os.O_APPEND)
+            fd = open_for_writing(self._folder / "samples.txt", os.O_WRONLY | os.O_APPEND)
             with os.fdopen(fd, "a", encoding="utf-8") as file:
                 file.write(f"--- {title}\n{text}\n")
         except (OSError, StorageError) as error:

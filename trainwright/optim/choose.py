@@ -28,7 +28,7 @@ from trainwright.optim.own import (
 )
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZER_ALIASES, OPTIMIZER_NAMES, OPTIMIZERS
-from trainwright.recipe.resolve import imported
+from trainwright.recipe.resolve import import_factory
 
 MUP_OPTIMIZERS = ("adamw", "adam", "adamw8bit", "adamw4bit")
 _NOT_OURS_TO_GIVE = ("params", "lr", "weight_decay", "differentiable")
@@ -88,9 +88,9 @@ def make_optimizer(
             remedy=f"choose {', '.join(MUP_OPTIMIZERS)}, or leave init: mup out",
         )
     row = OPTIMIZERS[name]
-    groups = imported(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
+    groups = import_factory(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
     arguments = {**_implementation(name, model, arguments), **arguments}
-    in_the_box = _call(imported(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
+    in_the_box = _call(import_factory(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
     assert isinstance(in_the_box, Optimizer)
     return in_the_box
 
@@ -98,7 +98,7 @@ def make_optimizer(
 def _of_package(alias: str) -> Factory:
     """The class of pytorch_optimizer that a short name stands for. Raises MissingExtra where that is not installed."""
     try:
-        return imported(OPTIMIZER_ALIASES[alias].factory)
+        return import_factory(OPTIMIZER_ALIASES[alias].factory)
     except ModuleNotFoundError as error:
         if error.name != "pytorch_optimizer":
             raise
@@ -128,7 +128,7 @@ def _rates(name: str, lr: float | None, weight_decay: float | None) -> tuple[flo
 def accepted_args(name: str) -> list[str]:
     """Returns the names that ``args`` may hold for the optimizer ``name``."""
     row = OPTIMIZERS[name]
-    accepted = inspect.signature(imported(row.factory)).parameters
+    accepted = inspect.signature(import_factory(row.factory)).parameters
     return [*(each for each in accepted if each not in _NOT_OURS_TO_GIVE), *row.group_args]
 
 

@@ -27,7 +27,7 @@ from typing import Literal
 
 from trainwright.errors import Problem, UsageError, require_choice, unknown_args
 from trainwright.recipe import SCHEDULES
-from trainwright.recipe.resolve import imported
+from trainwright.recipe.resolve import import_factory
 
 ScheduleFn = Callable[[int, float], float]
 Span = int | float
@@ -260,13 +260,15 @@ def make_schedule(
     require_choice("schedule", name, SCHEDULES)
     for found in wrong_args(name, args or {}):
         raise UsageError(found.rule, remedy=found.remedy)
-    schedule: ScheduleFn = imported(SCHEDULES[name].factory)(total=total, warmup=warmup, floor=floor, **(args or {}))
+    schedule: ScheduleFn = import_factory(SCHEDULES[name].factory)(
+        total=total, warmup=warmup, floor=floor, **(args or {})
+    )
     return schedule
 
 
 def accepted_args(name: str) -> list[str]:
     """The names that ``args`` may hold for the schedule ``name``."""
-    fields = inspect.signature(imported(SCHEDULES[name].factory)).parameters
+    fields = inspect.signature(import_factory(SCHEDULES[name].factory)).parameters
     return [each for each in fields if each not in ("total", "warmup", "floor")]
 
 

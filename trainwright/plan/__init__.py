@@ -1,13 +1,13 @@
-"""What a run will do, by arithmetic alone: no torch at import, no device needed.
+"""Predicts a run by arithmetic alone: torch is not imported, no device is needed.
 
 make            the Plan of a run: every number derived from recipe and facts, with Notes that say why
-batch, duration the batch equation; durations of a recipe as steps, seconds or shares of the run
+batch, duration the batch equation; durations of a recipe as steps, seconds or fractions of the run
 explain         the Plan as lines of text before the run
-trace           what one traced step held and computed: the records that ``forecast`` makes
+trace           traces one step under fake tensors: memory and operators
 scale, roofline memory and time of any micro-batch from two traces
-layout, remedies  which layout to choose for a device; what else would make a run fit
-checkpointing, offload, memory  what activation checkpointing and optimizer offload keep and free
+layout, remedies  the layout chosen for a device; other changes that would make a run fit
+checkpointing, offload, memory  memory under activation checkpointing and optimizer offload
 profile, fold   the autograd graph as data; equal blocks of it as one
 machine, devices  this machine; the table of GPUs
-resume_changes, resume_rules  what a resume would change, and how severe that is
+resume_changes, resume_rules  the changes that a resume would make, and how severe they are
 """

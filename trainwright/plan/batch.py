@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.plan.own_batches import OwnBatches
+from trainwright.plan.user_batches import UserBatches
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Batch
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """``size`` samples an optimizer step; each rank takes ``accumulation`` micro-batches of ``micro`` or less."""
+    """One optimizer step of ``size`` samples. A rank computes ``accumulation`` micro-batches of at most ``micro``."""
 
     size: int
     micro: int
@@ -21,8 +21,10 @@ class BatchPlan:
     ranks: int = 1
 
 
-def batch_of(ask: Batch, own: OwnBatches | None, *, ranks: int = 1) -> BatchPlan:
-    """The batch of a recipe. One of ``own`` batches has as many samples as these: ``size`` is nominal, 1 if unknown.
+def batch_of(ask: Batch, own: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
+    """Return the batch plan of a recipe.
+
+    If the user's data come in batches (``own``), each has their size: ``size`` is then nominal, 1 if unknown.
 
     Raises RecipeError when the recipe contradicts itself.
     """
@@ -36,9 +38,9 @@ def batch_of(ask: Batch, own: OwnBatches | None, *, ranks: int = 1) -> BatchPlan
 def solve_batch(
     size: int | None, micro: int | Literal["auto"] | None, accumulation: int | None, *, ranks: int = 1
 ) -> BatchPlan:
-    """Fills in what is None. A global batch that is no multiple ends in one short micro-batch.
+    """Fill in what is None. If the global batch is not a multiple, the last micro-batch is shorter.
 
-    A ``micro`` of ``auto`` that is not resolved is the whole batch of a rank.
+    An unresolved ``micro`` of ``auto`` is the full batch of a rank.
 
     Raises RecipeError when all three are set and contradict each other.
     """
@@ -61,7 +63,7 @@ def solve_batch(
 
 
 def scale_lr(lr: float, *, rule: Literal["linear", "sqrt"], batch: int, base_batch: int) -> float:
-    """The rate for ``batch`` samples a step, when ``lr`` was found for ``base_batch``.
+    """Return the learning rate for ``batch`` samples per step, when ``lr`` was tuned for ``base_batch``.
 
     linear: Goyal et al. 2017, arXiv:1706.02677, for SGD. sqrt: Krizhevsky 2014, arXiv:1404.5997, and for
     adaptive optimizers Malladi et al. 2022, arXiv:2205.10287.

@@ -1,4 +1,4 @@
-"""What one traced step held and computed: the records that ``forecast`` makes and plans are computed from."""
+"""Records of one traced step: the memory held after each operator, and the work of each operator."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs"]
 KINDS: tuple[Kind, ...] = ("weights", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
-"""What memory is held for. Activations are what the backward pass needs; temporaries live within a pass."""
+"""The purposes of memory. Activations are kept for the backward pass; temporaries live within one pass."""
 Phase = Literal["forward", "checkpointing", "backward", "update"]
-"""``checkpointing``: a forward pass that activation checkpointing repeats during backward."""
+"""``checkpointing`` is a forward pass that activation checkpointing repeats during backward."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes of each kind that are held after one operator. ``module`` is the path of the innermost module."""
+    """Bytes of each kind held after one operator. ``module`` is the path of the innermost module."""
 
     phase: Phase
     micro: int
@@ -33,7 +33,7 @@ class Moment:
 class Work:
     """The sum over all calls of one operator in one module, phase and dtype.
 
-    ``bytes`` are those of inputs read and outputs written, each once per call; views count nothing.
+    ``bytes`` counts inputs read and outputs written, once per call. Views count as 0.
     """
 
     phase: Phase
@@ -46,8 +46,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Unseen:
-    """Memory of an operator that fake tensors do not show. ``bound_bytes`` is its upper bound, None: not known."""
+class HiddenBytes:
+    """Memory of an operator that fake tensors do not show. ``bound_bytes`` is an upper bound, None if unknown."""
 
     op: str
     module: str
@@ -57,21 +57,21 @@ class Unseen:
 
 @dataclass(frozen=True)
 class Trace:
-    """One optimizer step in the steady state, with the optimizer's state resident. Bytes are those allocated.
+    """One optimizer step in the steady state, with the optimizer's state resident. Bytes are allocated bytes.
 
-    ``moments`` has one entry for each operator that allocates or frees, in order. ``kept`` is what the first
-    micro-batch's forward pass leaves for backward, by the path of the module that made it.
+    ``moments`` has one entry for each operator that allocates or frees, in order. ``kept`` is the bytes that the first
+    micro-batch's forward pass keeps for backward, by the path of the module that made them.
     """
 
     device: str
     moments: tuple[Moment, ...]
     kept: Mapping[str, int]
     work: tuple[Work, ...]
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[HiddenBytes, ...] = ()
 
     @property
     def peak(self) -> Moment:
-        """The first of the moments that hold most."""
+        """The moment with the most bytes; the first of them if several are equal."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
@@ -81,10 +81,10 @@ class Trace:
 
     @property
     def held(self) -> Mapping[Kind, int]:
-        """The bytes of each kind that a step holds, if it held all at once; temporaries are left out."""
+        """The bytes of each kind that a step would hold if it held everything at once, without temporaries."""
         return {**self.resident, "activations": sum(self.kept.values())}
 
     @property
     def flops(self) -> int:
-        """FLOPs of the whole step."""
+        """FLOPs of the complete step."""
         return sum(work.flops for work in self.work)

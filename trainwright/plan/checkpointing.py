@@ -1,4 +1,4 @@
-"""Activation checkpointing as data: which activations of each block are kept, and which backward computes again."""
+"""Activation checkpointing as data: which activations of each block are kept and which are recomputed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What each of a model's repeated blocks keeps, in order. None: all of its activations.
+    """The activations that each of a model's repeated blocks keeps, in order. None means all of its activations.
 
-    A tuple: the operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept; the rest is
-    computed again in backward. ``()`` keeps only the block's input. ``"matmul:3"`` is only the fourth call of that
-    family in the block's forward pass.
+    A tuple names the operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept;
+    backward
+    recomputes the rest. ``()`` keeps only the block's input. ``"matmul:3"`` is only the fourth call of that family in
+    the block's forward pass.
     """
 
     blocks: tuple[tuple[str, ...] | None, ...]
@@ -35,7 +36,7 @@ class Checkpointing:
 
 
 def describe(checkpointing: Checkpointing) -> str:
-    """One line, such as ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
+    """Return one line, such as ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
     alike = Counter(checkpointing.blocks)
     parts = [f"{count} {'block' if count == 1 else 'blocks'} {_but_for(keep)}" for keep, count in alike.items()]
     return "computed again in the backward pass: " + "; ".join(parts)

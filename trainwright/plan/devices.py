@@ -1,4 +1,4 @@
-"""Memory and speed of devices: public figures from a table, which users extend with a file of their own."""
+"""Memory and speed of devices, from a table of public figures that users can extend with their own file."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import Problem, RecipeError, UsageError, suggest
-from trainwright.plan.links import ALONE, ClusterNode
+from trainwright.plan.links import SINGLE_DEVICE_NODE, ClusterNode
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.yaml_core import UnreadableError, read
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
 CUDA_CONTEXT_BYTES = 600 << 20
 """Memory of a CUDA process before its first tensor: context, kernels, cuBLAS workspace. Grows with the libraries."""
-FRAGMENTATION = 0.05
-"""Share of the memory that is left free, for blocks that the caching allocator cannot use."""
+FRAGMENTATION_FRACTION = 0.05
+"""The fraction of memory left free for blocks that the caching allocator cannot use."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """``flops`` per second by precision; ``bandwidth`` and ``host_link`` in bytes/s, ``host_link`` 0: there is none.
+    """One device: ``flops`` per second by precision; ``bandwidth`` and ``host_link`` in bytes/s (0: there is no link).
 
     ``host_bandwidth`` is the rate in bytes/s at which an update on the host reads and writes; ``host_memory_bytes`` is
-    the free memory there, 0: not known. ``reach_flops`` and ``reach_bandwidth`` are the shares of these figures that
-    good kernels reach; ``launch_s`` is the host's time for one operator, the least that an operator takes. ``node`` is
-    the machine that several of them are in.
+    the free host memory, 0 if unknown. ``reach_flops`` and ``reach_bandwidth`` are the fractions of these figures that
+    good kernels reach. ``launch_s`` is the host's time to launch one operator, the minimum that an operator takes.
+    ``node`` is the machine that contains the device.
     """
 
     name: str
@@ -43,37 +43,37 @@ class Device:
     launch_s: float = 8e-6
     host_bandwidth: float = 40e9
     host_memory_bytes: int = 0
-    node: ClusterNode = ALONE
+    node: ClusterNode = SINGLE_DEVICE_NODE
 
     @property
     def usable_bytes(self) -> int:
-        """Memory for tensors: without the context of CUDA and a margin for fragmentation."""
+        """Memory for tensors: total memory without the CUDA context and a margin for fragmentation."""
         context = CUDA_CONTEXT_BYTES if self.kind == "cuda" else 0
-        return max(0, int(self.memory_bytes * (1 - FRAGMENTATION)) - context)
+        return max(0, int(self.memory_bytes * (1 - FRAGMENTATION_FRACTION)) - context)
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Precisions that it computes in hardware."""
+        """Precisions that the device computes in hardware."""
         return tuple(name for name in PRECISIONS if name in self.flops)
 
     @property
     def training_precision(self) -> str:
-        """The precision that ``precision: auto`` selects: bf16 where it is the fastest, else fp16, else fp32."""
+        """The precision that ``precision: auto`` selects: bf16 if it is the fastest, else fp16, else fp32."""
         fastest = max(rate for name, rate in self.flops.items() if "fp8" not in name)
         return next(name for name in ("bf16", "fp16", "fp32") if self.flops.get(name, 0.0) >= fastest or name == "fp32")
 
     def of_ranks(self, count: int) -> Device:
-        """Returns what each of so many processes has of a CPU that they share: its part of the memory."""
+        """Return one rank's part of a CPU that ``count`` processes share."""
         node = ClusterNode(max(self.node.ranks, count), self.node.link, self.node.network)
         return replace(self, memory_bytes=self.memory_bytes // count, node=node)
 
     def with_memory(self, memory_bytes: int) -> Device:
-        """Returns the same device with another memory."""
+        """Return the same device with ``memory_bytes`` of memory."""
         return replace(self, memory_bytes=memory_bytes)
 
 
 def find_device(name: str, table: Mapping[str, Device]) -> Device:
-    """Returns the device of that name; case, blanks and underscores do not matter. Raises UsageError if unknown."""
+    """Return the device with this name; case, blanks and underscores do not matter. Raises UsageError if unknown."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key not in table:
         raise UsageError(f"no device {name!r} is known", remedy=f"{suggest(key, table)}; or give --devices FILE")
@@ -82,13 +82,13 @@ def find_device(name: str, table: Mapping[str, Device]) -> Device:
 
 @cache
 def known_devices() -> Mapping[str, Device]:
-    """Returns the table of this package, by name."""
+    """Return Trainwright's built-in table, by name."""
     text = files("trainwright.plan").joinpath("devices.yaml").read_text(encoding="utf-8")
     return parse_devices(text, "devices.yaml")
 
 
 def load_devices(path: Path) -> Mapping[str, Device]:
-    """Returns the table of this package, updated by a file. Raises RecipeError with every problem of the file."""
+    """Return the built-in table, updated by a file. Raises RecipeError with every problem in the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +97,7 @@ def load_devices(path: Path) -> Mapping[str, Device]:
 
 
 def parse_devices(text: str, name: str) -> Mapping[str, Device]:
-    """Reads a table from YAML; ``name`` is the file for messages. Raises RecipeError with every problem at once."""
+    """Read a table from YAML; ``name`` is the file name for messages. Raises RecipeError with every problem at once."""
     try:
         document = read(text, name)
     except UnreadableError as error:
@@ -118,7 +118,7 @@ _REQUIRED = ("memory", "bandwidth", "flops")
 
 
 def _device(name: str, figures: object, where: str, problems: list[Problem]) -> Device | None:
-    """Returns the device of a row, or None after adding to ``problems``."""
+    """Return the device of a row, or None after appending to ``problems``."""
     before = len(problems)
     row: dict[str, Any] = figures if isinstance(figures, dict) else {}
 
@@ -143,7 +143,7 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
         memory = parse_bytes(str(row.get("memory", "")))
     except UsageError as error:
         wrong("memory", "must be a size", error.remedy)
-    node = _node(row["node"], wrong) if "node" in row else ALONE
+    node = _node(row["node"], wrong) if "node" in row else SINGLE_DEVICE_NODE
     if len(problems) > before:
         return None
     device = Device(
@@ -160,13 +160,13 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
 
 
 def _node(figures: object, wrong: Callable[[str, str, str], None]) -> ClusterNode:
-    """Returns the machine of a row; the default one after calling ``wrong``."""
+    """Return the machine of a row, or the default machine after calling ``wrong``."""
     row: dict[str, Any] = figures if isinstance(figures, dict) else {}
     if set(row) == {"ranks", "link", "network"} and all(map(_positive, row.values())) and row["ranks"] % 1 == 0:
         return ClusterNode(int(row["ranks"]), float(row["link"]), float(row["network"]))
-    rule = "must give how many of them a machine has, and bytes/s of a link in it and of its network"
+    rule = "must give the number of devices in a machine, and bytes/s of a link in it and of its network"
     wrong("node", rule, "write node: {ranks: 8, link: 450e9, network: 400e9}")
-    return ALONE
+    return SINGLE_DEVICE_NODE
 
 
 def _positive(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Durations of a recipe (`1000steps`, `2ep`, `5Mtok`, `60s`, `0.1run`) in the units that the engine counts in."""
+"""Durations of a recipe (`1000steps`, `2ep`, `5Mtok`, `60s`, `0.1run`) in the units that the engine counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.recipe import Duration
 
 @dataclass(frozen=True)
 class Extent:
-    """How long the run is: ``steps`` optimizer steps, or ``seconds`` of training time; the other is None."""
+    """The length of the run: ``steps`` optimizer steps, or ``seconds`` of training time; the other is None."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -19,7 +19,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Pace:
-    """What one step consumes. ``steps_per_epoch`` is None when the dataset has no length."""
+    """The data that one step consumes. ``steps_per_epoch`` is None when the dataset has no length."""
 
     batch_size: int
     steps_per_epoch: int | None = None
@@ -28,7 +28,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Interval:
-    """Every so many steps, seconds of training, or shares of the run; exactly one is set."""
+    """A period in steps, seconds of training, or fractions of the run; exactly one is set."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -36,7 +36,10 @@ class Interval:
 
 
 def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> Extent:
-    """The length of the run, of which ``step`` steps at another pace have ``used`` some, in the unit of ``until``."""
+    """Return the length of the run.
+
+    If the batch size changed, ``step`` steps at the earlier pace have used ``used`` of it, in the unit of ``until``.
+    """
     if until.unit == "s":
         return Extent(seconds=until.value)
     left = Duration(max(0.0, until.value - used), until.unit)
@@ -44,7 +47,7 @@ def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> 
 
 
 def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | float:
-    """Steps (int), or a share of the run (float) where the run is budgeted in time, so that it has no step count."""
+    """Return steps (int), or a fraction of the run (float) if the run is budgeted in time and so has no step count."""
     if duration.unit == "run":
         return duration.value if whole.steps is None else round(duration.value * whole.steps)
     if duration.unit == "s":
@@ -62,7 +65,7 @@ def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | floa
 
 
 def interval(duration: Duration, whole: Extent, pace: Pace, path: str) -> Interval:
-    """How often something is done. Raises RecipeError for a unit that the data lack."""
+    """Return the period of a repeated action. Raises RecipeError for a unit that the data lack."""
     if duration.unit == "s":
         return Interval(seconds=duration.value)
     if duration.unit == "run":

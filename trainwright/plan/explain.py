@@ -1,4 +1,4 @@
-"""The plan as lines of text before the run, and numbers in human units."""
+"""Formats the plan as lines of text before the run, and numbers in human units."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from trainwright.plan.header import TOPICS
 if TYPE_CHECKING:
     from trainwright.plan.make import Plan
 
-COUNTED = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
-"""What the seconds of ``until`` count."""
-TIMED = "a dry run of forward, backward and update; log, doctor and other programs come on top"
-"""The seconds of a step in the header."""
+TRAINING_TIME_SCOPE = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
+"""The parts of a run that the seconds of ``until`` include."""
+STEP_TIME_SCOPE = "a dry run of forward, backward and update; log, doctor and other programs come on top"
+"""The parts of a run that the step time in the header includes."""
 EXAMINATIONS = "examinations"
-"""In the seconds of a plan: the most that they may take where nothing is found. They end sooner where all are made."""
-ALL_COUNTED = "from the first step on: training, evaluation, examinations, samples and the last save"
-"""What they count where the whole run must be over."""
+"""A key of ``Plan.seconds``. Its value is the most that examinations may take; they stop sooner when all are done."""
+WALL_TIME_SCOPE = "from the first step on: training, evaluation, examinations, samples and the last save"
+"""The parts included when the complete run must end within the given seconds."""
 
 
 def preflight(plan: Plan, now_s: float) -> list[str]:
-    """The header, and a line for each further fact and decision. ``now_s`` is unix time of the first step."""
+    """Return the header, then a line for each further fact and decision.
+
+    ``now_s`` is the Unix time of the first step.
+    """
     lines = [
         f"device      {plan.device} ({plan.device_name})",
         f"parameters  {plan.parameters:,}{_share(plan.trainable, plan.parameters)}",
@@ -38,7 +41,7 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
     if plan.memory_bytes is not None:
         lines.append(f"memory      tensors {held_in_words(plan.memory_bytes)}; the process comes on top")
     if plan.step_s is not None:
-        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {TIMED}")
+        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
     if plan.ends_in_s is not None:
         lines.append(f"end         {_end_by_the_clock(plan.ends_in_s, now_s)}")
     elif plan.seconds:
@@ -54,7 +57,9 @@ def _share(trainable: int, parameters: int) -> str:
 
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
-        counted = f"of training: {COUNTED}" if plan.ends_in_s is None else f"by the clock: {ALL_COUNTED}"
+        counted = (
+            f"of training: {TRAINING_TIME_SCOPE}" if plan.ends_in_s is None else f"by the clock: {WALL_TIME_SCOPE}"
+        )
         return f"{plan.extent.seconds:g} s {counted}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"
@@ -63,14 +68,14 @@ def _length(plan: Plan) -> str:
 
 
 def held_in_words(memory_bytes: Mapping[str, int]) -> str:
-    """Memory by kind, such as `about 88 KiB: weights 22 KiB, ...`, in one order for every caller."""
+    """Return memory by kind, such as `about 88 KiB: weights 22 KiB, ...`, always in the same order."""
     known = [kind for kind in KINDS if memory_bytes.get(kind)]
     parts = ", ".join(f"{kind} {human_bytes(memory_bytes[kind])}" for kind in known)
     return f"about {human_bytes(sum(memory_bytes.values()))}: {parts}"
 
 
 def step_in_words(step_s: float, wait_s: float) -> str:
-    """The measured time of a step; the wait for data is named where it is a tenth of the step or more."""
+    """Return the measured step time. The wait for data is named if it is more than a tenth of the step."""
     waits = f", {human_seconds(wait_s)} of it waiting for data" if wait_s > 0.1 * step_s else ""
     return f"about {human_seconds(step_s)} a step{waits}"
 
@@ -82,15 +87,15 @@ def _steps_in_time(plan: Plan) -> str:
 
 
 def _end(seconds: Mapping[str, float], now_s: float) -> str:
-    """`about 14:32:05, after 62 s: training 60 s, evaluation 2.1 s`"""
+    """Return such as `about 14:32:05, after 62 s: training 60 s, evaluation 2.1 s`."""
     total_s = sum(seconds.values())
     most = {EXAMINATIONS: f"{EXAMINATIONS} at most"}
     parts = ", ".join(f"{most.get(what, what)} {human_seconds(each)}" for what, each in seconds.items() if each)
     return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
 
 
-def corrected(step_s: float, predicted_s: float, left_s: float, now_s: float) -> str:
-    """What is said of the end when a run has found its pace."""
+def describe_corrected_end(step_s: float, predicted_s: float, left_s: float, now_s: float) -> str:
+    """Return the line that corrects the predicted end after the real step time is known."""
     end = f"ends about {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
     return f"a step takes {human_seconds(step_s)} ({human_seconds(predicted_s)} predicted): {end}"
 
@@ -100,7 +105,7 @@ def _end_by_the_clock(left_s: float, now_s: float) -> str:
 
 
 def time_of_day(then_s: float, now_s: float) -> str:
-    """Local time, such as `14:32:05`; with the day where it is not today: `Tue 24 Nov 14:32`."""
+    """Return local time, such as `14:32:05`, or with the day if it is not today: `Tue 24 Nov 14:32`."""
     then, now = time.localtime(then_s), time.localtime(now_s)
     return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%a %d %b %H:%M", then)
 
@@ -117,16 +122,16 @@ def _first_loss(loss: float, expected: float | None) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Such as `1.5 GiB`."""
+    """Return such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:  # beyond, three digits would be 1e+03
+        if count < 999.5:  # from here on, three digits would print as 1e+03
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
 
 
 def human_seconds(seconds: float) -> str:
-    """Such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
+    """Return such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
     if not math.isfinite(seconds):
         return "not finite"
     if seconds < 1:

@@ -1,4 +1,4 @@
-"""Folds equal blocks of a model into one row, ``blocks.0-11 x 12``; its numbers are sums over all of them."""
+"""Folds equal blocks of a model into one row, ``blocks.0-11 x 12``, whose numbers are sums over all of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from itertools import groupby
 
 from trainwright.plan.profile import GraphProfile, ModuleProfile, children_of
 
-SCREEN = 32
-"""The most rows that are shown when no depth is given."""
+MAX_ROWS_SHOWN = 32
+"""The most rows shown when no depth is given."""
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """The sum over ``count`` equal modules and all in them. ``freed_bytes`` is None for what is not called itself."""
+    """The sum over ``count`` equal modules and their submodules.
+
+    ``freed_bytes`` is None for modules that are not called themselves.
+    """
 
     path: str
     name: str
@@ -34,7 +37,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """Neighbouring autograd nodes of one module in ``count`` equal blocks. ``inputs``: the runs it is computed from."""
+    """Neighbouring autograd nodes of one module in ``count`` equal blocks. ``inputs``: the runs that feed this one."""
 
     path: str
     count: int
@@ -47,31 +50,31 @@ class NodeRun:
 
 @dataclass(frozen=True)
 class Folded:
-    """The module tree and the autograd graph of one step, equal blocks as one, down to ``depth``."""
+    """The module tree and the autograd graph of one step down to ``depth``, with equal blocks as one."""
 
     depth: int
     rows: tuple[ModuleRow, ...]
     runs: tuple[NodeRun, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Rows and runs as plain data."""
+        """Return rows and runs as plain data."""
         return {"depth": self.depth, "rows": [asdict(row) for row in self.rows], "runs": [asdict(r) for r in self.runs]}
 
 
 def fold(profile: GraphProfile, depth: int | None = None) -> Folded:
-    """Folds a profile to ``depth`` levels of modules, by default the most whose rows fit on a screen."""
+    """Fold a profile to ``depth`` levels of modules, by default as many as fit on a screen."""
     tree = _Tree(profile)
     rows = tuple(tree.rows())
     deepest = max(row.depth for row in rows)
     if depth is None:
-        fits = [d for d in range(1, deepest + 1) if sum(row.depth <= d for row in rows) <= SCREEN]
+        fits = [d for d in range(1, deepest + 1) if sum(row.depth <= d for row in rows) <= MAX_ROWS_SHOWN]
         depth = max(fits, default=1)
     depth = min(depth, deepest)
     return Folded(depth, tuple(row for row in rows if row.depth <= depth), _runs(profile, tree.names, depth))
 
 
 class _Tree:
-    """The modules of an profile, folded. ``names`` maps each path to the one that it is shown under."""
+    """The folded modules of a profile. ``names`` maps each path to the path displayed for it."""
 
     def __init__(self, profile: GraphProfile) -> None:
         self.profile = profile
@@ -83,9 +86,9 @@ class _Tree:
         self._walk([profile.modules[0]], "")
 
     def _walk(self, equal: list[ModuleProfile], shown: str) -> None:
-        """Groups the children of the ``equal`` modules, which are shown as ``shown``."""
+        """Group the children of the ``equal`` modules, which are displayed as ``shown``."""
         first = equal[0]
-        for group in _alike(self.children.get(first.path, []), self._signature):
+        for group in _group_equal(self.children.get(first.path, []), self._signature):
             name = group[0].name if len(group) == 1 else f"{group[0].name}-{group[-1].name}"
             path = f"{shown}.{name}" if shown else name
             members = [
@@ -100,7 +103,7 @@ class _Tree:
             self._walk(members, path)
 
     def _signature(self, module: ModuleProfile) -> int:
-        """A hash that is equal for modules with equal children, work and saved tensors."""
+        """Return a hash that is equal for modules with equal children, work and saved tensors."""
         if module.path not in self._signatures:
             below = [(child.name, self._signature(child)) for child in self.children.get(module.path, [])]
             tied = tuple(name.removeprefix(f"{module.path}.") for name in module.tied)
@@ -110,7 +113,7 @@ class _Tree:
         return self._signatures[module.path]
 
     def rows(self) -> Iterator[ModuleRow]:
-        """One row for each group, parents before children."""
+        """Yield one row for each group, parents before children."""
         for path, members in self._groups:
             within_them = [module for each in members for module in self._subtree(each)]
             first = members[0]
@@ -143,17 +146,17 @@ class _Tree:
             yield from self._subtree(child)
 
 
-def _alike(
+def _group_equal(
     children: Sequence[ModuleProfile], signature: Callable[[ModuleProfile], int]
 ) -> Iterator[list[ModuleProfile]]:
-    """Groups equal neighbours in a list of modules; all others are groups of one."""
+    """Group equal neighbours in a list of modules; all others are groups of one."""
     for (_, numbered), group in groupby(children, key=lambda module: (signature(module), module.name.isdigit())):
         members = list(group)
         yield from [members] if numbered else ([module] for module in members)
 
 
 def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
-    """The nodes of each module itself: operator, bytes, saved tensors that hooks replaced."""
+    """Return the nodes of each module without its children: operator, bytes, saved tensors that hooks replaced."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for node, size in zip(profile.nodes, profile.fresh_bytes, strict=True):
         found.setdefault(node.module, []).append((node.op, size, node.hidden))
@@ -170,7 +173,7 @@ class _Stretch:
 
 
 def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[NodeRun, ...]:
-    """Folds the stretches of equal blocks, with the edges between them. Leaves are left out."""
+    """Fold the stretches of equal blocks, with the edges between them. Leaves are left out."""
     stretches = list(_stretches(profile, names, depth))
     numbers: dict[tuple[str, int], int] = {}
     for stretch in stretches:
@@ -211,5 +214,5 @@ def _cut(path: str, depth: int) -> str:
 
 
 def _short(op: str) -> str:
-    """``AddmmBackward0`` -> ``Addmm``."""
+    """Return ``Addmm`` for ``AddmmBackward0``."""
     return op.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward") or op

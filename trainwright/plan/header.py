@@ -1,4 +1,4 @@
-"""The header of a run: its settings, each with its value and who decided it."""
+"""The header of a run: each setting with its value and its origin."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Origin = Literal["asked", "recommended", "planned", "default"]
-"""Who decided a setting: the user, the preset ``recommended``, the plan (with a reason), or nobody."""
+"""The origin of a setting: the user (asked), the preset ``recommended``, the plan (with a reason), or the default."""
 
 TOPICS = frozenset({"batch", "precision", "threads", "learning rate", "schedule", "optimizer", "clip"})
-"""Topics of notes of a plan that the header shows, so that they are not printed twice."""
+"""Topics of plan notes that the header already shows, so that they are not printed twice."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, its value in words, and who decided it; ``why`` is the reason of the plan."""
+    """One setting, its value as text, and its origin. ``why`` is the reason if the plan decided it."""
 
     name: str
     value: str
@@ -28,21 +28,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """The settings that decide what a run computes. It is printed, logged, and stored in plan.json."""
+    """The settings that decide what a run computes. They are printed, logged, and stored in plan.json."""
 
     settings: tuple[Setting, ...] = ()
 
     def lines(self) -> list[str]:
-        """One line for each setting."""
+        """Return one line for each setting."""
         return [str(each) for each in self.settings]
 
     def in_words(self) -> dict[str, str]:
-        """The settings by name, for the log: ``{"clip": "none (default)"}``."""
+        """Return the settings by name, for the log: ``{"clip": "none (default)"}``."""
         return {each.name: f"{each.value} ({each.origin})" for each in self.settings}
 
 
 def origins_in(plan: Mapping[str, Any]) -> dict[str, Origin]:
-    """Who decided each setting of an earlier part of the run, from its plan.json; {} for one of an older version."""
+    """Return the origin of each setting from the plan.json of an earlier part of the run; {} for an older version."""
     header = plan.get("header") or {}
     settings: Sequence[Mapping[str, Any]] = header.get("settings", ())
     return {each["name"]: each["origin"] for each in settings}

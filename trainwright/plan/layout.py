@@ -1,9 +1,9 @@
 """Chooses the layout of a run on a device: micro-batch, precision, activation checkpointing, chunks of the loss.
 
 Every layout here gives the same training except for last bits (and for layers that see a micro-batch, such as
-BatchNorm): the global batch stays. The rule: of what fits, the fastest; of what is as fast within ``AS_FAST``, the
-plainest; of that the whole batch in one micro-batch, or else the micro-batch that holds least. The optimizer is
-offloaded only where nothing fits otherwise.
+BatchNorm): the global batch is unchanged. The rule: take the fastest layout that fits; among those within
+``STEP_TIME_TOLERANCE`` of it, the simplest; then the full batch in one micro-batch, or else the micro-batch with the
+lowest peak. The optimizer is offloaded only if nothing fits otherwise.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from trainwright.plan.offload import Offload, offload_of, without_optimizer
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 
-AS_FAST = 0.02
-MOST_SIZES = 40
-"""The number of micro-batch sizes that are compared, evenly spread where there would be more."""
+STEP_TIME_TOLERANCE = 0.02
+MAX_MICRO_SIZES = 40
+"""The most micro-batch sizes that are compared. If there are more, evenly spaced ones are chosen."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of a model, for every micro-batch size. ``checkpointing`` as in a recipe; ``rank`` 0 is the plainest.
+    """One layout of a model, for every micro-batch size. ``checkpointing`` as in a recipe; ``rank`` 0 is the simplest.
 
-    ``logits_bytes`` are those of a sample's whole logits and their gradient in fp32; 0: the loss has no chunks. A run
-    computes the loss in chunks for more than ``plain_up_to`` samples at a time; None: this layout is for any number.
-    ``scaled`` is what the device holds and computes; without the optimizer where there is an ``offload``.
+    ``logits_bytes`` are the bytes of one sample's complete logits and their gradient in fp32; 0 if the loss cannot be
+    chunked. A run computes the loss in chunks for more than ``plain_up_to`` samples at a time; None: the layout is
+    valid
+    for any number. ``scaled`` is the memory and work on the device, without the optimizer if it is offloaded.
     """
 
     precision: str
@@ -43,7 +44,7 @@ class Layout:
     plain_up_to: int | None = None
 
     def is_of(self, micro: int) -> bool:
-        """Whether a run with so many samples at a time computes the loss as this layout does."""
+        """Return True if a run with ``micro`` samples at a time computes the loss as this layout does."""
         return self.plain_up_to is None or self.chunked == (micro > self.plain_up_to)
 
 
@@ -64,17 +65,17 @@ class Option:
 
     @property
     def pass_s(self) -> dict[Phase, float]:
-        """Seconds of one pass of each phase: of one micro-batch, and of the update."""
+        """Seconds of one pass of each phase for one micro-batch, and of the update."""
         return {p: s / (1 if p == "update" else self.accumulation) for p, s in self.time.by_phase.items()}
 
     def cost(self) -> str:
-        """Such as `31.2 GiB, 1.4 s a step`."""
+        """Return such as `31.2 GiB, 1.4 s a step`."""
         return f"{human_bytes(self.peak_bytes)}, {human_seconds(self.step_s)} a step"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``best`` is the chosen option; where none fits, the one that holds least. ``options`` are all of them."""
+    """``best`` is the chosen option, or the one with the lowest peak if none fits. ``options`` are all of them."""
 
     best: Option
     options: tuple[Option, ...]
@@ -86,7 +87,10 @@ class Choice:
 
 
 def choose(layouts: Sequence[Layout], device: Device, size: int, *, micro: int | None = None) -> Choice:
-    """The best layout and micro-batch for ``size`` samples a step on one rank. ``micro``: the recipe fixes it."""
+    """Return the best layout and micro-batch for ``size`` samples per step on one rank.
+
+    ``micro`` is set if the recipe fixes the micro-batch.
+    """
     sizes = [micro] if micro is not None else micro_sizes(size)
     options = [weigh(layout, device, size, each) for layout in layouts for each in sizes if layout.is_of(each)]
     preferred = [option for option in options if not option.layout.offload] or options
@@ -95,14 +99,14 @@ def choose(layouts: Sequence[Layout], device: Device, size: int, *, micro: int |
     return Choice(best, tuple(options), _notes(best, options, device, fixed=micro is not None))
 
 
-def offloaded(layouts: Sequence[Layout], device: Device) -> list[Layout]:
-    """The same layouts with the optimizer offloaded, where it has state and the device a link to the host."""
+def offload_layouts(layouts: Sequence[Layout], device: Device) -> list[Layout]:
+    """Return the layouts with an offloaded optimizer, if it has state and the device has a link to the host."""
     found = [(layout, offload_of(layout.scaled.small, device)) for layout in layouts]
     return [replace(layout, scaled=without_optimizer(layout.scaled), offload=moved) for layout, moved in found if moved]
 
 
 def weigh(layout: Layout, device: Device, size: int, micro: int) -> Option:
-    """The memory and time of one layout with one micro-batch size."""
+    """Return the memory and time of one layout with one micro-batch size."""
     accumulation = -(-size // micro)
     peak = layout.scaled.peak_bytes(micro, accumulation)
     time = scaled_time(layout.scaled, micro, accumulation, device, layout.precision)
@@ -114,9 +118,12 @@ def weigh(layout: Layout, device: Device, size: int, micro: int) -> Option:
 
 
 def pick(options: Iterable[Option]) -> Option:
-    """The plainest of those as fast as the fastest; of these the one without accumulation, or what holds least."""
+    """Return the simplest of the options about as fast as the fastest, then the one without accumulation.
+
+    Among the rest, return the option with the lowest peak.
+    """
     options = list(options)
-    enough = min(option.step_s for option in options) * (1 + AS_FAST)
+    enough = min(option.step_s for option in options) * (1 + STEP_TIME_TOLERANCE)
     return min(
         (option for option in options if option.step_s <= enough),
         key=lambda option: (option.layout.rank, option.accumulation > 1, option.peak_bytes, option.step_s),
@@ -124,16 +131,16 @@ def pick(options: Iterable[Option]) -> Option:
 
 
 def micro_sizes(size: int) -> list[int]:
-    """Micro-batch sizes, rising, that cut ``size`` samples into equal parts; nearly equal where divisors are few."""
+    """Return rising micro-batch sizes that cut ``size`` into equal parts, or nearly equal if it has few divisors."""
     divisors = [each for each in range(1, size + 1) if size % each == 0] if size <= 1 << 16 else []
     equal = divisors if len(divisors) > 3 else sorted({-(-size // count) for count in _counts(size)})
-    if len(equal) <= MOST_SIZES:
+    if len(equal) <= MAX_MICRO_SIZES:
         return equal
-    return sorted({equal[round(i * (len(equal) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})
+    return sorted({equal[round(i * (len(equal) - 1) / (MAX_MICRO_SIZES - 1))] for i in range(MAX_MICRO_SIZES)})
 
 
 def _counts(size: int) -> list[int]:
-    """1, 2, 3 ..., later in steps of a tenth, up to ``size``."""
+    """Return 1, 2, 3, ..., later in steps of a tenth, up to ``size``."""
     found, count = [], 1
     while count < size:
         found.append(count)
@@ -225,33 +232,33 @@ def _offload_note(best: Option, options: Sequence[Option], device: Device) -> No
             return Note(topic, "no", "there is no optimizer state to move, or no other memory to move it to")
         others = [option for option in options if option.layout.offload]
         would = _best_of(others, best) if others else f"{human_bytes(moved.state_bytes)} less"
-        return Note(topic, "no", f"it would be {would}; {_moving(moved)}")
+        return Note(topic, "no", f"it would be {would}; {_offload_times(moved)}")
     why = f"it frees {human_bytes(moved.state_bytes)} and takes {human_bytes(moved.host_bytes)} of the host's memory"
     if moved.lacks_room(device):
         return Note(topic, "yes", f"{why}, where {human_bytes(device.host_memory_bytes)} are free and a tenth stays so")
     needed = best.fits and any(option.layout.offload is None for option in options)
-    return Note(topic, "yes", f"{why}; {_moving(moved)}{'; nothing fits without' if needed else ''}")
+    return Note(topic, "yes", f"{why}; {_offload_times(moved)}{'; nothing fits without' if needed else ''}")
 
 
-def _moving(moved: Offload) -> str:
-    """The bytes over the link and the times of one step."""
+def _offload_times(moved: Offload) -> str:
+    """Return the bytes over the link and the times of one step, as text."""
     link, host = human_seconds(moved.link_s), human_seconds(moved.host_s)
     return f"{human_bytes(moved.link_bytes)} a step over the link to the host take {link}, the update there {host}"
 
 
 def _best_where(options: Sequence[Option], best: Option, **wanted: object) -> str:
-    """Compares the best of the options whose layout has ``wanted`` with ``best``, in words."""
+    """Compare ``best`` with the best of the options whose layout has the ``wanted`` values, as text."""
     return _best_of([o for o in options if all(getattr(o.layout, key) == value for key, value in wanted.items())], best)
 
 
 def _comparable(options: Sequence[Option], best: Option) -> list[Option]:
-    """The options with the same precision and the same place of the optimizer."""
+    """Return the options with the same precision, and with the optimizer in the same place."""
     kind = (best.layout.precision, best.layout.offload is None)
     return [option for option in options if (option.layout.precision, option.layout.offload is None) == kind]
 
 
 def _best_of(options: Sequence[Option], best: Option) -> str:
-    """Compares the best of the options with ``best``, in words."""
+    """Compare ``best`` with the best of the options, as text."""
     fitting = [option for option in options if option.fits]
     if fitting:
         return _against(pick(fitting), best)

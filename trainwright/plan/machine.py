@@ -1,4 +1,4 @@
-"""The facts of the machine, read without torch: cores, memory, CPU features, NVIDIA GPUs.
+"""Reads the machine's cores, memory, CPU features and NVIDIA GPUs, without torch.
 
 A container or a batch scheduler may grant less than the hardware has; the granted amounts are reported. Functions
 named ``parse_*`` take the text of a system file, so that tests can cover other machines.
@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-# What decides which CPU kernels and which precision pay off, as /proc/cpuinfo spells it -> as we do.
+# CPU features that decide which kernels and which precision pay off: the name in /proc/cpuinfo -> our name.
 _FLAGS = {
     **{flag: flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")},
     "asimd": "neon",
@@ -28,7 +28,7 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest page-al
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU that this process may use. ``index`` is NVML's number for it (PCI bus order)."""
+    """One NVIDIA GPU that this process may use. ``index`` is its NVML index (PCI bus order)."""
 
     index: int
     name: str
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine. ``cores`` and memory are what affinity and cgroup grant this process."""
+    """One machine. ``cores`` and memory are the amounts that affinity and cgroup grant this process."""
 
     cores: int
     memory_bytes: int
@@ -51,7 +51,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the control groups grant; infinity is no limit. The file cache counts as unused."""
+    """The limits of the control groups; infinity means no limit. The file cache counts as unused."""
 
     cpus: float = math.inf
     memory_bytes: float = math.inf
@@ -59,7 +59,7 @@ class Limits:
 
 
 def read_machine() -> Machine:
-    """The facts of this machine, now (about 1 ms, and NVML's start where there is an NVIDIA driver)."""
+    """Read the facts of this machine (about 1 ms, plus the start of NVML if there is an NVIDIA driver)."""
     limits = read_limits(Path("/sys/fs/cgroup"), _text(Path("/proc/self/cgroup")) or "")
     memory = psutil.virtual_memory()
     name, flags = parse_cpuinfo(_text(Path("/proc/cpuinfo")) or "")
@@ -74,7 +74,7 @@ def read_machine() -> Machine:
 
 
 def disk_free_bytes(path: Path | str) -> int:
-    """Bytes that may be written on the disk of ``path``, which need not exist yet."""
+    """Return the free bytes of the disk of ``path``, which need not exist yet."""
     path = Path(path).absolute()
     while not path.exists():  # ends at the root
         path = path.parent
@@ -82,21 +82,21 @@ def disk_free_bytes(path: Path | str) -> int:
 
 
 def parse_cpuinfo(text: str) -> tuple[str, tuple[str, ...]]:
-    """Name ("" if it has none) and features of interest of the first core in /proc/cpuinfo, x86 or ARM."""
+    """Return the name ("" if absent) and the relevant features of the first core in /proc/cpuinfo, x86 or ARM."""
     first: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon:
             first.setdefault(key.strip(), value.strip())
     name = first.get("model name", "")
-    if not name and "CPU implementer" in first:  # on ARM Linux gives numbers, no names
+    if not name and "CPU implementer" in first:  # on ARM, Linux reports numbers, not names
         name = f"ARM implementer {first['CPU implementer']} part {first.get('CPU part', '?')}"
     flags = (first.get("flags") or first.get("Features") or "").split()
     return name, tuple(sorted(_FLAGS[flag] for flag in set(flags) & set(_FLAGS)))
 
 
 def parse_cgroup_paths(text: str) -> dict[str, str]:
-    """Controller -> path from /proc/self/cgroup. The unified hierarchy (v2) has the controller ""."""
+    """Return controller -> path from /proc/self/cgroup. The unified hierarchy (v2) has the controller ""."""
     paths = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -105,32 +105,32 @@ def parse_cgroup_paths(text: str) -> dict[str, str]:
 
 
 def parse_cpu_max(text: str) -> float:
-    """CPUs from a v2 cpu.max: "150000 100000" is 1.5, "max 100000" is no limit."""
+    """Return CPUs from a v2 cpu.max: "150000 100000" is 1.5, "max 100000" is no limit."""
     quota, period = text.split()
     return math.inf if quota == "max" else int(quota) / int(period)
 
 
 def parse_cfs_quota(quota_text: str, period_text: str) -> float:
-    """CPUs from v1's cpu.cfs_quota_us (-1: no limit) and cpu.cfs_period_us."""
+    """Return CPUs from v1's cpu.cfs_quota_us (-1: no limit) and cpu.cfs_period_us."""
     quota = int(quota_text)
     return math.inf if quota <= 0 else quota / int(period_text)
 
 
 def parse_memory_limit(text: str) -> float:
-    """Bytes from memory.max (v2) or memory.limit_in_bytes (v1)."""
+    """Return bytes from memory.max (v2) or memory.limit_in_bytes (v1)."""
     if text.strip() == "max" or int(text) >= _UNLIMITED_BYTES:
         return math.inf
     return int(text)
 
 
 def parse_cache_bytes(text: str) -> int:
-    """File cache that the kernel gives back on demand, from memory.stat: the group's and its children's."""
+    """Return the file cache that the kernel frees on demand, from memory.stat: the group's and its children's."""
     rows = dict(line.split() for line in text.splitlines())
     return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))  # total_ is v1's name for it
 
 
 def read_limits(root: Path, self_cgroup: str) -> Limits:
-    """The smallest limits from this process's control group up to ``root`` (/sys/fs/cgroup).
+    """Return the smallest limits from this process's control group up to ``root`` (/sys/fs/cgroup).
 
     In a container the path may name the host's tree, which is not mounted; then only ``root`` itself
     exists, and that is the container's own group.
@@ -153,10 +153,10 @@ def read_limits(root: Path, self_cgroup: str) -> Limits:
 
 
 def select_visible(uuids: Sequence[str], visible: str | None) -> list[int]:
-    """Positions in ``uuids`` that CUDA_VISIBLE_DEVICES makes visible; None: it is not set.
+    """Return the positions in ``uuids`` that CUDA_VISIBLE_DEVICES makes visible; None: it is not set.
 
     As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list. Numbers
-    count in PCI bus order, which is CUDA's order on machines whose GPUs are alike.
+    count in PCI bus order, which is CUDA's order on machines with equal GPUs.
     """
     if visible is None:
         return list(range(len(uuids)))
@@ -174,7 +174,7 @@ def select_visible(uuids: Sequence[str], visible: str | None) -> list[int]:
 
 
 def read_gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) makes visible; () without a driver."""
+    """Return the NVIDIA GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) makes visible; () without a driver."""
     import pynvml
 
     try:
@@ -207,7 +207,7 @@ def _affinity() -> int:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """``root/path`` and every folder above it, ``root`` included; folders that do not exist are included."""
+    """Yield ``root/path`` and every folder above it up to ``root``, whether or not they exist."""
     inner = root / path.lstrip("/")
     yield inner
     while inner != root:
@@ -216,7 +216,7 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
 
 
 def _memory_of(group: Path, limit_name: str, usage_name: str) -> tuple[float, float]:
-    """The limit and what is left of it, in bytes."""
+    """Return the limit and the unused part of it, in bytes."""
     limit_text, usage_text = _text(group / limit_name), _text(group / usage_name)
     if limit_text is None or usage_text is None:
         return math.inf, math.inf
@@ -228,5 +228,5 @@ def _memory_of(group: Path, limit_name: str, usage_name: str) -> tuple[float, fl
 def _text(path: Path) -> str | None:
     try:
         return path.read_text()
-    except OSError:  # not on this system, not mounted, or not readable for us
+    except OSError:  # absent on this system, not mounted, or not readable
         return None

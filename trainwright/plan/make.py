@@ -1,4 +1,4 @@
-"""Makes the Plan from a recipe and facts: every number derived from them, each decision with a Note that says why."""
+"""Makes the Plan from a recipe and facts. Each derived number or decision has a Note with its reason."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.header import RunHeader
-from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
+from trainwright.plan.user_batches import UserBatches, require_fits
 from trainwright.recipe import Duration, Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
-# Both gains are measured before each start, and a default must not make two starts of one recipe differ. By the
-# processor time of one thread, which a busy machine does not change, models for which bf16 does not pay measure 0.9 to
-# 1.15, those for which it does 1.6 and more. Fewer threads are faster only where threads wait for cores, by factors.
+# Both gains are measured before each start, and a default must not make two starts of one recipe differ. Measured
+# by the processor time of one thread, which a busy machine does not change, bf16 gains 0.9 to 1.15 for models where it
+# does not pay and 1.6 or more for those where it does. Fewer threads help only if threads wait for cores, by factors.
 BF16_PAYS_ABOVE = 1.3
 FEWER_THREADS_PAY_ABOVE = 2.0
 
 
 @dataclass(frozen=True)
 class Note:
-    """One decision: what was chosen and why."""
+    """One decision: the choice and its reason."""
 
     topic: str
     choice: str
@@ -35,9 +35,9 @@ class Note:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of the live objects before the run. Counts are of an epoch, None for a stream without a length.
+    """Facts about the live objects before the run. Counts are per epoch; None for a stream without a length.
 
-    ``own_batches`` are those that the data come in, None where Trainwright makes the batches.
+    ``own_batches`` describes the user's ready batches, None if Trainwright makes the batches.
 
     ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16", "fp8", "mxfp8");
     ``threads`` are the numbers of CPU threads to choose from, the largest first.
@@ -54,12 +54,12 @@ class RunFacts:
     threads: tuple[int, ...] = (1,)
     classes: int | None = None
     notes: tuple[Note, ...] = ()
-    own_batches: OwnBatches | None = None
+    own_batches: UserBatches | None = None
 
 
 @dataclass(frozen=True)
 class Spent:
-    """A run's counters where its batch size last changed: the rest is counted in steps of the new size."""
+    """The counters of a run at the last change of its batch size. The rest is counted in steps of the new size."""
 
     step: int = 0
     samples: int = 0
@@ -72,7 +72,7 @@ class Spent:
 class SwaPlan:
     """Stochastic weight averaging in optimizer steps: the first average, and the steps between two of them.
 
-    ``anneal`` counts the averages until the learning rate is that of the recipe.
+    ``anneal`` is the number of averages until the learning rate reaches the recipe's.
     """
 
     start: int
@@ -81,8 +81,11 @@ class SwaPlan:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a resumed run keeps of its earlier plan, whatever its length and batch are now. None: planned again."""
+class ResumedValues:
+    """Values that a resumed run takes from its earlier plan, even if its length or batch changed.
+
+    None: planned again.
+    """
 
     warmup: int | float | None = None
     keep_every: int | None = None
@@ -93,14 +96,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step, with the ``wait_s`` for its batch.
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step including ``wait_s`` for its batch.
 
-    ``initial_loss`` is that of the untrained model, None in a run that is resumed. ``lr`` is None until an optimizer
-    that is not in the box is made, where the recipe gives none. An evaluation in the course of the run takes
-    ``evaluate_batches`` batches, 0 for the whole set; where ``evaluates_whole``, the whole set follows at the end.
-    ``seconds`` is what is left of the run by the clock, by what it is spent on; ``ends_in_s`` is when it must be over,
-    if it must. ``settled`` is what the recipe left open and was resolved before the model was built. ``header`` names
-    every setting and who decided it.
+    ``initial_loss`` is the loss of the untrained model, None in a resumed run. ``lr`` is None if the recipe gives none,
+    until an optimizer that is not built-in is made. An evaluation during the run takes ``evaluate_batches`` batches, 0
+    for the full set; if ``evaluates_whole``, the full set is evaluated at the end. ``seconds`` is the wall-clock time
+    that is left, by activity; ``ends_in_s`` is the deadline, if there is one. ``settled`` are values that the recipe
+    left
+    open and that were resolved before the model was built. ``header`` names every setting and its origin.
     """
 
     device: str
@@ -135,12 +138,12 @@ class Plan:
     header: RunHeader = field(default_factory=RunHeader)
 
     def to_json(self) -> dict[str, object]:
-        """For plan.json."""
+        """Return the content of plan.json."""
         return asdict(self)
 
 
-def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
-    """Decides all that needs no dry run. Raises RecipeError where data or ``ranks`` cannot satisfy the recipe."""
+def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedValues = ResumedValues()) -> Plan:
+    """Decide everything that needs no dry run. Raises RecipeError if data or ``ranks`` cannot satisfy the recipe."""
     own = facts.own_batches
     degrees, batch = arrange(recipe, ranks, own)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
@@ -153,7 +156,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         warmup = (
             kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
         )
-        warmup = _shorter(recipe, warmup, whole)
+        warmup = _checked_warmup(recipe, warmup, whole)
     with problems.at("evaluation.every"):
         evaluate_every = interval(recipe.evaluation.every, whole, pace, "evaluation.every")
     with problems.at("checkpoint.every"):
@@ -188,18 +191,18 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         swa=swa,
         notes=(
             *facts.notes,
-            *(_batch_notes(batch, facts.train_samples) if own is None else _own_notes(recipe, own)),
+            *(_batch_notes(batch, facts.train_samples) if own is None else _user_batch_notes(recipe, own)),
             *(_cost_of_exact(batch, facts) if recipe.parallel.exact else ()),
-            *_left(recipe, whole, kept.spent),
+            *_steps_left_notes(recipe, whole, kept.spent),
             *lr_note,
         ),
     )
 
 
-def arrange(recipe: Recipe, ranks: int, own: OwnBatches | None = None) -> tuple[Degrees, BatchPlan]:
-    """The layout over ``ranks``, and the batch. ``own`` are the batches that the data come in, if they do.
+def arrange(recipe: Recipe, ranks: int, own: UserBatches | None = None) -> tuple[Degrees, BatchPlan]:
+    """Return the layout over ``ranks``, and the batch. ``own`` describes the user's ready batches, if any.
 
-    Raises RecipeError with all that cannot be done on so many ranks.
+    Raises RecipeError with everything that cannot be done on this number of ranks.
     """
     problems, degrees = Problems(), ONE_RANK
     with problems.at("parallel"):
@@ -233,11 +236,11 @@ def _require_one_rank_for_quarantine(recipe: Recipe, ranks: int) -> None:
 def _extent(recipe: Recipe, facts: RunFacts, pace: Pace, spent: Spent) -> Extent:
     used: dict[str, float] = {"steps": spent.step, "samples": spent.samples, "tok": spent.tokens}
     if facts.train_samples is not None and pace.steps_per_epoch is not None:
-        rest = max(0, facts.train_samples - spent.position)  # of the epoch in which the batch changed
+        rest = max(0, facts.train_samples - spent.position)  # rest of the epoch in which the batch size changed
         left = _steps_in(rest, pace.batch_size, recipe.data.drop_last)
         used["ep"] = spent.epoch + 1 - left / pace.steps_per_epoch
     elif facts.own_batches is not None:
-        used["ep"] = spent.epoch  # how much of an epoch so many samples were is not known
+        used["ep"] = spent.epoch  # the fraction of an epoch is unknown
     return extent(recipe.until, pace, step=spent.step, used=used.get(recipe.until.unit, 0.0))
 
 
@@ -282,12 +285,15 @@ def with_dry_run(
     thread_s: Mapping[tuple[PrecisionName, int], float],
     memory_bytes: Mapping[str, int],
 ) -> Plan:
-    """The plan with what the dry run of the first batch showed: precision, memory, time, initial loss.
+    """Return the plan with the results of the dry run of the first batch: precision, memory, time, initial loss.
 
-    ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier of
-    so many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
-    and number of threads, and ``thread_s`` the processor time of it in the calling thread: the first precision with all
-    numbers of threads, each with one, and the ``choose_mode`` of these; where memory is short the first mode alone.
+    ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier with
+    this many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
+    and number of threads; ``thread_s`` is its processor time in the calling thread. The dry run times the first
+    precision
+    with every number of threads, every precision with one thread, and the mode of ``choose_mode``. If memory is short,
+    it
+    times only the first mode.
     """
     threads, thread_notes = choose_threads(facts.threads, seconds)
     chosen, note = choose_precision(precision, facts.device, facts.low_precision, _of_one_thread(thread_s))
@@ -309,18 +315,18 @@ def choose_mode(
     seconds: Mapping[tuple[PrecisionName, int], float],
     thread_s: Mapping[tuple[PrecisionName, int], float],
 ) -> tuple[PrecisionName, int]:
-    """The precision and the number of threads of a run, by what the dry run measured; as in ``with_dry_run``."""
+    """Return the precision and the number of threads from the dry run's timings; arguments as in ``with_dry_run``."""
     chosen, _ = choose_precision(setting, facts.device, facts.low_precision, _of_one_thread(thread_s))
     return chosen, choose_threads(facts.threads, seconds)[0]
 
 
 def _of_one_thread(thread_s: Mapping[tuple[PrecisionName, int], float]) -> dict[PrecisionName, float]:
-    """By precision; where memory was too short for more than the first mode, of as many threads as it has."""
+    """Return the times by precision, with the fewest threads that were timed."""
     return {name: work_s for (name, _), work_s in sorted(thread_s.items(), key=lambda each: -each[0][1])}
 
 
 def candidates(setting: str | None, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
-    """The precisions worth timing in the dry run. ``setting`` is the recipe's."""
+    """Return the precisions worth timing in the dry run. ``setting`` is the recipe's."""
     if setting != "auto":
         return (choose_precision(setting, device, low_precision, {})[0],)
     if device == "cpu" and "bf16" in low_precision:
@@ -331,7 +337,7 @@ def candidates(setting: str | None, device: str, low_precision: tuple[str, ...])
 def choose_threads(
     counts: tuple[int, ...], seconds: Mapping[tuple[PrecisionName, int], float]
 ) -> tuple[int, tuple[Note, ...]]:
-    """The largest number of threads, unless a smaller one is much faster: threads that share cores wait."""
+    """Return the largest number of threads, unless a smaller one is much faster because threads wait for cores."""
     if len(counts) == 1:
         return counts[0], ()
     precision = next(name for name, _ in seconds)
@@ -348,9 +354,9 @@ def choose_threads(
 def choose_precision(
     setting: str | None, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
 ) -> tuple[PrecisionName, Note]:
-    """The precision of the forward pass, and why. ``setting`` is the recipe's.
+    """Return the precision of the forward pass, and the reason. ``setting`` is the recipe's.
 
-    ``seconds`` is the processor time of a step in one thread: what else the machine does is not in it.
+    ``seconds`` is the processor time of a step in one thread, so other load on the machine does not affect it.
     """
     if setting == "tf32" and device == "cpu":
         return "fp32", Note("precision", "fp32", "tf32 is a mode of NVIDIA tensor cores; a CPU has none")
@@ -422,8 +428,11 @@ def _steps_in(samples: int, batch: int, drop_last: bool) -> int:
     return samples // batch if drop_last else math.ceil(samples / batch)
 
 
-def _shorter(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
-    """The warm-up. Raises RecipeError when it is as long as the run, or a share above 1 by more than rounding."""
+def _checked_warmup(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
+    """Return the warm-up.
+
+    Raises RecipeError when it is as long as the run, or a fraction above 1 by more than rounding.
+    """
     if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
         raise _too_long(recipe, f"{warmup} steps", f"{whole.steps} steps", f"{max(1, whole.steps // 10)}steps")
     if isinstance(warmup, float) and whole.seconds is not None and warmup > 1 + 1e-9:
@@ -442,7 +451,7 @@ def _too_long(recipe: Recipe, warmup: str, total: str, better: str) -> RecipeErr
     )
 
 
-def _left(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
+def _steps_left_notes(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
     if not spent.step or whole.steps is None:
         return []
     why = f"what was left of {recipe.until} when the batch changed its size at step {spent.step}"
@@ -450,8 +459,10 @@ def _left(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
 
 
 def _learning_rate(recipe: Recipe, batch: int) -> tuple[float | None, tuple[Note, ...]]:
-    """None: the default of an optimizer that is not in the box, which is known when it is made."""
-    rule, base, lr = recipe.optimizer.lr_rule.rule, recipe.optimizer.lr_rule.base_batch, recipe.optimizer.lr
+    """Return None for the default of an optimizer that is not built-in; the value is known when it is made."""
+    rule = recipe.optimizer.lr_rule.rule
+    base = recipe.optimizer.lr_rule.base_batch
+    lr = recipe.optimizer.lr
     if rule == "none" or base is None:
         return lr, ()
     if lr is None:
@@ -469,7 +480,7 @@ def _cost_of_exact(batch: BatchPlan, facts: RunFacts) -> list[Note]:
     return [Note("exact", f"{slices} slices of {batch.micro} samples", why)]
 
 
-def _own_notes(recipe: Recipe, own: OwnBatches) -> list[Note]:
+def _user_batch_notes(recipe: Recipe, own: UserBatches) -> list[Note]:
     joined = recipe.batch.accumulation or 1
     size = f"about {own.size} samples each" if own.size else "of the size that they have"
     step = "one" if joined == 1 else str(joined)

@@ -1,6 +1,7 @@
-"""A recipe on many ranks, by arithmetic: what each layout holds, exchanges and takes, and which one to choose.
+"""Plans a recipe on many ranks by arithmetic: memory, communication and time of each layout, and the best one.
 
-The rule is that of ``plan.layout``: of what fits, the fastest; of what is as fast within ``AS_FAST``, the plainest.
+The rule is that of ``plan.layout``: take the fastest layout that fits; among those within ``STEP_TIME_TOLERANCE`` of
+it, the simplest.
 """
 
 from __future__ import annotations
@@ -12,33 +13,32 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.call_trace import Kind
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.plan.grow import Blocks, grown_layout
-from trainwright.plan.layout import AS_FAST, Layout, micro_sizes
+from trainwright.plan.grow import Blocks, grow_layout
+from trainwright.plan.layout import STEP_TIME_TOLERANCE, Layout, micro_sizes
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
-from trainwright.plan.traffic import WHOLE, Activations, Compression, StepTraffic, Traffic
-from trainwright.plan.units import Weights, Zero, sharded_layout
+from trainwright.plan.traffic import NO_COMPRESSION, Activations, Compression, StepTraffic, Traffic
+from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
 from trainwright.recipe.parallel import Parallel
 
-MOST_MICRO_SIZES = 8
-MOST_STAGES = 16
+MAX_MICRO_SIZES = 8
+MAX_PIPELINE_STAGES = 16
 DIVIDED_POLICIES = ("none", "block")
-"""Activation checkpointing that goes with tensor and pipeline parallelism."""
+"""Activation checkpointing policies that work with tensor and pipeline parallelism."""
 BUILT = tuple(axis for axis in AXES if axis in Parallel.model_fields)
-"""The axes that the engine of this version has."""
+"""The axes that the engine of this version supports."""
 
 
 @dataclass(frozen=True)
 class RankModel:
     """The part of a model that one rank of a tensor group computes.
 
-    ``layouts`` are traces of it with two blocks, by activation checkpointing, as are ``activations``; where ``blocks``
-    is None, of all of it.
-    ``weights`` are those of the whole depth.
+    ``layouts`` and ``activations`` are by activation checkpointing policy. ``layouts`` are traces of the part with two
+    blocks, or of the complete part if ``blocks`` is None. ``weights`` are those of the full depth.
     """
 
     weights: Weights
@@ -54,10 +54,10 @@ class RankModel:
 
 @dataclass(frozen=True)
 class Placement:
-    """One layout of one recipe on all ranks: what a rank holds, and what a step takes.
+    """One layout of one recipe on all ranks: the memory of a rank, and the time of a step.
 
-    ``stage_bytes`` is the peak by pipeline stage. ``busy_s`` is what a rank computes in a step, ``exposed_s`` what it
-    waits for exchanges that nothing hides, ``bubble_s`` what a stage waits for others.
+    ``stage_bytes`` is the peak by pipeline stage. ``busy_s`` is the computation of a rank per step, ``exposed_s`` its
+    wait for communication that is not overlapped, ``bubble_s`` the wait of a stage for others.
     """
 
     degrees: Degrees
@@ -80,7 +80,7 @@ class Placement:
 
     @property
     def held(self) -> Mapping[Kind, int]:
-        """What a rank of the first stage holds at the peak of one micro-batch."""
+        """Bytes that a rank of the first stage holds at the peak of one micro-batch."""
         return self.scaled.at(self.micro, self.accumulation).peak.held
 
     @property
@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def exchange_s(self) -> float:
-        """The time of all exchanges, hidden or not."""
+        """The time of all communication, overlapped or not."""
         return sum(each.wait_s for each in self.traffic)
 
     @property
@@ -99,7 +99,7 @@ class Placement:
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """0s for the plainest: how many axes beside copies, then what each costs in understanding."""
+        """0s for the simplest layout: the number of axes besides copies, then the complexity of each other choice."""
         axes = sum(getattr(self.degrees, axis) > 1 for axis in AXES if axis != "replicate")
         return (axes, ("none", "selective", "block").index(self.policy), self.accumulation > 1)
 
@@ -110,11 +110,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class ManyRanks:
-    """Weighs layouts of ``size`` samples a step on one device.
+    """Compares layouts of ``size`` samples per step on one device.
 
-    ``copies`` is the model where every rank has all of it, ``models`` are those by tensor degree where weights are
-    divided: then no loss is computed in chunks. ``parts`` are those by tensor and context degree that compute parts of
-    sequences: where such a layout works, and parts are long enough. ``shape`` is what of the model limits its layouts.
+    ``copies`` is the model if every rank has all of it. ``models`` are the models by tensor degree if weights are
+    divided; the loss is then not computed in chunks. ``parts`` are the models by tensor and context degree that compute
+    parts of sequences, if such a layout works and parts are long enough. ``shape`` is what limits the model's layouts.
     """
 
     copies: RankModel
@@ -124,12 +124,12 @@ class ManyRanks:
     precision: str
     shape: ModelShape
     parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
-    compress: Compression = WHOLE
+    compress: Compression = NO_COMPRESSION
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
     def place(self, degrees: Degrees, zero: Zero, policy: str, micro: int) -> Placement:
-        """What a rank holds and a step takes with one layout."""
+        """Return the memory of a rank and the time of a step for one layout."""
         model = self._model(degrees)
         scaled, weights = self._scaled(degrees, zero, policy)
         accumulation = -(-self._share(degrees) // micro)
@@ -159,20 +159,20 @@ class ManyRanks:
         )
 
     def all(self, degrees: Sequence[Degrees], zeros: Sequence[Zero] = (3,)) -> list[Placement]:
-        """Every layout with these degrees, with each policy of activation checkpointing and micro-batch."""
+        """Return every layout with these degrees, with each checkpointing policy and micro-batch."""
         return [
             self.place(each, zero, policy, micro)
             for each in degrees
             for zero in (zeros if each.shard > 1 else zeros[-1:])
             for policy in self.policies(each)
-            for micro in _few(micro_sizes(self._share(each)))
+            for micro in _subsample(micro_sizes(self._share(each)))
         ]
 
     def _share(self, degrees: Degrees) -> int:
         return -(-self.size // degrees.data)
 
     def policies(self, degrees: Degrees) -> list[str]:
-        """The activation checkpointing that these degrees can have."""
+        """Return the activation checkpointing policies that work with these degrees."""
         shares_samples = degrees.ranks > degrees.data
         return [each for each in self._model(degrees).layouts if not shares_samples or each in DIVIDED_POLICIES]
 
@@ -190,12 +190,12 @@ class ManyRanks:
         return found
 
     def _scaled(self, degrees: Degrees, zero: Zero, policy: str) -> tuple[Scaled, Weights]:
-        """What a rank holds and computes, and the weights of its stage before sharding."""
+        """Return the memory and work of a rank, and the weights of its stage before sharding."""
         model = self._model(degrees)
         scaled, weights = self._stage(model, degrees.pipeline, policy)
         key = (id(model), degrees.pipeline, degrees.shard, zero, policy)
         if key not in self._sharded:
-            self._sharded[key] = sharded_layout(scaled, weights, degrees.shard, zero)
+            self._sharded[key] = shard_layout(scaled, weights, degrees.shard, zero)
         return self._sharded[key], weights
 
     def _stage(self, model: RankModel, pipeline: int, policy: str) -> tuple[Scaled, Weights]:
@@ -204,14 +204,14 @@ class ManyRanks:
             return model.layouts[policy].scaled, model.weights
         count = max(2, -(-model.layers // pipeline))
         if key not in self._grown:
-            self._grown[key] = grown_layout(model.layouts[policy].scaled, model.blocks, count)
+            self._grown[key] = grow_layout(model.layouts[policy].scaled, model.blocks, count)
         return self._grown[key], model.weights.with_blocks(count)
 
 
 def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> float:
-    """Seconds of a step that a rank waits for exchanges.
+    """Return the seconds per step that a rank waits for communication.
 
-    What hides behind a pass takes the time beyond that of the pass; the first exchange of each pass hides behind
+    Communication that overlaps a pass costs the time beyond that of the pass; the first exchange of each pass overlaps
     nothing.
     """
     total = sum(each.wait_s for each in traffic if not each.hides)
@@ -227,13 +227,16 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 
 def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees]:
-    """All degrees whose product is ``ranks``, on these axes; those that leave ranks without samples only if need be."""
+    """Return all degrees on these axes whose product is ``ranks``.
+
+    Ranks without samples only if nothing else exists.
+    """
     found = [*_degrees(ranks, many.models, axes), *_in_parts(ranks, many.parts, axes)]
     return [each for each in found if each.data <= many.size] or found
 
 
 def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
-    """Whether the engine of this version can train a recipe in a layout, whatever layout the recipe asks for."""
+    """Return True if the engine of this version can train the recipe in this layout, whatever layout the recipe has."""
     ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in BUILT})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
     variant = recipe.model_copy(update={"parallel": ask, "model": model})
@@ -250,7 +253,11 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
         if tensor > 1 and "tensor" not in axes:
             continue
         for pipeline in _divisors(model.layers or 1) if "pipeline" in axes else [1]:
-            if ranks % (tensor * pipeline) or pipeline > MOST_STAGES or (pipeline > 1 and model.layers < 2 * pipeline):
+            if (
+                ranks % (tensor * pipeline)
+                or pipeline > MAX_PIPELINE_STAGES
+                or (pipeline > 1 and model.layers < 2 * pipeline)
+            ):
                 continue
             data = ranks // (tensor * pipeline)
             shards = _divisors(data) if pipeline == 1 else sorted({1, data})
@@ -259,23 +266,26 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
 
 
 def _in_parts(ranks: int, parts: Iterable[tuple[int, int]], axes: Sequence[str]) -> Iterator[Degrees]:
-    """With parts of sequences there are copies, and no shards or stages."""
+    """Yield degrees with parts of sequences. They have copies, but no shards or stages."""
     for tensor, context in parts:
         if "context" in axes and ranks % (tensor * context) == 0:
             yield Degrees(replicate=ranks // (tensor * context), tensor=tensor, context=context)
 
 
 def best_of(options: Sequence[Placement]) -> Placement:
-    """Of those as fast as the fastest that fits the plainest, then what exchanges least; else what holds least."""
+    """Return the simplest of the placements about as fast as the fastest that fits, then the one with least exchange.
+
+    If none fits, return the one with the lowest peak.
+    """
     fitting = [option for option in options if option.fits]
     if not fitting:
         return min(options, key=lambda option: (option.peak_bytes, option.rank))
-    enough = min(option.step_s for option in fitting) * (1 + AS_FAST)
+    enough = min(option.step_s for option in fitting) * (1 + STEP_TIME_TOLERANCE)
     return min((o for o in fitting if o.step_s <= enough), key=lambda o: (o.rank, o.exchange_s, o.peak_bytes))
 
 
 def runners_up(options: Sequence[Placement], best: Placement, count: int = 5) -> list[Placement]:
-    """The best of each other degrees: those that fit by time, then those that do not, by what they hold."""
+    """Return the best of each other degrees: those that fit by time, then the others by peak memory."""
     by_degrees: dict[Degrees, list[Placement]] = {}
     for option in options:
         if option.degrees != best.degrees:
@@ -291,7 +301,7 @@ def runners_up(options: Sequence[Placement], best: Placement, count: int = 5) ->
 
 
 def against(option: Placement, best: Placement) -> str:
-    """What an option would cost instead of the best one, in words."""
+    """Return the cost of an option compared with the best one, as text."""
     change = option.step_s / best.step_s - 1
     if change > 1:
         return f"{change + 1:.2g} times as long{'' if option.fits else ', and does not fit'}"
@@ -300,7 +310,7 @@ def against(option: Placement, best: Placement) -> str:
 
 
 def choice_notes(best: Placement, options: Sequence[Placement], device: Device) -> tuple[Note, ...]:
-    """Why this layout: its memory against copies of the whole model, its waits, its micro-batch."""
+    """Return the reasons for this layout: memory against copies of the full model, waits, micro-batch."""
     reasons = [f"{human_bytes(best.peak_bytes)} of {human_bytes(device.usable_bytes)} a rank"]
     copies = [option for option in options if option.degrees.ranks == option.degrees.replicate]
     if copies and best not in copies:
@@ -321,7 +331,7 @@ def choice_notes(best: Placement, options: Sequence[Placement], device: Device) 
 
 
 def _kept_bytes(scaled: Scaled, micro: int) -> int:
-    """What a micro-batch keeps for its backward pass."""
+    """Return the bytes that a micro-batch keeps for its backward pass."""
     small, large = (sum(trace.kept.values()) for trace in (scaled.small, scaled.large))
     each = (large - small) / (scaled.sizes[1] - scaled.sizes[0])
     return max(0, round(small + each * (micro - scaled.sizes[0])))
@@ -331,12 +341,12 @@ def _axes(degrees: Degrees) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if getattr(degrees, axis) > 1)
 
 
-def _few(sizes: Sequence[int]) -> list[int]:
-    """At most ``MOST_MICRO_SIZES`` of them, about evenly spread by ratio, the smallest and the largest among them."""
-    if len(sizes) <= MOST_MICRO_SIZES:
+def _subsample(sizes: Sequence[int]) -> list[int]:
+    """Return at most ``MAX_MICRO_SIZES`` of the sizes, about evenly spaced by ratio, including both ends."""
+    if len(sizes) <= MAX_MICRO_SIZES:
         return list(sizes)
     last = len(sizes) - 1
-    return sorted({sizes[round(i * last / (MOST_MICRO_SIZES - 1))] for i in range(MOST_MICRO_SIZES)})
+    return sorted({sizes[round(i * last / (MAX_MICRO_SIZES - 1))] for i in range(MAX_MICRO_SIZES)})
 
 
 def _divisors(number: int) -> list[int]:

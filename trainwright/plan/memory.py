@@ -1,4 +1,4 @@
-"""Memory of a run by arithmetic: what weights, gradients and optimizer state weigh."""
+"""Memory of a run by arithmetic: weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from trainwright.recipe import optimizer_row
 
-BYTES = 4
-SHARE_OF_LOGITS = 0.5
+BYTES_PER_VALUE = 4
+LOGITS_MEMORY_FRACTION = 0.5
 """The fraction of the memory left by weights, gradients and optimizer that the logits of a language model may take."""
 
 
@@ -25,22 +25,23 @@ def memory_bytes(
     shard: int = 1,
     zero: int = 3,
 ) -> dict[str, int]:
-    """Bytes by kind for one rank with fp32 weights: all that a step holds, if it held all at once.
+    """Return bytes by kind for one rank with fp32 weights: what a step would hold if it held everything at once.
 
-    ``activations`` are those measured on one micro-batch. ``average`` is the size of the moving average of the weights,
-    which counts as weights, and ``inputs`` that of the batch.
+    ``activations`` are the bytes measured on one micro-batch. ``average`` is the size of the moving average of the
+    weights, which counts as weights, and ``inputs`` the size of the batch.
 
-    Of ``shard`` ranks each holds one part of everything; with ``zero`` 1 and 2 the whole weights as well, with 1 the
-    whole gradients. The weights of one block that are gathered while it computes are left out.
+    Each of ``shard`` ranks holds one part of everything; with ``zero`` 1 and 2 also the full weights, with 1 also the
+    full gradients. The weights of one block that are gathered while it computes are not counted.
 
-    An ``offloaded`` optimizer keeps nothing on the device. An optimizer of the user's own counts as AdamW. Temporaries
-    of kernels and the framework are left out.
+    An ``offloaded`` optimizer keeps nothing on the device. A custom optimizer counts as AdamW. Temporaries of kernels
+    and
+    of the framework are not counted.
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
-        "weights": _held(parameters * BYTES, shard, whole=zero < 3) + average,
-        "gradients": _held(trainable * BYTES, shard, whole=zero < 2),
-        "optimizer": _held(round(trainable * BYTES * state), shard),
+        "weights": _held(parameters * BYTES_PER_VALUE, shard, whole=zero < 3) + average,
+        "gradients": _held(trainable * BYTES_PER_VALUE, shard, whole=zero < 2),
+        "optimizer": _held(round(trainable * BYTES_PER_VALUE * state), shard),
         "activations": activations,
     } | {kind: size for kind, size in (("buffers", buffers), ("inputs", inputs)) if size}
 
@@ -50,5 +51,5 @@ def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
 
 
 def room_for_logits(usable_bytes: int, held_bytes: int) -> int:
-    """Bytes of logits that fit beside ``held_bytes`` of weights, gradients and optimizer, and other activations."""
-    return max(0, int(SHARE_OF_LOGITS * (usable_bytes - held_bytes)))
+    """Return the bytes of logits that fit beside ``held_bytes`` of state and beside other activations."""
+    return max(0, int(LOGITS_MEMORY_FRACTION * (usable_bytes - held_bytes)))

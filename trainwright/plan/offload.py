@@ -1,4 +1,4 @@
-"""Savings and costs of optimizer offload, by arithmetic; the offloaded step is not traced."""
+"""Savings and costs of optimizer offload, by arithmetic. The offloaded step is not traced."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainwright.plan.scale import Scaled
 from trainwright.recipe import optimizer_row
 
 HOST_FLOPS = 1e12
-"""FLOP/s of the host in an update: a nominal figure for some 32 cores."""
-HOST_SHARE = 0.9
-"""The share of the host's free memory that may be used."""
+"""FLOP/s of the host in an update: a nominal figure for about 32 cores."""
+HOST_MEMORY_FRACTION = 0.9
+"""The fraction of the host's free memory that may be used."""
 
 
 def why_not_offloaded(use: str, args: Mapping[str, object]) -> str:
-    """Why offload makes no sense for this optimizer with these arguments; "" where it does."""
+    """Return why offload makes no sense for this optimizer with these arguments, or "" if it does."""
     row = optimizer_row(use)
     if row.why_not_offloaded or row.values_per_weight(args):
         return row.why_not_offloaded
@@ -40,17 +40,17 @@ class Offload:
 
     @property
     def step_s(self) -> float:
-        """The time that a step takes longer: copies and update run one after the other."""
+        """Seconds added to a step: copies and update run one after the other."""
         return self.link_s + self.host_s
 
     def lacks_room(self, device: Device) -> bool:
-        """Returns whether the host's free memory is known and too small."""
-        room = device.host_memory_bytes * HOST_SHARE
+        """Return True if the host's free memory is known and too small."""
+        room = device.host_memory_bytes * HOST_MEMORY_FRACTION
         return bool(room) and self.host_bytes > room
 
 
 def offload_of(trace: Trace, device: Device) -> Offload | None:
-    """Returns the offload of a traced optimizer; None where it has no state, or the device has no link to a host."""
+    """Return the offload of a traced optimizer, or None if it has no state or the device has no link to a host."""
     state = trace.resident.get("optimizer", 0)
     if not state or not device.host_link:
         return None
@@ -62,7 +62,7 @@ def offload_of(trace: Trace, device: Device) -> Offload | None:
 
 
 def without_optimizer(scaled: Scaled) -> Scaled:
-    """Returns the step on the device when state and update are on the host."""
+    """Return the step on the device when state and update are on the host."""
     return replace(scaled, small=_without(scaled.small), large=_without(scaled.large))
 
 

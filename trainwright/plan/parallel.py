@@ -1,4 +1,4 @@
-"""Which ranks do what: the degrees of parallelism, whose product is the number of ranks."""
+"""Degrees of parallelism, whose product is the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.parallel import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""From the outside in: ranks that follow each other differ in the last axis first."""
+"""From the outside in: consecutive ranks differ in the last axis first."""
 
 NEEDS_WHOLE = ("adafactor", "muon", "lamb", "lars")
-"""Optimizers whose update of an element follows from its whole matrix."""
+"""Optimizers whose update of an element depends on its whole matrix."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Into how many parts each axis divides the work: copies, shards of the weights, tensors, stages, sequences."""
+    """The number of parts along each axis: copies, weight shards, tensor parts, pipeline stages, sequence parts."""
 
     replicate: int = 1
     shard: int = 1
@@ -38,7 +38,7 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Into how many shares the samples of a step are divided."""
+        """The number of parts into which the samples of a step are divided."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ ONE_RANK = Degrees()
 
 
 def place_of(degrees: Degrees, rank: int) -> Degrees:
-    """The position of ``rank`` on each axis, from 0."""
+    """Return the position of ``rank`` on each axis, from 0."""
     place = {}
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, getattr(degrees, axis))
@@ -58,10 +58,10 @@ def place_of(degrees: Degrees, rank: int) -> Degrees:
 
 
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
-    """Fills in what is ``auto``. Raises RecipeError where the product cannot be ``ranks``.
+    """Fill in the axes that are ``auto``. Raises RecipeError if the product cannot be ``ranks``.
 
-    Of axes that are ``auto``, and that the plan has not resolved, the first is what the others leave: 1, where copies
-    are ``auto``, too.
+    If the plan has not resolved the ``auto`` axes, the first of them gets the ranks that the others leave; it is 1 if
+    copies are ``auto``, too.
     """
     degrees = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(ask, axis)) != "auto"}
     fixed = Degrees(**degrees)
@@ -88,27 +88,27 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
 
 
 def in_one_process(loaded: Loaded) -> Loaded:
-    """The recipe as one process trains it, whatever its layout is."""
+    """Return the recipe as one process trains it, whatever its layout is."""
     axes = {axis: 1 for axis in AXES if axis in Parallel.model_fields}
     parallel = loaded.recipe.parallel.model_copy(update={**axes, "replicate": "auto"})
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"parallel": parallel}))
 
 
 def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
-    """The degrees of a recipe on so many ranks. Raises RecipeError for a layout in which it cannot be trained."""
+    """Return the degrees of a recipe on ``ranks`` ranks. Raises RecipeError for a layout that cannot be trained."""
     degrees = solve_degrees(recipe.parallel, ranks)
     problems = list(_of_sharding(recipe)) if degrees.shard > 1 else []
     if recipe.parallel.sync_batchnorm and ranks > 1:
-        problems += _of_synced(recipe, degrees)
+        problems += _of_sync_batchnorm(recipe, degrees)
     if recipe.parallel.compress != "none" and ranks > 1:
-        problems += _of_compressed(recipe, degrees)
+        problems += _of_compression(recipe, degrees)
     if problems:
         raise RecipeError(problems)
     return degrees
 
 
 def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
-    """What does not go together with weights that are divided among ranks."""
+    """Yield settings that do not work with sharded weights."""
     nearest_to_it = f"parallel.replicate for parallel.shard ({recipe.parallel.shard})"
     if recipe.parallel.exact:
         rule = "cannot be true with parallel.shard: gradients are summed in parts, while the backward pass runs"
@@ -126,8 +126,8 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optimizer.offload", rule, got="true", remedy="leave it out, or raise parallel.shard")
 
 
-def _of_synced(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
-    """What does not go together with statistics that ranks exchange in each forward pass."""
+def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
+    """Yield settings that do not work with BatchNorm statistics that ranks exchange in each forward pass."""
     path, remedy = "parallel.sync_batchnorm", "leave it out, or use GroupNorm or LayerNorm"
     if recipe.parallel.exact:
         rule = "cannot be true with parallel.exact: running statistics follow the order of the slices"
@@ -141,8 +141,8 @@ def _of_synced(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
             yield Problem(path, rule, got="true", remedy="use parallel.replicate or parallel.shard, or GroupNorm")
 
 
-def _of_compressed(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
-    """What does not go together with gradients of which a part is sent."""
+def _of_compression(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
+    """Yield settings that do not work with compressed gradients."""
     path, got = "parallel.compress", recipe.parallel.compress
     if recipe.parallel.exact:
         rule = "cannot be used with parallel.exact: what is sent depends on the number of ranks"
@@ -156,20 +156,20 @@ def _of_compressed(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
 
 
 def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:
-    """The layouts of so many ranks that are nearest to ``wanted``, on the axes that it divides, and ``replicate``."""
+    """Return the nearest layouts with ``ranks`` ranks, on ``replicate`` and the axes that ``wanted`` divides."""
     axes = [axis for axis in AXES if axis == "replicate" or getattr(wanted, axis) > 1]
     layouts = [Degrees(**dict(zip(axes, sizes, strict=True))) for sizes in _factors(ranks, len(axes))]
     return sorted(layouts, key=lambda each: _distance(each, wanted))[:count]
 
 
 def _distance(one: Degrees, other: Degrees) -> float:
-    """How far the axes are apart in factors; that of the copies counts least."""
+    """Return the distance of two layouts in factors of two. The number of copies counts least."""
     apart = {axis: abs(math.log2(getattr(one, axis) / getattr(other, axis))) for axis in AXES}
     return sum(apart.values()) - 0.9 * apart["replicate"]
 
 
 def _factors(product: int, count: int) -> Iterator[Sequence[int]]:
-    """All ways to write ``product`` as that many factors, in their order."""
+    """Yield all ordered ways to write ``product`` as ``count`` factors."""
     if count == 1:
         yield (product,)
         return

@@ -11,13 +11,13 @@ from typing import Literal
 from trainwright.plan.call_trace import Trace
 
 LOSS = "(loss)"
-"""The path that stands for what is computed after the model."""
+"""The path that stands for operators after the model."""
 Role = Literal["weights", "buffers", "inputs", "activations"]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A saved tensor: its name at the node, and the number, bytes and role of its whole storage."""
+    """A saved tensor: its name at the node, and the number, bytes and role of its storage."""
 
     name: str
     storage: int
@@ -29,8 +29,9 @@ class SavedTensor:
 class Node:
     """One autograd node. ``inputs`` are the nodes that it passes gradients to, in the order of its inputs.
 
-    ``leaf`` is the name of the parameter that a node accumulates the gradient of. ``hidden`` counts saved tensors that
-    hooks replaced, as activation checkpointing does: they are not kept, and not in ``saved``.
+    ``leaf`` is the name of the parameter whose gradient the node accumulates. ``hidden`` counts saved tensors that
+    hooks
+    replaced, as activation checkpointing does: they are not kept, and are not in ``saved``.
     """
 
     op: str
@@ -43,9 +44,9 @@ class Node:
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """One module. Parameters and FLOPs are its own, without its children's; a tied weight counts where it comes first.
+    """One module. Parameters and FLOPs exclude its children's; a tied weight counts at its first occurrence.
 
-    ``tied`` names the weights of other modules that it uses as its own. ``inputs`` are the tensors it was called with.
+    ``tied`` names the weights that it shares with other modules. ``inputs`` are the tensors that it was called with.
     """
 
     path: str
@@ -68,7 +69,7 @@ class ModuleProfile:
 class GraphProfile:
     """Modules, the root first and children behind their parent; nodes in the order of the forward pass, leaves last.
 
-    ``elsewhere_bytes`` are also kept for backward, but in no saved tensor: workspaces of kernels.
+    ``elsewhere_bytes`` are also kept for backward, but not in a saved tensor, such as workspaces of kernels.
     """
 
     modules: tuple[ModuleProfile, ...]
@@ -81,7 +82,9 @@ class GraphProfile:
 
     @cached_property
     def fresh_bytes(self) -> tuple[int, ...]:
-        """For each node the bytes of activations that no earlier node keeps; in the sum each storage counts once."""
+        """For each node the bytes of activations that no earlier node keeps, so that each storage counts once in the
+        sum.
+        """
         seen: set[int] = set()
         found = []
         for node in self.nodes:
@@ -92,17 +95,18 @@ class GraphProfile:
 
     @property
     def saved_bytes(self) -> int:
-        """Activations that are kept for the backward pass."""
+        """Bytes of activations that are kept for the backward pass."""
         return sum(self.fresh_bytes)
 
     def below(self, path: str) -> list[int]:
-        """The positions of the nodes that a module and those in it made."""
+        """Return the positions of the nodes that a module and its submodules made."""
         return [index for index, node in enumerate(self.nodes) if within(node.module, path)]
 
     def freed_bytes(self, module: ModuleProfile) -> int:
-        """Bytes that activation checkpointing of this module frees: all that it keeps except its inputs.
+        """Return the bytes that activation checkpointing of this module frees: all that it keeps except its inputs.
 
-        Storages that nodes outside keep too are not freed. Negative when its input would be kept for this alone.
+        Storages that other nodes also keep are not freed. The result is negative if only checkpointing would keep its
+        input.
         """
         inside, outside = self._keepers(module.path)
         inputs = {saved.storage: saved.bytes for saved in module.inputs if saved.role == "activations"}
@@ -122,7 +126,7 @@ class GraphProfile:
         return inside, outside
 
     def with_trace(self, trace: Trace) -> GraphProfile:
-        """With the FLOPs of one forward and backward pass, and the bytes held beside saved tensors."""
+        """Return the profile with the FLOPs of one forward and backward pass, and the bytes beside saved tensors."""
         forward: Counter[str] = Counter()
         backward: Counter[str] = Counter()
         for each in trace.work:
@@ -136,7 +140,7 @@ class GraphProfile:
         return replace(self, modules=tuple(modules), elsewhere_bytes=elsewhere)
 
     def to_json(self) -> dict[str, object]:
-        """All modules and nodes. ``edges`` are pairs of positions in ``nodes``: a node and one of its inputs."""
+        """Return all modules and nodes. ``edges`` are pairs of positions in ``nodes``: a node and one of its inputs."""
         modules = [
             {
                 "path": module.path,
@@ -165,12 +169,12 @@ class GraphProfile:
 
 
 def within(path: str, above: str) -> bool:
-    """Whether the module ``path`` is ``above`` or lies in it."""
+    """Return True if the module ``path`` is ``above`` or one of its submodules."""
     return not above or path == above or path.startswith(f"{above}.")
 
 
 def children_of(modules: Iterable[ModuleProfile]) -> Mapping[str, list[ModuleProfile]]:
-    """The children of each module, by its path."""
+    """Return the children of each module, by its path."""
     found: dict[str, list[ModuleProfile]] = {}
     for module in modules:
         if module.path:

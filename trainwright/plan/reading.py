@@ -1,4 +1,4 @@
-"""How fast a run reads its data, as measured, and the advice that follows from the measurement."""
+"""Measured speed of reading data, and the advice that follows from it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.make import Note
 
-LESS = 0.8
-"""Reading time / waiting time, below which reading without workers is clearly faster than waiting for them."""
+WORKERS_SLOWER_RATIO = 0.8
+"""Reading time / waiting time. Below this ratio, reading without workers is clearly faster than waiting for them."""
 
 
 @dataclass(frozen=True)
 class ReadingPace:
-    """Seconds of a step that concern its data, means over ``steps`` steps.
+    """Seconds per step spent on data, averaged over ``steps`` steps.
 
-    ``wait_s`` is how long a step waits for its batch. ``read_s`` is how long the processes that read take for it, all
-    of them together: what the training process would take to read it alone. ``start_s`` is the time until the first
-    batch came.
+    ``wait_s`` is the time that a step waits for its batch. ``read_s`` is the reading time summed over the reading
+    processes, which is about what the training process alone would need. ``start_s`` is the time until the first batch.
     """
 
     workers: int = 0
@@ -28,18 +27,18 @@ class ReadingPace:
 
     @property
     def workers_cost_more(self) -> bool:
-        """Whether a step waits longer for the workers than the training process would read itself."""
-        return self.workers > 0 and 0.0 < self.read_s < LESS * self.wait_s
+        """True if a step waits longer for the workers than the training process would need to read."""
+        return self.workers > 0 and 0.0 < self.read_s < WORKERS_SLOWER_RATIO * self.wait_s
 
     def advice(self) -> str:
-        """What to do where a step waits too long. Nothing is recommended that was not measured."""
+        """Return advice for steps that wait too long. Only measured settings are recommended."""
         if self.workers_cost_more:
-            times = f"reading a batch takes {human_seconds(self.read_s)}, its way from a worker the rest"
+            times = f"reading a batch takes {human_seconds(self.read_s)}, its transfer from a worker the rest"
             return f"data.workers: 0 ({times})"
         return "`trainwright profile` measures whether more or fewer data.workers help"
 
     def notes(self) -> tuple[Note, ...]:
-        """What was measured of the workers, for the plan."""
+        """Return the measurement of the workers, for the plan."""
         if not self.workers or not self.steps:
             return ()
         seen = (

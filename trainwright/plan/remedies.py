@@ -1,6 +1,6 @@
-"""What would make a run fit that does not: remedies with the peak memory that each leaves.
+"""Remedies for a run that does not fit, with the peak memory that each leaves.
 
-The peaks are arithmetic on the trace of the layout that holds least; they are not traced.
+The peaks are arithmetic on the trace of the layout with the lowest peak; they are not traced.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.offload import Offload
 
 Means = Literal["here", "elsewhere", "devices"]
-"""here: built in; elsewhere: by another package through the recipe, not tested here; devices: by several of them."""
+"""here: built-in; elsewhere: by another package through the recipe, untested; devices: on several devices."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change. ``settings`` are its ``--set``, () where this version has none."""
+    """One change. ``settings`` are its ``--set`` arguments, () if this version has none."""
 
     name: str
     means: Means
@@ -37,11 +37,11 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What the layout that holds least holds at its peak, with the optimizer on the device, and its weights.
+class PeakMemory:
+    """Peak memory of the layout with the lowest peak, with the optimizer on the device, and its parameters.
 
-    ``offload`` is what offload would move, None where it is impossible.
-    ``cast_bytes`` are the copies in 16 bits that autocast keeps of trained weights; it keeps none of frozen ones.
+    ``offload`` is what offload would move, None if it is impossible. ``cast_bytes`` are the 16-bit copies that autocast
+    keeps of trained weights; it keeps none of frozen ones.
     """
 
     peak_bytes: int
@@ -55,55 +55,53 @@ class Held:
 
     @property
     def kept_casts(self) -> int:
-        """The bytes of such copies in the peak."""
+        """Bytes of autocast copies in the peak."""
         return min(self.cast_bytes, self.kinds.get("temporaries", 0))
 
     def without(self, *kinds: Kind) -> int:
-        """The peak without memory of these kinds."""
+        """Return the peak without memory of these kinds."""
         return self.peak_bytes - sum(self.kinds.get(kind, 0) for kind in kinds)
 
 
-def remedies(held: Held, device: Device) -> tuple[Remedy, ...]:
-    """All changes that save memory: those that fit first, and among these the built-in ones."""
+def remedies(held: PeakMemory, device: Device) -> tuple[Remedy, ...]:
+    """Return all changes that save memory: those that fit first, and among these the built-in ones."""
     found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
     found += [*_offload(held, device), *_sharding(held, device)]
     order: dict[Means, int] = {"here": 0, "elsewhere": 1, "devices": 2}
     return tuple(sorted(found, key=lambda remedy: (not remedy.fits, order[remedy.means])))
 
 
-def _made(device: Device, name: str, means: Means, settings: tuple[str, ...], peak_bytes: int, why: str) -> Remedy:
+def _make(device: Device, name: str, means: Means, settings: tuple[str, ...], peak_bytes: int, why: str) -> Remedy:
     return Remedy(name, means, settings, peak_bytes, peak_bytes <= device.usable_bytes, why)
 
 
-def _optimizers(held: Held, device: Device) -> list[Remedy]:
+def _optimizers(held: PeakMemory, device: Device) -> list[Remedy]:
     if held.optimizer in ("adafactor", "sgd") or not held.kinds.get("optimizer", 0):
         return []
-    grads = held.kinds.get("gradients", 0)  # the update, which may be skipped, needs as much again
+    grads = held.kinds.get("gradients", 0)  # an update that may be skipped needs a copy of the gradients
     left = max(held.without("optimizer"), held.kinds.get("weights", 0) + 2 * grads)
-    why = "its second moment is factored, so it keeps next to nothing; another optimizer: its lr must be found anew"
-    return [_made(device, "Adafactor", "here", ("optimizer.use=adafactor", "optimizer.args={}"), left, why)]
+    why = "its second moment is factored, so it keeps next to nothing; another optimizer: its lr must be tuned again"
+    return [_make(device, "Adafactor", "here", ("optimizer.use=adafactor", "optimizer.args={}"), left, why)]
 
 
-def _lora(held: Held, device: Device) -> list[Remedy]:
+def _lora(held: PeakMemory, device: Device) -> list[Remedy]:
     if held.has_lora or held.trainable < held.parameters // 2:
         return []
     left = held.without("optimizer", "gradients") - held.kept_casts
-    why = (
-        "adapters are trained, the weights stay as they are (in fp32): right for a pretrained model, not for a new one"
-    )
-    return [_made(device, "LoRA", "here", ("model.lora={rank: 8}",), left, why)]
+    why = "adapters are trained, the weights stay unchanged (in fp32): right for a pretrained model, not for a new one"
+    return [_make(device, "LoRA", "here", ("model.lora={rank: 8}",), left, why)]
 
 
-def _eight_bit(held: Held, device: Device) -> list[Remedy]:
+def _eight_bit(held: PeakMemory, device: Device) -> list[Remedy]:
     moments = held.kinds.get("optimizer", 0)
     if held.optimizer not in ("adam", "adamw") or not moments:
         return []
-    why = "blockwise 8-bit moments (arXiv:2110.02861) by the package bitsandbytes, which is not tested here"
+    why = "blockwise 8-bit moments (arXiv:2110.02861) by the package bitsandbytes, which Trainwright does not test"
     settings = ("optimizer.use=bitsandbytes.optim:AdamW8bit",)
-    return [_made(device, "8-bit moments", "elsewhere", settings, held.peak_bytes - moments * 3 // 4, why)]
+    return [_make(device, "8-bit moments", "elsewhere", settings, held.peak_bytes - moments * 3 // 4, why)]
 
 
-def _offload(held: Held, device: Device) -> list[Remedy]:
+def _offload(held: PeakMemory, device: Device) -> list[Remedy]:
     moved = held.offload
     if moved is None:
         return []
@@ -113,16 +111,16 @@ def _offload(held: Held, device: Device) -> list[Remedy]:
     if moved.lacks_room(device):
         why = f"{why}; {human_bytes(device.host_memory_bytes)} are free there"
         return [Remedy("optimizer offload", "here", settings, left, False, why)]
-    return [_made(device, "optimizer offload", "here", settings, left, why)]
+    return [_make(device, "optimizer offload", "here", settings, left, why)]
 
 
-def _sharding(held: Held, device: Device) -> list[Remedy]:
+def _sharding(held: PeakMemory, device: Device) -> list[Remedy]:
     shared = sum(held.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
-    rest = held.peak_bytes - shared  # autocast's copies of the weights among it: these stay whole
+    rest = held.peak_bytes - shared  # includes autocast's copies of the weights, which are not sharded
     room = device.usable_bytes - rest
     if device.kind == "cpu" or room <= 0 or not shared:
         return []
     count = max(2, ceil(shared / room))
     left = rest + shared // count
-    why = "each holds its share of weights, gradients and moments; the plan with --ranks says more"
-    return [_made(device, f"sharding over {count} such devices", "devices", (f"parallel.shard={count}",), left, why)]
+    why = "each holds its shard of weights, gradients and moments; the plan with --ranks says more"
+    return [_make(device, f"sharding over {count} such devices", "devices", (f"parallel.shard={count}",), left, why)]

@@ -1,8 +1,8 @@
-"""What a resume would change: each difference to the checkpoint is safe, changes the maths, or is fatal.
+"""Classifies each difference between a checkpoint and the resumed run.
 
 safe    mathematically the same run; at most last bits differ
-maths   another run from here on: it must be accepted
-fatal   the checkpoint cannot be continued with it; ``why`` says what to do instead
+maths   a different run from here on, which must be accepted
+fatal   the checkpoint cannot be continued with it; ``why`` gives the remedy
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trainwright.plan.resume_rules import (
     RecipeJson,
     RecipeValue,
     Verdict,
-    classed,
+    classify,
 )
 from trainwright.recipe.outline import field_at
 from trainwright.recipe.yaml_core import core_tag
 
 Provenance: TypeAlias = Mapping[str, Any]
-"""What ``runlog.provenance`` writes: text and objects of text, each key known by its name."""
+"""The content of ``runs.provenance``: text and objects of text, each key known by its name."""
 
 _IN_WORDS: Mapping[Kind, str] = {
     "fatal": "fatal",
@@ -52,7 +52,7 @@ _VARIABLES: Mapping[str, Verdict] = {
     "MKL_CBWR": ("safe", "last bits may differ"),
 }
 _ORIGINS = ("code", "packages", *_MACHINE, "environment")
-_MISFIT = "model"  # weights that do not fit though the recipe builds the model as it did
+_MISFIT = "model"  # weights that do not fit although the recipe builds the same model
 _ABSENT = object()
 
 
@@ -64,7 +64,7 @@ class CommandWith(Protocol):
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between a checkpoint and the run that is to continue from it."""
+    """One difference between a checkpoint and the run that continues from it."""
 
     path: str
     before: str
@@ -83,10 +83,10 @@ def compare(
     step: int,
     misfits: Sequence[str] = (),
 ) -> list[Change]:
-    """All differences between the metadata of a checkpoint and that of the run now, the most severe first.
+    """Return all differences between the metadata of a checkpoint and of the current run, the most severe first.
 
     Metadata is ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``misfits`` has one line for each
-    group of parameters that do not fit the model: a change of what builds the model is fatal then.
+    group of parameters that do not fit the model: a change of what builds the model is then fatal.
     """
     changes = compare_recipes(before["recipe"], after["recipe"], step=step)
     same = _same_training_set(before["provenance"], after["provenance"])
@@ -100,7 +100,7 @@ def compare(
 def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]:
     if not misfits:
         return changes
-    reason = _listed(misfits, "; ")
+    reason = _join_names(misfits, "; ")
     builders = [
         each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
     ]
@@ -114,26 +114,32 @@ def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]
 
 
 def compare_recipes(before: RecipeJson, after: RecipeJson, *, step: int) -> list[Change]:
-    """The differences between two recipes, each as ``recipe.model_dump(mode="json")`` gives it.
+    """Return the differences between two recipes, each as ``recipe.model_dump(mode="json")`` gives it.
 
-    A key that only one of them has counts as its default in the other, so a checkpoint of an earlier version does not
-    differ in keys that were added since.
+    A key that only one of them has counts as its default in the other. A checkpoint of an earlier version therefore
+    does
+    not differ in keys that were added since.
     """
     return [
-        Change(path, _shown(was), _shown(now), *classed(RecipeDifference(path, was, now, before, after, step)))
+        Change(
+            path,
+            _format_value(was),
+            _format_value(now),
+            *classify(RecipeDifference(path, was, now, before, after, step)),
+        )
         for path, was, now in _differences(before, after)
     ]
 
 
 def recipe_differences(before: RecipeJson, after: RecipeJson) -> dict[str, tuple[str, str]]:
-    """Both values as text of each path in which two recipes differ, whatever they hold."""
-    return {path: (_shown(was), _shown(now)) for path, was, now in _differences(before, after)}
+    """Return both values as text of each path in which two recipes differ."""
+    return {path: (_format_value(was), _format_value(now)) for path, was, now in _differences(before, after)}
 
 
 def _differences(
     before: RecipeValue, after: RecipeValue, path: str = ""
 ) -> Iterator[tuple[str, RecipeValue, RecipeValue]]:
-    """Path and both values of each leaf that differs; a list of mappings is compared item by item."""
+    """Yield path and both values of each leaf that differs. A list of mappings is compared item by item."""
     if _is_list_of_mappings(before) and _is_list_of_mappings(after) and len(before) == len(after):
         before, after = ({str(i): each for i, each in enumerate(items)} for items in (before, after))
     if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -150,7 +156,7 @@ def _is_list_of_mappings(value: object) -> TypeGuard[list[Mapping[str, RecipeVal
 
 
 def _default(path: str) -> RecipeValue:
-    """The default of a path in the schema; ``_ABSENT`` where it has none."""
+    """Return the default of a path in the schema, or ``_ABSENT`` if it has none."""
     field = field_at(path.split("."))
     if field is None or field.is_required():
         return _ABSENT
@@ -159,7 +165,7 @@ def _default(path: str) -> RecipeValue:
 
 
 def compare_provenance(before: Provenance, after: Provenance) -> list[Change]:
-    """The differences between two results of ``runlog.provenance.provenance``: code, data, packages, machine.
+    """Return the differences between two results of ``runs.provenance``: code, data, packages, machine.
 
     A fact that is unknown on one side is reported as unknown, and as safe.
     """
@@ -183,13 +189,13 @@ def _data(before: Provenance, after: Provenance) -> Iterator[Change]:
 
 
 def _same_training_set(before: Provenance, after: Provenance) -> str:
-    """The fingerprint that both have; "" when they differ or do not cover the content."""
+    """Return the fingerprint that both have, or "" if they differ or do not cover the content."""
     was, now = ((side.get("data") or {}).get("train") for side in (before, after))
     return _brief(was) if was == now and _covers_content(was) else ""
 
 
 def _comparable(one: str, other: str) -> bool:
-    """Whether fingerprints that differ are of data that differs: not where they cover different items of it."""
+    """Return True if different fingerprints mean different data. False if they cover different items of the data."""
     sizes = [set(re.findall(r"(\d+) items", each)) for each in (one, other)]
     if all(sizes) and sizes[0] != sizes[1]:
         return True
@@ -199,17 +205,17 @@ def _comparable(one: str, other: str) -> bool:
 
 
 def _covers_content(fingerprint: str | None) -> bool:
-    """Whether other content has another fingerprint: a stream is not read for its fingerprint."""
+    """Return True if different content has a different fingerprint. A stream is not read for its fingerprint."""
     return fingerprint is not None and "the type only" not in fingerprint and "length only" not in fingerprint
 
 
 def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
-    """By the hashes of source files; a commit may have changed other files only."""
+    """Compare the hashes of source files. A commit may have changed other files only."""
     was, now = before.get("sources") or {}, after.get("sources") or {}
     changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
     if changed:
-        old, new = (_listed([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
-        yield Change("code", old, new, "maths", f"the source of {_listed(changed)} differs")
+        old, new = (_join_names([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
+        yield Change("code", old, new, "maths", f"the source of {_join_names(changed)} differs")
         return
     old, new = _commit(before.get("git")), _commit(after.get("git"))
     unknown = [name for name in sorted({**was, **now}) if not (was.get(name) and now.get(name))]
@@ -218,7 +224,7 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     if "sources" not in before:
         why = "whether the files that the recipe names are the same is not known"
     elif unknown:
-        why = f"whether the source of {_listed(unknown)} is the same is not known"
+        why = f"whether the source of {_join_names(unknown)} is the same is not known"
     elif now:
         why = "the files that the recipe names are the same; what they import was not compared"
     else:
@@ -226,13 +232,13 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     yield Change("code", old, new, "safe", why)
 
 
-def _listed(names: Sequence[str], separator: str = ", ") -> str:
+def _join_names(names: Sequence[str], separator: str = ", ") -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{separator.join(names[:3])}{more}"
 
 
 def _commit(git: Provenance | None) -> str:
-    """Untracked files do not count: the run folder is one."""
+    """Return the commit as text. Untracked files do not count: the run folder is one."""
     if git is None:
         return "not known"
     changes = f" with changes {_brief(git['diff_sha256'])}" if git["diff_sha256"] else ""
@@ -264,7 +270,10 @@ def _version(name: str, old: str | None, new: str | None) -> Verdict:
 
 
 def _machine(before: Provenance, after: Provenance) -> Iterator[Change]:
-    """Differences that hint at other kernels. Linux's version, the command and the folder do not affect numbers."""
+    """Yield differences that hint at other kernels.
+
+    Linux's version, the command and the folder do not affect numbers.
+    """
     for path, why in _MACHINE.items():
         if before.get(path) != after.get(path):
             yield Change(path, before.get(path) or "not known", after.get(path) or "not known", "safe", why)
@@ -276,10 +285,10 @@ def _machine(before: Provenance, after: Provenance) -> Iterator[Change]:
 
 
 def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, command: CommandWith) -> list[Change]:
-    """Returns the changes of the maths; each must be covered by a path in ``accept``, one above it, or ``all``.
+    """Return the changes of the maths; each must be covered by a path in ``accept``, one above it, or ``all``.
 
-    Accepting what does not differ is no error, so that a job that is restarted keeps its command. Raises UsageError
-    with all that is fatal, not accepted, or no path at all, and with the ``command`` that would work.
+    Accepting what does not differ is no error, so that a restarted job keeps its command. Raises UsageError with
+    everything that is fatal, not accepted, or not a path, and with the ``command`` that would work.
     """
     fatal = [each for each in changes if each.kind == "fatal"]
     maths = [each for each in changes if each.kind == "maths"]
@@ -300,17 +309,17 @@ def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, comman
 
 
 def on_command_line(command: str) -> CommandWith:
-    """Returns the CommandWith of a command line that takes ``--accept`` and ``--set``."""
+    """Return the CommandWith of a command line that takes ``--accept`` and ``--set``."""
 
     def command_with(accept: Sequence[str], undo: Sequence[str] = (), /) -> str:
-        kept = _kept(iter(shlex.split(command)), undo)
+        kept = _without_options(iter(shlex.split(command)), undo)
         return shlex.join([*kept, *(word for path in accept for word in ("--accept", path))])
 
     return command_with
 
 
-def _kept(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
-    """The words without ``--accept PATH``, and without ``--set PATH=VALUE`` at, above or below a path to undo."""
+def _without_options(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
+    """Yield the words without ``--accept PATH``, and without ``--set PATH=VALUE`` at, above or below a path to undo."""
     for word in words:
         option, joined, value = word.partition("=")
         if option not in ("--accept", "--set"):
@@ -323,12 +332,12 @@ def _kept(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
 
 
 def _widest(wanted: Sequence[str]) -> list[str]:
-    """Each of ``wanted`` that no other of them covers, once."""
+    """Return each of ``wanted`` that no other of them covers, once."""
     return [path for path in dict.fromkeys(wanted) if not any(_is_in(path, up) for up in wanted if up != path)]
 
 
 def _can_differ(path: str) -> bool:
-    """Whether a change may have this path, or one below it."""
+    """Return True if a change may have this path, or one below it."""
     keys = path.split(".")
     keys = keys[: keys.index("args") + 1] if "args" in keys else keys
     return keys[0] in ("all", *_ORIGINS) or field_at(keys) is not None
@@ -339,12 +348,12 @@ def _is_in(path: str, section: str) -> bool:
 
 
 def _brief(text: str | None) -> str:
-    """A fingerprint with its hash cut short."""
+    """Return a fingerprint with its hash cut short."""
     return re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:12], text) if text else "not known"
 
 
-def _shown(value: RecipeValue) -> str:
-    """A value of a recipe on one line, as it is written in YAML."""
+def _format_value(value: RecipeValue) -> str:
+    """Return a value of a recipe on one line, as it is written in YAML."""
     if value is _ABSENT:
         return "not given"
     is_bare = isinstance(value, str) and value.isprintable() and core_tag(value).endswith(":str")

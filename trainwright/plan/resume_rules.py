@@ -1,4 +1,4 @@
-"""How each key of a recipe is classed when it is changed on resume: safe, changes the maths, or fatal."""
+"""Rules that classify each recipe key changed on resume: safe, changes the maths, or fatal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainwright.recipe import Duration, optimizer_row
 
 Kind = Literal["safe", "maths", "fatal"]
 Verdict = tuple[Kind, str]
-"""A class and why."""
+"""A class and its reason."""
 RecipeValue: TypeAlias = Any
 """A value of a recipe, of the type that the schema gives its path: a number, text, a list, a mapping or None."""
 RecipeJson: TypeAlias = Mapping[str, RecipeValue]
-"""A whole recipe as ``recipe.model_dump(mode="json")`` gives it."""
+"""A recipe as ``recipe.model_dump(mode="json")`` gives it."""
 
 
 @dataclass(frozen=True)
 class RecipeDifference:
-    """A value that differs, in both recipes, and the recipes. ``step`` is the number of completed steps."""
+    """One path whose values differ between two recipes, with the recipes. ``step`` is the number of completed steps."""
 
     path: str
     was: RecipeValue
@@ -30,8 +30,8 @@ class RecipeDifference:
     step: int
 
 
-def classed(found: RecipeDifference) -> Verdict:
-    """The class of a difference and why, by the rule with the longest path that covers it."""
+def classify(found: RecipeDifference) -> Verdict:
+    """Return the class of a difference and its reason, by the rule with the longest path that covers it."""
     keys = found.path.split(".")
     above = (".".join(keys[:length]) for length in range(len(keys), 0, -1))
     rule = next((RULES[path] for path in above if path in RULES), UNKNOWN)
@@ -58,7 +58,7 @@ def _batch(found: RecipeDifference) -> Verdict:
     why, until = f"a step takes {now} samples instead of {was}", found.after["until"]
     if Duration.parse(until).unit in ("steps", "s"):
         return "maths", why
-    return "maths", f"{why}; what is left of {until} is counted in such steps, and the schedule laid over the new total"
+    return "maths", f"{why}; what is left of {until} is counted in these steps, and the schedule covers the new total"
 
 
 def _global_batch(recipe: RecipeJson) -> int:
@@ -68,8 +68,8 @@ def _global_batch(recipe: RecipeJson) -> int:
 
 def _ema(found: RecipeDifference) -> Verdict:
     if found.was is None:
-        return "safe", "the weights train as before; their average begins with what they are now"
-    return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
+        return "safe", "the weights train as before; their average begins with the current weights"
+    return "maths", "the weights train as before, but their average is dropped or computed differently"
 
 
 def _swa(found: RecipeDifference) -> Verdict:
@@ -79,11 +79,11 @@ def _swa(found: RecipeDifference) -> Verdict:
         return ("safe", "the weights train as before") if now["lr"] is None else ("maths", changed_lr)
     if before is None or before["lr"] is not None or (now is not None and now["lr"] is not None):
         return "maths", f"{changed_lr}, and so is the average"
-    return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
+    return "maths", "the weights train as before, but their average is dropped or computed differently"
 
 
 def _argument(found: RecipeDifference) -> Verdict:
-    """By the row of the optimizer: which implementation runs, whether the checkpoint lacks state, or the update."""
+    """Classify an optimizer argument: another implementation, state that the checkpoint lacks, or another update."""
     name = found.path.removeprefix("optimizer.args.").split(".")[0]
     row = optimizer_row(found.after["optimizer"]["use"])
     if name in ("fused", "foreach"):
@@ -94,7 +94,7 @@ def _argument(found: RecipeDifference) -> Verdict:
 
 
 def _fp8(found: RecipeDifference) -> Verdict:
-    """Its section has no effect in other precisions."""
+    """Classify a key of ``fp8``, which has no effect in other precisions."""
     if {recipe.get("precision") for recipe in (found.before, found.after)}.isdisjoint(("fp8", "mxfp8")):
         return "safe", "it applies to precision: fp8 and mxfp8 only"
     if found.path == "fp8.emulate":
@@ -103,16 +103,16 @@ def _fp8(found: RecipeDifference) -> Verdict:
 
 
 def _spikes(found: RecipeDifference) -> Verdict:
-    """warn and off leave every update as it is; under them the factor decides only what is reported."""
+    """Classify a key of ``spikes``. warn and off never change an update; the factor then decides only the report."""
     policies = {(recipe.get("spikes") or {}).get("policy", "warn") for recipe in (found.before, found.after)}
     if policies <= {"warn", "off"}:
         return "safe", "spikes are reported or not; every update is the same"
-    return "maths", "other updates are left out when the gradient spikes"
+    return "maths", "other updates are skipped when the gradient spikes"
 
 
 VALIDATION: Verdict = "safe", "it is not trained on; its losses, and the best of them, do not compare with those before"
 EXPORT = "export the weights and start a new run from them"
-_UPDATE: Verdict = "maths", "from here on the weights are updated otherwise"
+_UPDATE: Verdict = "maths", "from here on the weights are updated differently"
 _ORDER = "the rest of this epoch comes in another order: some samples twice, some not at all"
 _READING: Verdict = "safe", "how samples are read, not which"
 _FOLDER: Verdict = "safe", "the run stays in its folder"
@@ -120,8 +120,8 @@ _OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those 
 _METRICS: Verdict = ("safe", "metrics only read")
 _KERNELS = "other kernels: last bits"
 
-# A whole section has one rule only where all keys that it may ever get have the same class; a test requires a rule for
-# every other path.
+# A section has one rule only if all keys that it may ever get have the same class; a test requires a rule for every
+# other path.
 RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "name": _FOLDER,
     "folder": _FOLDER,
@@ -137,7 +137,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "until": _until,
     "model.use": ("maths", "another model, though the weights fit it"),
     "model.args": ("maths", "the model computes something else, though the weights fit it"),
-    "model.freeze": ("maths", "other weights are trained; those that were not before begin without moments"),
+    "model.freeze": ("maths", "other weights are trained; newly trained ones begin without moments"),
     "model.activation_checkpointing": ("safe", "activations are kept or computed again, and are the same"),
     "model.compile": ("safe", f"{_KERNELS}; dropout draws other numbers"),
     "model.ema": _ema,
@@ -145,7 +145,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     **dict.fromkeys((f"model.swa.{key}" for key in ("start", "every", "lr", "anneal", "anneal_by")), _swa),
     "model.swa.norm_batches": ("safe", "BatchNorm statistics of the average come from other batches"),
     "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
-    "model.qat": ("maths", "the forward pass rounds otherwise; weights and moments are kept"),
+    "model.qat": ("maths", "the forward pass rounds differently; weights and moments are kept"),
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,
     "data.more_val": VALIDATION,
@@ -159,7 +159,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "data.shuffle": ("maths", _ORDER),
     "data.drop_last": ("maths", "the short batch at the end of an epoch is left out, or no longer is"),
     "data.quarantine": ("maths", "other samples are left out"),
-    "data.on_bad_sample": ("safe", "it matters only where a sample cannot be read"),
+    "data.on_bad_sample": ("safe", "it matters only if a sample cannot be read"),
     "loss": ("maths", "something else is minimised"),
     "batch": _batch,
     "parallel.replicate": (
@@ -177,7 +177,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "parallel.plan": ("safe", "the same layers, divided in another way: last bits"),
     "parallel.sync_batchnorm": ("maths", "BatchNorm has the statistics of other samples"),
     "parallel.compress": ("maths", "gradients are rounded in another way, and what PowerSGD has left out is dropped"),
-    "parallel.compress_rank": ("maths", "the factors of PowerSGD have another width, and begin anew"),
+    "parallel.compress_rank": ("maths", "the factors of PowerSGD have another width, and start again"),
     "parallel.compress_after": ("maths", "gradients are compressed in other steps"),
     "parallel.exact": ("safe", "the same samples make a step, summed in another order: last bits"),
     "parallel.timeout": ("safe", "it changes no result"),
@@ -203,6 +203,6 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "evaluation": ("safe", "evaluation leaves no trace in the training"),
     "checkpoint": ("safe", "saving leaves no trace in the training"),
     "log": ("safe", "logging leaves no trace in the training"),
-    "alerts": ("safe", "whoever is told, the training is the same"),
+    "alerts": ("safe", "alerts do not affect the training"),
 }
 UNKNOWN: Verdict = "maths", "this version does not know it: it may matter"

@@ -1,8 +1,4 @@
-"""The time of a step on a device by the roofline: each operator waits for arithmetic, for memory or for the host.
-
-The roofline model: S. Williams, A. Waterman, D. Patterson, 2009, doi:10.1145/1498765.1498785. MFU (model FLOPs
-utilisation) does not count the FLOPs of activation checkpointing: A. Chowdhery et al. 2022, arXiv:2204.02311.
-"""
+"""The time of a step on a device by the roofline: each operator is bound by arithmetic, memory or the host."""
 
 from __future__ import annotations
 
@@ -18,9 +14,9 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by phase, and by what they are spent on (``arithmetic``, ``memory``, ``launches``, ``host``).
+    """Seconds of a step by phase, and by bottleneck (``arithmetic``, ``memory``, ``launches``, ``host``).
 
-    ``flops`` and ``moved_bytes`` are of the whole step; ``peak_flops`` is the rate that ``mfu`` compares with.
+    ``flops`` and ``moved_bytes`` are of the complete step; ``peak_flops`` is the peak rate that ``mfu`` is relative to.
     """
 
     by_phase: Mapping[Phase, float]
@@ -32,28 +28,31 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the complete step."""
         return sum(self.by_phase.values())
 
     def waiting(self, what: str, seconds: float) -> StepTime:
-        """The same step with an update that takes ``seconds`` longer, spent on ``what``."""
+        """Return the same step with an update that takes ``seconds`` longer, spent on ``what``."""
         by_phase: dict[Phase, float] = {**self.by_phase, "update": self.by_phase.get("update", 0.0) + seconds}
         return replace(self, by_phase=by_phase, spent={**self.spent, what: seconds})
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the FLOPs that the model needs, as a share of the device's peak rate."""
+        """Model FLOPs utilisation: the FLOPs that the model needs, as a fraction of the device's peak rate."""
         return (self.flops - self.checkpointing_flops) / (self.step_s * self.peak_flops) if self.step_s else 0.0
 
 
 def step_time(trace: Trace, device: Device, precision: str) -> StepTime:
-    """The time of a whole step. ``precision`` is the recipe's: it decides how float32 matmuls are computed."""
+    """Return the time of a complete step.
+
+    ``precision`` is the recipe's and decides how float32 matmuls are computed.
+    """
     rows: list[_WorkRow] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
-    return _priced(rows, device, precision)
+    return _time_rows(rows, device, precision)
 
 
 def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
-    """``step_time`` of ``scaled.at(micro, accumulation)``, computed faster: equal layers are priced once."""
+    """Return ``step_time`` of ``scaled.at(micro, accumulation)``, computed faster: equal layers are priced once."""
     rows: list[_WorkRow] = []
     for (phase, dtype, calls, flops, moved), count in scaled.distinct.items():
         times = count * (accumulation if phase in PASSES else 1)
@@ -62,14 +61,14 @@ def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, p
     if accumulation > 1:
         sums = max(moment.held.get("gradients", 0) for moment in scaled.small.moments)
         rows.append(("backward", "float32", 1, 0.0, 3.0 * sums, accumulation - 1))
-    return _priced(rows, device, precision)
+    return _time_rows(rows, device, precision)
 
 
 _WorkRow = tuple[Phase, str, float, float, float, int]
 
 
-def _priced(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
-    """Rows are (phase, dtype, calls, FLOPs, bytes, how often)."""
+def _time_rows(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
+    """Return the time of rows (phase, dtype, calls, FLOPs, bytes, repetitions)."""
     spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
     busy: dict[Phase, float] = {}
     launch: dict[Phase, float] = {}
@@ -92,13 +91,13 @@ def _priced(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
 
 
 def peak_rate(device: Device, precision: str) -> float:
-    """FLOP/s that utilisation in a precision of a recipe is a share of."""
+    """Return the FLOP/s of the device in a recipe's precision, the denominator of utilisation."""
     own = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)
     return own or device.flops["fp32"]
 
 
 def rate(device: Device, dtype: str, precision: str) -> float:
-    """FLOP/s of matrix products in ``dtype``; what the device does not compute in hardware runs as fp32."""
+    """Return the FLOP/s of matrix products in ``dtype``; a dtype without hardware support runs as fp32."""
     name = _NAMES.get(dtype, "fp32")
     if name == "fp32" and precision == "tf32" and dtype == "float32":
         name = "tf32"

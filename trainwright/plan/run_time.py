@@ -1,4 +1,4 @@
-"""How long a run takes by the clock, from what the dry run timed; and how much of it evaluations may take."""
+"""Predicts the wall-clock time of a run from the dry run's timings, and limits the time of evaluations."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from dataclasses import dataclass
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.make import Note, Plan
 
-EVALUATION_SHARE = 0.1
-"""Of the time of training: what the evaluations in the course of a run may take together."""
+EVALUATION_FRACTION = 0.1
+"""The fraction of training time that all evaluations during a run may take together."""
 LAST_EVALUATION = "evaluation at the end"
-BY_THE_CLOCK_SHARE, WHOLE_SHARE = 0.015, 0.01
-"""The same of a run that must be over at some time, and what the whole set at its end may take."""
-FREE_S = 1.0
-"""All of them together; nobody waits for less."""
-FREE_OF_STEPS_S = 3.0
-"""The same for a run that is counted in steps: its evaluations should not follow from how busy the machine is."""
+DEADLINE_EVALUATION_FRACTION, DEADLINE_FULL_EVALUATION_FRACTION = 0.015, 0.01
+"""For a run with a deadline: the fraction for evaluations during the run, and for the full set at its end."""
+MIN_EVALUATION_BUDGET_S = 1.0
+"""Seconds that all evaluations together may always take."""
+MIN_EVALUATION_BUDGET_OF_STEPS_S = 3.0
+"""The same for a run with a fixed number of steps, whose evaluations should not depend on the load of the machine."""
 
 
 @dataclass(frozen=True)
 class EvaluationCost:
-    """Seconds for each batch; how many ``batches`` the last evaluation of a run takes, None: a stream, not known."""
+    """Seconds per batch, and the ``batches`` of the last evaluation of a run; None for a stream of unknown length."""
 
     batch_s: float
     batches: int | None
 
 
 def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None = None) -> int:
-    """The number of batches of which the evaluations in the course of the run fit into their share; 0: the whole set.
+    """Return the number of batches for evaluations during the run that fits into their budget; 0: the full set.
 
-    ``within_s``: the seconds in which the run must be over, if it must.
-
-    It is a half of the set, a quarter, an eighth, ...: two starts of one recipe time differently and choose alike.
+    ``within_s`` is the deadline of the run in seconds, if there is one. The result is a half of the set, a quarter, an
+    eighth, ...: two starts of one recipe time differently and choose alike.
     """
     training_s, count = training_time_s(plan), evaluations(plan)
     if training_s is None or count <= 1:
         return 0
-    free_s = FREE_S if plan.extent.steps is None else FREE_OF_STEPS_S
-    together_s = max(EVALUATION_SHARE * training_s, free_s) if within_s is None else BY_THE_CLOCK_SHARE * within_s
+    free_s = MIN_EVALUATION_BUDGET_S if plan.extent.steps is None else MIN_EVALUATION_BUDGET_OF_STEPS_S
+    together_s = (
+        max(EVALUATION_FRACTION * training_s, free_s) if within_s is None else DEADLINE_EVALUATION_FRACTION * within_s
+    )
     allowed = max(1.0, together_s / count / max(cost.batch_s, 1e-9))
     if cost.batches is None:
         return 1 << math.floor(math.log2(allowed))
@@ -48,13 +49,16 @@ def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None 
     return math.ceil(cost.batches / (1 << math.ceil(math.log2(cost.batches / math.floor(allowed)))))
 
 
-def without_whole(plan: Plan, cost: EvaluationCost, within_s: float) -> bool:
-    """Whether the whole set at the end would take more than its share of the seconds of the run."""
-    return bool(plan.evaluate_batches) and cost.batch_s * (cost.batches or 0) > WHOLE_SHARE * within_s
+def skips_full_evaluation(plan: Plan, cost: EvaluationCost, within_s: float) -> bool:
+    """Return True if the full set at the end would take more than its fraction of the run."""
+    return (
+        bool(plan.evaluate_batches)
+        and cost.batch_s * (cost.batches or 0) > DEADLINE_FULL_EVALUATION_FRACTION * within_s
+    )
 
 
 def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
-    """Why only a part of the validation set is evaluated in the course of the run."""
+    """Return the note that explains why only a part of the validation set is evaluated during the run."""
     of = f" of {cost.batches}" if cost.batches else ""
     spent = f"the whole set would take {human_seconds(cost.batch_s * cost.batches)}" if cost.batches else "a stream"
     at_end = "; the whole set at the end" if plan.evaluates_whole else ""
@@ -63,7 +67,7 @@ def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
 
 
 def evaluations(plan: Plan) -> float:
-    """How often the whole run is evaluated; 0 where its length in seconds is not known."""
+    """Return the number of evaluations in the run; 0 if its length in seconds is unknown."""
     training_s, every = training_time_s(plan), plan.evaluate_every
     if every.fraction is not None:
         return 1 / every.fraction
@@ -74,16 +78,16 @@ def evaluations(plan: Plan) -> float:
 
 
 def training_time_s(plan: Plan) -> float | None:
-    """Seconds of training of the whole run; None where no step was timed."""
+    """Return the seconds of training of the complete run, or None if no step was timed."""
     if plan.extent.seconds is not None:
         return plan.extent.seconds
     return None if plan.step_s is None else plan.step_s * (plan.extent.steps or 0)
 
 
-def foretold(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping[str, float]:
-    """Seconds by the clock that are left of a run, by what they are spent on; ``used`` is the share that is done.
+def predicted_seconds(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping[str, float]:
+    """Return the remaining wall-clock seconds of a run by activity; ``used`` is the fraction that is done.
 
-    Empty where no step was timed.
+    Empty if no step was timed.
     """
     training_s = training_time_s(plan)
     if training_s is None:

@@ -1,6 +1,6 @@
-"""The step of any micro-batch size from traces of two small ones: bytes and FLOPs are linear in the samples.
+"""Predicts the step of any micro-batch size from traces of two small ones: bytes and FLOPs are linear in the samples.
 
-Holds for models whose operators do not change with the number of samples. The traces should be of 2 samples or more:
+Holds for models whose operators do not change with the number of samples. The traces should have 2 samples or more:
 with one, some copies become views.
 """
 
@@ -29,14 +29,17 @@ class Scaled:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether both traces are the same operators in the same order.
+        """True if both traces have the same operators in the same order.
 
-        Where they are not, as with a loss in chunks, the peaks of stretches in one module are compared instead.
+        If they do not, as with a loss in chunks, the peaks of stretches in one module are compared instead.
         """
         return _places(self.small.moments) == _places(self.large.moments)
 
     def at(self, micro: int, accumulation: int) -> Trace:
-        """The trace of a step with micro-batches of ``micro`` samples. Only one of those after the first is in it."""
+        """Return the trace of a step with micro-batches of ``micro`` samples.
+
+        Of the micro-batches after the first, the trace contains one.
+        """
         moments = [
             replace(
                 one, held={kind: self._between(one.held.get(kind, 0), two.held.get(kind, 0), micro) for kind in KINDS}
@@ -47,17 +50,17 @@ class Scaled:
             path: self._between(size, self.large.kept.get(path, size), micro) for path, size in self.small.kept.items()
         }
         trace = replace(self.small, moments=tuple(moments), kept=kept, work=tuple(self._work(micro)))
-        return accumulated(trace, accumulation)
+        return accumulate(trace, accumulation)
 
     def peak_bytes(self, micro: int, accumulation: int) -> int:
-        """The peak of ``at(micro, accumulation)``, computed faster."""
+        """Return the peak of ``at(micro, accumulation)``, computed faster."""
         lines = self._hull_again if accumulation > 1 else self._hull_once
         more = (accumulation - 1) * self._between(_inputs(self.small), _inputs(self.large), micro)
         return round(max(fixed + each * micro for fixed, each in lines)) + more
 
     @cached_property
     def distinct(self) -> Mapping[tuple[Phase, str, Line, Line, Line], int]:
-        """How often each kind of work occurs. A kind is phase, dtype, and calls, FLOPs and bytes over the samples."""
+        """The count of each kind of work. A kind is phase, dtype, and calls, FLOPs and bytes over the samples."""
         return Counter(
             (
                 one.phase,
@@ -76,8 +79,8 @@ class Scaled:
     @cached_property
     def _hull_again(self) -> list[Line]:
         """The hull with accumulation, without the inputs of the other micro-batches."""
-        of_one = accumulated(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
-        of_two = accumulated(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
+        of_one = accumulate(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
+        of_two = accumulate(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
         lines = [self._line(one.total, two.total) for one, two in zip(of_one.moments, of_two.moments, strict=True)]
         fixed, each = self._line(_inputs(self.small), _inputs(self.large))
         return hull((a - fixed, b - each) for a, b in lines)
@@ -110,8 +113,8 @@ class Scaled:
         return max(0, round(fixed + each * micro))
 
 
-def accumulated(trace: Trace, accumulation: int) -> Trace:
-    """The trace of a step of ``accumulation`` micro-batches, from that of one.
+def accumulate(trace: Trace, accumulation: int) -> Trace:
+    """Return the trace of a step of ``accumulation`` micro-batches, from that of one.
 
     From the second micro-batch on, the accumulated gradients stay while new ones are made and freed; the inputs of all
     are held from the start. Only one of these equal micro-batches is in ``moments``; all of them are in ``work``.
@@ -139,14 +142,14 @@ def accumulated(trace: Trace, accumulation: int) -> Trace:
 
 
 def tidy(trace: Trace) -> Trace:
-    """Counts what follows the last backward pass, such as the norm of the gradients, as update."""
+    """Count what follows the last backward pass, such as the norm of the gradients, as update."""
     last = max((i for i, moment in enumerate(trace.moments) if moment.phase == "backward"), default=len(trace.moments))
     rest = (replace(moment, phase="update") for moment in trace.moments[last + 1 :])
     return replace(trace, moments=(*trace.moments[: last + 1], *rest))
 
 
 def hull(lines: Iterable[Line]) -> list[Line]:
-    """The lines that are highest somewhere at or above 0 samples (the upper envelope), by rising slope."""
+    """Return the lines that are highest somewhere at or above 0 samples (the upper envelope), by rising slope."""
     kept: list[Line] = []
     for fixed, each in sorted(set(lines), key=lambda line: (line[1], line[0])):
         while kept and kept[-1][0] <= fixed:
@@ -170,7 +173,7 @@ def _all(moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _by_module(moments: Sequence[Moment]) -> list[Moment]:
-    """The peak and the last moment of each stretch in one module."""
+    """Return the peak and the last moment of each stretch in one module."""
     found = []
     for _, stretch in groupby(moments, key=lambda moment: (moment.phase, moment.micro, moment.module)):
         inside = list(stretch)
@@ -179,7 +182,7 @@ def _by_module(moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _by_phase(moments: Sequence[Moment]) -> list[Moment]:
-    """The peak of each phase, or the first moment of all where it has none; then the last moment of all."""
+    """Return the peak of each phase (the first moment of all if it has none), then the last moment of all."""
     found = []
     for phase in (*PASSES, "update"):
         of_phase = [moment for moment in moments if moment.phase == phase]

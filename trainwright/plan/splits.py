@@ -1,4 +1,4 @@
-"""Whether a model can be cut as a layout asks, by arithmetic: before any process meets another."""
+"""Checks by arithmetic that a model can be divided as a layout requires, before any process group exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNTIE = "write model.args.tied: false, for a model of transformers model.args.ti
 
 @dataclass(frozen=True)
 class Cut:
-    """Something of ``size`` equal things that tensor parallelism divides evenly among its ranks."""
+    """A dimension of ``size`` equal parts that tensor parallelism divides evenly among its ranks."""
 
     what: str
     size: int
@@ -26,11 +26,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model limits its layouts.
+    """The properties of a model that limit its layouts.
 
     ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: its plan says where the sequence is cut. ``blocks``
-    is what a pipeline divides, None where the model cannot be cut into stages; ``by_table``: a table says how, and not
-    the model itself; ``is_tied``: its ends share a weight.
+    is the number of blocks that a pipeline divides, None if the model cannot be cut into stages; ``by_table``: a table
+    and not the model defines the stages; ``is_tied``: input and output layer share a weight.
     ``takes_parts``: it can compute a part of a sequence.
     """
 
@@ -44,7 +44,7 @@ class ModelShape:
 
 
 def require_fitting(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> None:
-    """Raises RecipeError with every reason why a run cannot be laid out so, and the nearest that works."""
+    """Raise RecipeError with every reason why a run cannot have this layout, and the nearest that works."""
     axes = (_of_tensor, _of_pipeline, _of_context)
     if problems := [problem for of_axis in axes for problem in of_axis(recipe, degrees, shape)]:
         raise RecipeError(problems)
@@ -70,9 +70,9 @@ def _of_tensor(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
             remedy="leave it out: weights and heads are divided all the same",
         )
     if recipe.optimizer.use in NEEDS_WHOLE:
-        yield _refused("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")
+        yield _unsupported("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")
     if recipe.optimizer.clip.by in ("agc", "adagc") and degrees.shard > 1:
-        yield _refused(
+        yield _unsupported(
             "optimizer.clip.by", recipe.optimizer.clip.by, "tensor and parallel.shard together", "write norm"
         )
     yield from _of_all(recipe, "tensor")
@@ -83,7 +83,7 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
     if pipeline == 1:
         return
     if recipe.optimizer.clip.by == "adagc":  # a checkpoint has the averages of the first stage only
-        yield _refused("optimizer.clip.by", "adagc", "pipeline", "write norm or zclip")
+        yield _unsupported("optimizer.clip.by", "adagc", "pipeline", "write norm or zclip")
     each = 2 if schedule == "interleaved" else 1
     if shape.blocks is None:
         rule = f"{shape.name} does not say how it is cut into stages"
@@ -104,9 +104,11 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         rule = "was not shown to work with parallel.shard: two stages lie on each rank"
         yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
     if recipe.optimizer.groups:
-        yield _refused("optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches")
+        yield _unsupported(
+            "optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches"
+        )
     if recipe.model.freeze:
-        yield _refused("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")
+        yield _unsupported("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")
     yield from _of_all(recipe, "pipeline")
 
 
@@ -127,30 +129,30 @@ def _of_context(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator
 
 
 def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
-    """What works with none of the axes along which ranks share their samples, or was not shown to."""
+    """Yield settings that do not work with any axis along which ranks share their samples."""
     model = recipe.model
     if model.compile:
-        yield _refused("model.compile", "true", axis, "leave it out")
+        yield _unsupported("model.compile", "true", axis, "leave it out")
     if model.lora is not None:
-        yield _refused("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
+        yield _unsupported("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
     if model.activation_checkpointing not in ("none", "block"):
-        yield _refused("model.activation_checkpointing", model.activation_checkpointing, axis, "write block")
+        yield _unsupported("model.activation_checkpointing", model.activation_checkpointing, axis, "write block")
     if recipe.spikes.policy not in ("warn", "skip", "off"):
-        yield _refused("spikes.policy", recipe.spikes.policy, axis, "write skip")
+        yield _unsupported("spikes.policy", recipe.spikes.policy, axis, "write skip")
     if recipe.optimizer.offload is True:
-        yield _refused("optimizer.offload", "true", axis, "leave it out")
+        yield _unsupported("optimizer.offload", "true", axis, "leave it out")
     if recipe.parallel.exact:
-        yield _refused("parallel.exact", "true", axis, "leave it out: its sums have another order")
+        yield _unsupported("parallel.exact", "true", axis, "leave it out: its sums have another order")
     if recipe.loss.chunked is True:
-        yield _refused("loss.chunked", "true", axis, "leave it out")
+        yield _unsupported("loss.chunked", "true", axis, "leave it out")
 
 
-def _refused(path: str, got: str, axis: str, remedy: str) -> Problem:
+def _unsupported(path: str, got: str, axis: str, remedy: str) -> Problem:
     return Problem(path, f"does not work with parallel.{axis}", got=got, remedy=remedy)
 
 
 def nearest_divisor(sizes: Sequence[int], asked: int) -> int:
-    """The number nearest to ``asked``, by ratio, that divides all of ``sizes``; the smaller one of two."""
+    """Return the number nearest to ``asked``, by ratio, that divides all of ``sizes``; the smaller one of two."""
     common = math.gcd(*sizes)
     divisors = [number for number in range(1, common + 1) if common % number == 0]
     return min(divisors, key=lambda number: (abs(math.log(number / asked)), number))

@@ -1,7 +1,7 @@
-"""What the ranks of a layout exchange in one optimizer step: bytes by collective and by axis of the mesh.
+"""The communication of a layout in one optimizer step: bytes by collective and by axis of the mesh.
 
-Bytes are those of whole tensors: what is gathered, scattered, reduced or sent. Counted from what the engine does:
-FSDP2's units, the sum of gradients after the last backward pass, and the collectives of tensor parallel layers.
+Bytes are those of full tensors that are gathered, scattered, reduced or sent. They are counted from what the engine
+does: FSDP2's units, the sum of gradients after the last backward pass, and the collectives of tensor parallel layers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from trainwright.plan.units import Unit, Weight, Weights, Zero
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of exchange: ``calls`` of it in a step, with ``num_bytes`` in all, over the ranks along ``axis``.
+    """One kind of exchange: ``calls`` per step with ``num_bytes`` in total, over the ranks along ``axis``.
 
-    ``pass_`` is when: in ``forward``, in ``backward``, or at the ``end`` of the step. ``hides``: the device computes
-    meanwhile. ``wait_s`` is the time of all calls.
+    ``pass_`` is ``forward``, ``backward``, or the ``end`` of the step. ``hides``: the device computes meanwhile.
+    ``wait_s`` is the time of all calls.
     """
 
     axis: str
@@ -32,12 +32,12 @@ class Traffic:
     hides: bool
 
     def plus(self, more: Traffic) -> Traffic:
-        """The same with more of its kind."""
+        """Return the sum of this exchange and ``more`` of the same kind."""
         sums = {name: getattr(self, name) + getattr(more, name) for name in ("calls", "num_bytes", "wait_s")}
         return replace(self, **sums)
 
     def to_json(self) -> dict[str, object]:
-        """A row for ``--json``."""
+        """Return a row for ``--json``."""
         return {
             "axis": self.axis,
             "collective": self.collective,
@@ -52,10 +52,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes for one sample: of what a block hands to the next (``stream``); of each tensor that the tensor parallel
-    layers reduce for all ranks, in a block (``tensor_``) and outside of the blocks (``once_``), in the forward and in
-    the backward pass, and when activation checkpointing computes a block again; of each that is gathered; and of the
-    keys and values of whole sequences, which the ranks that have parts of them gather in a block (``context_``)."""
+    """Bytes per sample of the activations that ranks exchange.
+
+    ``stream`` is what a block hands to the next. ``tensor_`` are the tensors that tensor parallel layers all-reduce in
+    a
+    block, ``once_`` outside of the blocks: in forward, in backward, and when activation checkpointing recomputes a
+    block
+    (``again``). ``once_gathered`` are gathered. ``context_`` are the keys and values of full sequences, which the ranks
+    with parts of them gather in a block.
+    """
 
     stream: int = 0
     tensor_forward: tuple[int, ...] = ()
@@ -70,32 +75,38 @@ class Activations:
 
 @dataclass(frozen=True)
 class Compression:
-    """How ``parallel.compress`` sends gradients; of PowerSGD, with so many columns, after its first whole steps."""
+    """The gradient compression of ``parallel.compress``. ``columns`` is the rank of PowerSGD, after its warm-up."""
 
     kind: str = "none"
     columns: int = 0
 
     def sent(self, weight: Weight) -> int:
-        """Bytes of the gradient of a weight."""
-        rows, columns, whole = weight.rows, weight.columns, weight.whole_bytes(1)
+        """Return the bytes sent for the gradient of a weight."""
+        rows = weight.rows
+        columns = weight.columns
+        whole = weight.whole_bytes(1)
         if self.kind == "bf16":
             return 2 * rows * columns
         factors = (rows + columns) * self.columns
-        worth = self.kind == "powersgd" and LEAST_SAVED * factors < rows * columns
+        worth = self.kind == "powersgd" and MIN_COMPRESSION_RATIO * factors < rows * columns
         return factors * weight.item_bytes if worth else whole
 
 
-WHOLE = Compression()
-LEAST_SAVED = 2
-"""Times less that torch's hook must send of a matrix; of others it sends all."""
+NO_COMPRESSION = Compression()
+MIN_COMPRESSION_RATIO = 2
+"""PowerSGD's hook compresses a matrix only if that reduces its size by this factor."""
 BUCKET_BYTES = 25 * 2**20
-"""Of the sum of gradients after the last backward pass; ``world.group`` takes the same."""
+"""Bytes of one bucket when gradients are summed after the last backward pass; the engine's buckets are the same."""
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What of a step decides its traffic. ``weights`` are those of one rank's stage and tensor part, before sharding;
-    ``micro`` samples a micro-batch, ``accumulation`` of them. ``compress`` is what copies send of their gradients."""
+    """The inputs that decide the traffic of a step.
+
+    ``weights`` are those of one rank's stage and tensor part, before sharding. A step has ``accumulation``
+    micro-batches
+    of ``micro`` samples. ``compress`` is the compression of gradients between copies.
+    """
 
     degrees: Degrees
     zero: Zero
@@ -103,10 +114,10 @@ class StepTraffic:
     activations: Activations
     micro: int
     accumulation: int
-    compress: Compression = WHOLE
+    compress: Compression = NO_COMPRESSION
 
     def traffic(self, node: ClusterNode, *, overlaps: bool) -> tuple[Traffic, ...]:
-        """All exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
+        """Return all exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
         rows = [*self._shard(), *self._replicate(), *self._tensor(), *self._context(), *self._pipeline()]
         found: dict[tuple[str, Collective, str, str], Traffic] = {}
         for axis, collective, what, pass_, calls, num_bytes, hides in rows:
@@ -121,7 +132,8 @@ class StepTraffic:
         ranks = self.degrees.shard
         if ranks == 1:
             return
-        once = self.accumulation if self.zero > 1 else 1  # zero 1: weights and gradients stay whole until the last one
+        # zero 1: weights and gradients stay whole until the last micro-batch
+        once = self.accumulation if self.zero > 1 else 1
         for unit in self.weights.units:
             root = unit is self.weights.root
             yield _row("shard", "all-gather", "weights", "forward", unit, ranks, once)
@@ -131,7 +143,7 @@ class StepTraffic:
 
     @property
     def _summing(self) -> Degrees:
-        """Gradients are summed over copies, and over those that have parts of the same sequences, all at once."""
+        """Degrees for the sum of gradients: copies and ranks with parts of the same sequences form one group."""
         degrees = self.degrees
         return replace(degrees, replicate=degrees.replicate * degrees.context, context=1)
 
@@ -151,7 +163,9 @@ class StepTraffic:
     def _tensor(self) -> Iterator[_Row]:
         if self.degrees.tensor == 1:
             return
-        samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
+        samples = self.micro * self.accumulation
+        blocks = self.weights.blocks.times
+        ask = self.activations
         for pass_, sizes, once in (
             ("forward", ask.tensor_forward, ask.once_forward),
             ("backward", ask.tensor_backward, ask.once_backward),
@@ -167,7 +181,9 @@ class StepTraffic:
     def _context(self) -> Iterator[_Row]:
         if self.degrees.context == 1:
             return
-        samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
+        samples = self.micro * self.accumulation
+        blocks = self.weights.blocks.times
+        ask = self.activations
         kinds: tuple[tuple[str, Collective, tuple[int, ...]], ...] = (
             ("forward", "all-gather", ask.context_forward),
             ("backward", "all-gather", ask.context_again),

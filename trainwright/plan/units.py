@@ -20,24 +20,24 @@ class Weight:
     trained: bool = True
 
     def whole_bytes(self, ranks: int) -> int:
-        """Of the weight with the padding that makes its rows divisible."""
+        """Return the bytes of the weight with the padding that makes its rows divisible."""
         return -(-self.rows // ranks) * ranks * self.columns * self.item_bytes
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together; ``times`` such units in a row."""
+    """Parameters that are gathered together; the model has ``times`` such units."""
 
     weights: tuple[Weight, ...]
     times: int = 1
 
     def whole_bytes(self, ranks: int = 1, *, trained: bool = False) -> int:
-        """What an all-gather of one of them makes, or a reduce-scatter of its gradients (``trained``) takes."""
+        """Return the bytes of one all-gather, or of one reduce-scatter of gradients (``trained``)."""
         return sum(each.whole_bytes(ranks) for each in self.weights if each.trained or not trained)
 
     @property
     def numel(self) -> int:
-        """The parameters of one of them."""
+        """Number of parameters in one unit."""
         return sum(each.rows * each.columns for each in self.weights)
 
 
@@ -51,38 +51,39 @@ class Weights:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Those that hold something."""
+        """The units that are not empty."""
         return tuple(unit for unit in (self.root, self.blocks, *self.others) if unit.weights and unit.times)
 
     @property
     def numel(self) -> int:
-        """All parameters."""
+        """Number of parameters."""
         return sum(unit.numel * unit.times for unit in self.units)
 
     def whole_bytes(self, ranks: int = 1, *, trained: bool = False) -> int:
-        """Of all units, with padding for ``ranks``."""
+        """Return the bytes of all units, with padding for ``ranks``."""
         return sum(unit.whole_bytes(ranks, trained=trained) * unit.times for unit in self.units)
 
     def with_blocks(self, count: int) -> Weights:
-        """The same model with another number of blocks."""
+        """Return the same model with another number of blocks."""
         return replace(self, blocks=replace(self.blocks, times=count))
 
 
-def sharded_layout(scaled: Scaled, weights: Weights, ranks: int, zero: Zero) -> Scaled:
-    """``sharded`` for both traces."""
+def shard_layout(scaled: Scaled, weights: Weights, ranks: int, zero: Zero) -> Scaled:
+    """Apply ``shard_trace`` to both traces."""
     if ranks == 1:
         return scaled
-    small, large = (sharded(each, weights, ranks, zero) for each in (scaled.small, scaled.large))
+    small, large = (shard_trace(each, weights, ranks, zero) for each in (scaled.small, scaled.large))
     return replace(scaled, small=small, large=large)
 
 
-def sharded(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
-    """The trace of a rank that holds one of ``ranks`` parts of the weights, gradients and optimizer state (FSDP2).
+def shard_trace(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
+    """Return the trace of a rank that holds one of ``ranks`` parts of weights, gradients and optimizer state (FSDP2).
 
     During a pass the root's weights are whole, and those of two blocks at a time (with zero 1 and 2: of all). During
     backward the gradients of a block and of the root are whole twice: as they were made, and as they are sent.
     """
-    part = weights.whole_bytes(ranks) / ranks / max(1, weights.whole_bytes())  # more than 1/ranks by the padding
+    # more than 1/ranks because of the padding
+    part = weights.whole_bytes(ranks) / ranks / max(1, weights.whole_bytes())
     rest = [unit for unit in weights.units if unit is not weights.root]
     two = sorted((unit.whole_bytes(ranks) for unit in rest for _ in range(min(2, unit.times))), reverse=True)[:2]
     gathered = weights.root.whole_bytes(ranks) + sum(two) if zero == 3 else weights.whole_bytes(ranks)
@@ -93,7 +94,7 @@ def sharded(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
 
 
 def _of_part(work: Work, part: float) -> Work:
-    """The update is made on the rank's own part."""
+    """Return the work of a rank, which updates only its part."""
     if work.phase != "update":
         return work
     return replace(work, flops=round(work.flops * part), bytes=round(work.bytes * part))

@@ -1,1 +1,1 @@
-"""Where the time of a step goes: measured in the middle of a loop, judged by the roofline, and what helps, tried."""
+"""Profiles the time of a step: measures it inside a loop, compares it with the roofline, and tries remedies."""

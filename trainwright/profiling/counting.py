@@ -1,4 +1,4 @@
-"""Counts what one real step computes and moves, and the lines where the host waits for a device."""
+"""Counts what one real step computes and moves, and the lines at which the host waits for a device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainwright.plan.trace.work import WorkLog
 from trainwright.profiling.facts import HostSync
 from trainwright.profiling.stack import place_of
 
-_WAITED_FOR = {"_local_scalar_dense": "reads a value", "nonzero": "has a size that the values decide"}
-_WAITED_FOR |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutive"), _WAITED_FOR["nonzero"])
-"""Operators for whose result the host waits: it needs a value."""
+_SYNCHRONIZING = {"_local_scalar_dense": "reads a value", "nonzero": "has a size that the values decide"}
+_SYNCHRONIZING |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutive"), _SYNCHRONIZING["nonzero"])
+"""Operators whose result the host waits for, because it needs a value."""
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode around one step. What runs outside of passes and update, such as an evaluation, is left out."""
+    """A dispatch mode around one step. Code outside of passes and update, such as an evaluation, is not counted."""
 
-    is_the_watchs = True  # no mode of the user's, which the recorder would stay out of
+    is_the_watchs = True  # not a mode of the user, in which the recorder would be inactive
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,8 +43,8 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":
             return result
         name = func._schema.name.rpartition("::")[2]
-        if name in _WAITED_FOR or _leaves_device(args, result):
-            self._note_sync(name, on_cpu=all(each.device.type == "cpu" for each in tensors_in(args)))
+        if name in _SYNCHRONIZING or _leaves_device(args, result):
+            self._record_sync(name, on_cpu=all(each.device.type == "cpu" for each in tensors_in(args)))
         if not func.is_view and (phase := self._phase()):
             self._work.add(phase, self._module(phase), OperatorCall(func, args, kwargs, result))
         return result
@@ -53,7 +53,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if in_backward():
             return "backward"
         phase = place_of(sys._getframe(2)).phase
-        if phase == "loop":  # of somebody else, who computes there
+        if phase == "loop":  # a custom loop that computes there
             return "forward" if torch.is_grad_enabled() else "update"
         return {"forward": "forward", "backward": "backward", "update": "update"}.get(phase)  # type: ignore[return-value]
 
@@ -61,27 +61,27 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = (paths.backward() if phase == "backward" else paths.stack[-1] for paths in self._paths)
         return next(filter(None, found), "")
 
-    def _note_sync(self, name: str, *, on_cpu: bool) -> None:
+    def _record_sync(self, name: str, *, on_cpu: bool) -> None:
         place = place_of(sys._getframe(2))
-        counts_steps = on_cpu and place.phase == "update"  # torch's optimizers, on the host whatever the device is
+        counts_steps = on_cpu and place.phase == "update"  # torch's optimizers count steps on the host for every device
         if place.site and not counts_steps and place.phase not in ("data", "evaluation", "saving", "looks"):
             self._syncs[name, place.site, place.phase] += 1
 
     def work(self) -> tuple[Work, ...]:
-        """What was computed and moved."""
+        """Return what was computed and moved."""
         return self._work.rows()
 
     def syncs(self) -> tuple[HostSync, ...]:
-        """Where the host waited for a device, or would on a GPU."""
+        """Return the places where the host waited for a device, or would on a GPU."""
         return tuple(HostSync(op, site, phase, calls) for (op, site, phase), calls in self._syncs.most_common())
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for paths in self._paths:
             paths.close()
 
 
 def _leaves_device(args: OpArgs, result: OpResult) -> bool:
-    """Whether a tensor of a GPU was copied to the host, which waits for it."""
+    """Return True if a tensor of a GPU was copied to the host, which waits for it."""
     taken, made = next(tensors_in(args), None), next(tensors_in((result,)), None)
     return taken is not None and made is not None and taken.device.type == "cuda" and made.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""What a profile measured of a loop, as values. Seconds, calls and bytes are of one step."""
+"""The measurements of a profile of a loop, as values. Seconds, calls and bytes are per step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainwright.plan.call_trace import Work
 
 COMPUTE = ("forward", "backward", "update")
 PHASES = ("data", *COMPUTE, "exchange", "evaluation", "saving", "looking", "loop")
-"""``looking``: observers, the recorder and the doctor. ``loop``: code of the loop that is none of the others."""
+"""``looking``: observers, the recorder and the doctor. ``loop``: other code of the loop."""
 
 
 @dataclass(frozen=True)
 class Hot:
-    """A place in the source where the host was found. ``site`` is the innermost line of the user's own, if any."""
+    """A place in the source where the host spends time. ``site`` is the innermost line of user code, if any."""
 
     phase: str
     label: str
@@ -24,7 +24,7 @@ class Hot:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """An operator without those that it calls. ``device_s``: on a GPU."""
+    """The time of an operator without those that it calls. ``device_s``: on a GPU."""
 
     phase: str
     op: str
@@ -35,7 +35,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """The operators of one module, without those of the modules in it."""
+    """The time of the operators of one module, without its submodules."""
 
     path: str
     kind: str
@@ -45,7 +45,7 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class HostSync:
-    """An operator whose result the host waits for, at a line of the user's own."""
+    """An operator whose result the host waits for, at a line of user code."""
 
     op: str
     site: str
@@ -57,9 +57,9 @@ class HostSync:
 class ProfileFacts:
     """A profile. ``phases`` add up to ``step_s``, the mean over ``steps`` steps that ran without a profiler.
 
-    ``busy`` is the share of the time in which a GPU computed, None on a CPU. ``workers`` is None where nothing is known
-    of them. ``memory`` are the bytes that tensors held over the traced steps. ``left_out`` are steps after which an
-    evaluation, a save or a look of the doctor came, where that was only now and then.
+    ``busy`` is the fraction of the time in which a GPU computed, None on a CPU. ``workers`` is None if unknown.
+    ``memory`` are the bytes that tensors held over the traced steps. ``left_out`` are the steps that an occasional
+    evaluation, save or examination followed.
     """
 
     device: str
@@ -87,5 +87,5 @@ class ProfileFacts:
         return sum(self.phases.get(phase, 0.0) for phase in COMPUTE)
 
     def share(self, *phases: str) -> float:
-        """The share of a step that these phases take."""
+        """Return the fraction of a step that these phases take."""
         return sum(self.phases.get(phase, 0.0) for phase in phases) / self.step_s if self.step_s else 0.0

@@ -19,31 +19,37 @@ from trainwright.profiling.tracing import StepTracer
 
 T = TypeVar("T")
 
-AFTER = 10
-"""Steps before the first that is timed: kernels are chosen, workers started, moments made."""
-LEAST_STEPS, MOST_STEPS, FOR_S = 10, 400, 1.0
-"""At full speed: until there are so many seconds, or so many steps."""
-TRACED = 3
-RARE = 0.3
-"""Share of one step that an evaluation, a save or a look takes at least where it counts as one."""
-HOTTEST = 0.02
-"""Share of a step from which on a place is kept."""
+WARMUP_STEPS = 10
+"""Steps before the first timed one: kernels are chosen, workers started, moments made."""
+MIN_STEPS = 10
+MAX_STEPS = 400
+TIMED_S = 1.0
+"""Timing at full speed lasts until at least MIN_STEPS steps and TIMED_S seconds, or MAX_STEPS steps."""
+TRACED_STEPS = 3
+MIN_OCCASIONAL_FRACTION = 0.3
+"""Minimum fraction of a step that an evaluation, a save or an examination takes to count as one."""
+MIN_PLACE_FRACTION = 0.02
+"""Minimum fraction of a step at which a place is kept."""
 
 
 class ProfileSession:
-    """``mark`` is called on the thread that trains, after each step. Nothing listens before ``after`` steps and once it
-    is ``done``."""
+    """Profiles a loop whose training thread calls ``mark`` after each step.
+
+    Nothing is instrumented before ``after`` steps and once it is ``done``.
+    """
 
     def __init__(
         self,
         roots: Sequence[nn.Module],
         *,
         trace: Path | None,
-        after: int = AFTER,
-        for_s: float = FOR_S,
+        after: int = WARMUP_STEPS,
+        for_s: float = TIMED_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._roots, self._trace, self._clock = roots, trace, clock
+        self._roots = roots
+        self._trace = trace
+        self._clock = clock
         self._after, self._for_s = after, for_s
         self._marks = 0
         self._begin_s = 0.0
@@ -58,11 +64,11 @@ class ProfileSession:
 
     @property
     def done(self) -> bool:
-        """Whether all is measured."""
+        """True if everything is measured."""
         return self._next == self._rest
 
     def mark(self) -> None:
-        """A step is over."""
+        """Mark the end of a step."""
         self._next()
 
     def _wait(self) -> None:
@@ -79,21 +85,21 @@ class ProfileSession:
         self._steps.append((now_s - self._begin_s, self._sampler.take()))
         self._begin_s = now_s
         total_s = sum(seconds for seconds, _ in self._steps)
-        if len(self._steps) >= (LEAST_STEPS if total_s >= self._for_s else MOST_STEPS) or self._is_slow(total_s):
+        if len(self._steps) >= (MIN_STEPS if total_s >= self._for_s else MAX_STEPS) or self._is_slow(total_s):
             self._sampler.close()
             self._sampler = None
-            self._next = self._follow
-            self._tracer = self._tried("trace", lambda: StepTracer(self._roots))
+            self._next = self._trace_step
+            self._tracer = self._try("trace", lambda: StepTracer(self._roots))
 
     def _is_slow(self, total_s: float) -> bool:
-        """Steps of seconds: three are enough."""
+        """Return True for steps that take seconds, of which three are enough."""
         return len(self._steps) >= 3 and total_s > 10 * self._for_s
 
-    def _follow(self) -> None:
+    def _trace_step(self) -> None:
         self._traced += 1
-        if self._tracer is None or self._traced >= TRACED:
+        if self._tracer is None or self._traced >= TRACED_STEPS:
             self._read_trace()
-            self._counter = self._tried("count", lambda: StepCounter(self._roots))
+            self._counter = self._try("count", lambda: StepCounter(self._roots))
             if self._counter is not None:
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._next = self._count
@@ -102,10 +108,10 @@ class ProfileSession:
         tracer, self._tracer = self._tracer, None
         if tracer is None:
             return
-        seen = self._tried("trace", lambda: tracer.close(self._traced, self._trace))
+        seen = self._try("trace", lambda: tracer.close(self._traced, self._trace))
         if seen is not None:
             for name in ("operators", "modules", "memory", "busy"):
-                self.parts[name] = self._tried(name, getattr(seen, name))
+                self.parts[name] = self._try(name, getattr(seen, name))
             self.parts["trace"] = None if self._trace is None else self._trace.name
 
     def _count(self) -> None:
@@ -118,8 +124,8 @@ class ProfileSession:
 
     def _rest(self) -> None: ...
 
-    def _tried(self, name: str, action: Callable[[], T]) -> T | None:
-        """A part of the profile that fails is missing from it; the loop goes on."""
+    def _try(self, name: str, action: Callable[[], T]) -> T | None:
+        """Return the result of ``action``. A failure is recorded, and that part is missing from the profile."""
         try:
             return action()
         except Exception as error:
@@ -127,7 +133,7 @@ class ProfileSession:
             return None
 
     def close(self) -> None:
-        """The loop is over, before or after all was measured. Must be called on the thread of ``mark``."""
+        """End the profile, before or after everything was measured. Must be called on the thread of ``mark``."""
         if self._sampler is not None:
             self._sampler.close()
             self._sampler = None
@@ -139,8 +145,8 @@ class ProfileSession:
         self._next = self._rest
 
     def facts(self, *, device: str, precision: str, **known: Any) -> ProfileFacts | None:
-        """What was measured; None where no step was timed. ``known`` are fields that the caller knows."""
-        steps = usual([_without_looks(*step) for step in self._steps])
+        """Return the measurements; None if no step was timed. ``known`` are fields that the caller provides."""
+        steps = without_occasional_steps([_without_experiments(*step) for step in self._steps])
         if not steps:
             return None
         step_s = sum(seconds for seconds, _ in steps) / len(steps)
@@ -154,8 +160,8 @@ class ProfileSession:
             phases[place.phase] += seconds * scale
         hot = tuple(
             Hot(place.phase, place.label, place.site, seconds * scale)
-            for place, seconds in places.most_common(MOST_STEPS)
-            if seconds * scale > HOTTEST * step_s
+            for place, seconds in places.most_common(MAX_STEPS)
+            if seconds * scale > MIN_PLACE_FRACTION * step_s
         )
         parts = {name: part for name, part in self.parts.items() if part is not None}
         left_out = len(self._steps) - len(steps)
@@ -164,25 +170,25 @@ class ProfileSession:
         )
 
 
-def usual(steps: list[tuple[float, Counter[HostPlace]]]) -> list[tuple[float, Counter[HostPlace]]]:
-    """The steps without those few after which something came that comes now and then: an evaluation, a save, a look.
+def without_occasional_steps(steps: list[tuple[float, Counter[HostPlace]]]) -> list[tuple[float, Counter[HostPlace]]]:
+    """Return the steps without the few that an occasional evaluation, save or examination followed.
 
-    Among these few steps it would count for more than in the run. What comes after every other step is usual.
+    Among these few steps it would count for more than in the run. What follows every other step is usual.
     """
-    rare = [_has_rare(places) for _, places in steps]
+    rare = [_has_occasional(places) for _, places in steps]
     return steps if 2 * sum(rare) >= len(steps) else [step for step, is_rare in zip(steps, rare) if not is_rare]
 
 
-def _without_looks(seconds: float, places: Counter[HostPlace]) -> tuple[float, Counter[HostPlace]]:
-    """A step without what the doctor tried on replays: that has a budget over the run, most of which is spent early."""
+def _without_experiments(seconds: float, places: Counter[HostPlace]) -> tuple[float, Counter[HostPlace]]:
+    """Return a step without experiments on replays: their budget covers the run, and most of it is spent early."""
     looks_s = sum(each for place, each in places.items() if place.phase == "looks")
     rest = Counter({place: each for place, each in places.items() if place.phase != "looks"})
     return max(0.0, seconds - looks_s), rest
 
 
-def _has_rare(places: Counter[HostPlace]) -> bool:
+def _has_occasional(places: Counter[HostPlace]) -> bool:
     total_s = sum(places.values())
     return any(
-        sum(seconds for place, seconds in places.items() if place.phase == phase) > RARE * total_s
+        sum(seconds for place, seconds in places.items() if place.phase == phase) > MIN_OCCASIONAL_FRACTION * total_s
         for phase in ("evaluation", "saving", "looking")
     )

@@ -1,4 +1,4 @@
-"""Which phase of a step a stack of Python frames belongs to, and which line of it is the user's own."""
+"""Determines the phase of a step that a stack of Python frames belongs to, and its line of user code."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 
 import trainwright
 
-_OURS = str(Path(trainwright.__file__).parent) + "/"
+_PACKAGE = str(Path(trainwright.__file__).parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _LIBRARIES = tuple(
     {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
 )
 
-_LOOP = f"{_OURS}engine/loop.py"
-"""Calls ``observe`` of each observer."""
+_LOOP = f"{_PACKAGE}engine/loop.py"
+"""The file that calls ``observe`` of each observer."""
 _FILES = {
-    f"{_OURS}engine/between.py:each_batch": "data",
-    f"{_OURS}optim/clip.py": "update",
-    f"{_OURS}engine/guard.py": "update",
-    f"{_OURS}engine/update.py": "update",
-    f"{_OURS}engine/over_ranks.py": "exchange",
-    f"{_OURS}engine/accumulate.py": "forward",
-    f"{_OURS}engine/step.py:_finish": "update",
-    f"{_OURS}engine/step.py:set_lr": "update",
-    f"{_OURS}engine/step.py:clear_grads": "update",
-    f"{_OURS}engine/evaluate.py": "evaluation",
-    f"{_OURS}monitoring/evaluation.py": "evaluation",
-    f"{_OURS}monitoring/saving.py": "saving",
-    f"{_OURS}monitoring/saving_together.py": "saving",
-    f"{_OURS}recorder/": "looking",
-    f"{_OURS}watching/": "looking",
-    f"{_OURS}watching/experiments.py": "looks",
-    f"{_OURS}watching/findings.py": "looks",
-    f"{_OURS}replay/": "looks",
-    f"{_OURS}doctor/": "looks",
-    f"{_OURS}adapters/": "looking",
+    f"{_PACKAGE}engine/between.py:each_batch": "data",
+    f"{_PACKAGE}optim/clip.py": "update",
+    f"{_PACKAGE}engine/guard.py": "update",
+    f"{_PACKAGE}engine/update.py": "update",
+    f"{_PACKAGE}engine/over_ranks.py": "exchange",
+    f"{_PACKAGE}engine/accumulate.py": "forward",
+    f"{_PACKAGE}engine/step.py:_finish": "update",
+    f"{_PACKAGE}engine/step.py:set_lr": "update",
+    f"{_PACKAGE}engine/step.py:clear_grads": "update",
+    f"{_PACKAGE}engine/evaluate.py": "evaluation",
+    f"{_PACKAGE}monitoring/evaluation.py": "evaluation",
+    f"{_PACKAGE}monitoring/saving.py": "saving",
+    f"{_PACKAGE}monitoring/saving_together.py": "saving",
+    f"{_PACKAGE}recorder/": "looking",
+    f"{_PACKAGE}watching/": "looking",
+    f"{_PACKAGE}watching/experiments.py": "looks",
+    f"{_PACKAGE}watching/findings.py": "looks",
+    f"{_PACKAGE}replay/": "looks",
+    f"{_PACKAGE}doctor/": "looks",
+    f"{_PACKAGE}adapters/": "looking",
     f"{_TORCH}utils/data/dataloader.py:__next__": "data",
     f"{_TORCH}serialization.py:save": "saving",
     f"{_TORCH}distributed/": "exchange",
@@ -54,15 +54,15 @@ _FILES = {
 }
 """The phase of code by its file, or by a function of a file; a folder ends in a slash."""
 _INNERMOST = ("looks", "looking", "exchange")
-"""Also where they are called from within another phase: hooks of the recorder run inside of the forward pass."""
+"""Phases that apply even within another phase: hooks of the recorder run inside of the forward pass."""
 _phases: dict[CodeType, str | None] = {}
-_is_own: dict[CodeType, bool] = {}
+_is_user: dict[CodeType, bool] = {}
 
 
 class HostPlace(NamedTuple):
-    """Where a thread is. ``label`` is the class of the observer that looks, or the function of the user's.
+    """The position of a thread. ``label`` is the class of the running observer, or the function of user code.
 
-    ``site`` is the innermost line of the user's; "" where that only called something of ours, which is at work.
+    ``site`` is the innermost line of user code; "" if that only called Trainwright code that is running.
     """
 
     phase: str
@@ -71,17 +71,21 @@ class HostPlace(NamedTuple):
 
 
 def place_of(frame: FrameType | None) -> HostPlace:
-    """Where a thread is whose innermost frame this is.
+    """Return the position of the thread whose innermost frame this is.
 
-    Of several phases the outermost holds: a dataset may use modules, and activation checkpointing runs them again in
-    the backward pass. But for the forward pass, which every other may lie in, and for ``_INNERMOST``.
+    The outermost phase applies: a dataset may use modules, and activation checkpointing runs them again in the backward
+    pass. Exceptions are the forward pass, which may contain any other phase, and ``_INNERMOST``.
     """
-    found, label, own, inner, is_ours = "", "", "", "", False
+    found = ""
+    label = ""
+    own = ""
+    inner = ""
+    is_ours = False
     while frame is not None:
         code = frame.f_code
         phase = _phase_of(code)
-        is_ours = is_ours or code.co_filename.startswith(_OURS)
-        if not own and not is_ours and _is_users(code):
+        is_ours = is_ours or code.co_filename.startswith(_PACKAGE)
+        if not own and not is_ours and _is_user_code(code):
             own, label = f"{Path(code.co_filename).name}:{frame.f_lineno}", code.co_qualname
         if code.co_name == "observe" and frame.f_back is not None and frame.f_back.f_code.co_filename == _LOOP:
             owner = frame.f_locals.get(code.co_varnames[0])
@@ -104,8 +108,8 @@ def _phase_of(code: CodeType) -> str | None:
     return _phases[code]
 
 
-def _is_users(code: CodeType) -> bool:
-    if code not in _is_own:
+def _is_user_code(code: CodeType) -> bool:
+    if code not in _is_user:
         path = code.co_filename
-        _is_own[code] = not path.startswith(("<frozen", _OURS, _TORCH, *_LIBRARIES))
-    return _is_own[code]
+        _is_user[code] = not path.startswith(("<frozen", _PACKAGE, _TORCH, *_LIBRARIES))
+    return _is_user[code]

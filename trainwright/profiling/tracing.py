@@ -1,4 +1,4 @@
-"""torch's profiler around a few steps: time by operator and by module, memory over time, and a trace for Perfetto."""
+"""Runs torch's profiler for a few steps: time by operator and module, memory over time, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trainwright.profiling.facts import ModuleTime, OperatorTime
 from trainwright.runs.storage import make_subfolder
 
-MARK = "module: "
-POINTS = 300
-"""Of the curve of memory; of each span its highest value stays."""
-MOST = 40
-"""Operators and modules that are kept, those that take most."""
+MODULE_PREFIX = "module: "
+MEMORY_POINTS = 300
+"""Points of the memory curve; each is the maximum of its span."""
+MAX_ROWS = 40
+"""The number of slowest operators and modules that are kept."""
 _BACKWARD = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step"
 _DATA = "enumerate(DataLoader)"
 
 
 class StepTracer:
-    """The profiler, open from when it is made until ``close``, and a range around each module's forward pass."""
+    """The profiler, active until ``close``, and a range around each module's forward pass."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._open, self._ranges = ExitStack(), list[record_function]()
         self._kinds = {name: type(module).__name__ for root in roots for name, module in root.named_modules()}
         for root in roots:
             for path, module in root.named_modules():
-                self._listen(path, module)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr when it starts and stops
+                self._add_hooks(path, module)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it writes to stderr when it starts and stops
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._profile.start()
 
-    def _listen(self, path: str, module: nn.Module) -> None:
+    def _add_hooks(self, path: str, module: nn.Module) -> None:
         def enter(*_: object) -> None:
-            self._ranges.append(record_function(f"{MARK}{path}"))
+            self._ranges.append(record_function(f"{MODULE_PREFIX}{path}"))
             self._ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def leave(*_: object) -> None:
@@ -57,7 +57,7 @@ class StepTracer:
             self._open.callback(handle.remove)
 
     def close(self, steps: int, trace: Path | None) -> TracedSteps:
-        """Ends it after ``steps`` steps and writes the ``trace``; a name that ends in .gz is compressed."""
+        """End the profiler after ``steps`` steps and write the ``trace``, compressed if its name ends in .gz."""
         self._open.close()
         self._profile.stop()
         if trace is not None:
@@ -67,7 +67,7 @@ class StepTracer:
 
 
 class TracedSteps:
-    """What the profiler saw of so many steps."""
+    """The results of the profiler over ``steps`` steps."""
 
     def __init__(self, seen: profile, steps: int, kinds: dict[str, str]) -> None:
         self._steps, self._kinds = steps, kinds
@@ -78,10 +78,10 @@ class TracedSteps:
         self._on_device = [event for event in events if event.device_type.name != "CPU"]
 
     def operators(self) -> tuple[OperatorTime, ...]:
-        """Those that take most, by phase."""
+        """Return the slowest operators, by phase."""
         sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for event in self._events:
-            if event.name.startswith((MARK, "Profiler", "[")):
+            if event.name.startswith((MODULE_PREFIX, "Profiler", "[")):
                 continue
             one = sums[_phase_of(event), event.name.removeprefix(f"{_BACKWARD}: ")]
             one[0] += 1
@@ -91,10 +91,13 @@ class TracedSteps:
             OperatorTime(*key, one[0] / self._steps, one[1] / 1e6 / self._steps, one[2] / 1e6 / self._steps)
             for key, one in sums.items()
         ]
-        return tuple(sorted(rows, key=lambda row: -(row.device_s or row.host_s))[:MOST])
+        return tuple(sorted(rows, key=lambda row: -(row.device_s or row.host_s))[:MAX_ROWS])
 
     def modules(self) -> tuple[ModuleTime, ...]:
-        """Those that take most. The backward pass of an operator counts for the module that called its forward pass."""
+        """Return the slowest modules.
+
+        The backward pass of an operator counts for the module that called its forward pass.
+        """
         made_in: dict[int, str] = {}
         forward: dict[str, float] = defaultdict(float)
         backward: dict[str, float] = defaultdict(float)
@@ -111,19 +114,19 @@ class TracedSteps:
             ModuleTime(path, self._kinds.get(path, ""), forward[path], backward[path])
             for path in {**forward, **backward}
         ]
-        return tuple(sorted(rows, key=lambda row: -(row.forward_s + row.backward_s))[:MOST])
+        return tuple(sorted(rows, key=lambda row: -(row.forward_s + row.backward_s))[:MAX_ROWS])
 
     def memory(self) -> tuple[int, ...]:
-        """Bytes that were allocated and not freed, over time, from the beginning of the trace; at least 0."""
+        """Return the bytes that were allocated and not freed, over time, from the start of the trace; at least 0."""
         held, curve = 0, list[int]()
         for event in sorted((e for e in self._raw if e.name() == "[memory]"), key=lambda e: e.start_ns()):
             held += event.nbytes()
             curve.append(held)
-        lowest = min([0, *curve])  # what was there before is freed within
+        lowest = min([0, *curve])  # memory from before the trace is freed in it
         return _peaks([each - lowest for each in curve])
 
     def busy(self) -> float | None:
-        """The share of the time in which a GPU computed; None without one."""
+        """Return the fraction of the time in which a GPU computed; None without one."""
         if not self._on_device:
             return None
         spans = sorted((event.time_range.start, event.time_range.end) for event in self._on_device)
@@ -138,7 +141,12 @@ class TracedSteps:
 
 def _phase_of(event: Any) -> str:
     while event is not None:
-        for beginning, phase in ((_BACKWARD, "backward"), (_UPDATE, "update"), (_DATA, "data"), (MARK, "forward")):
+        for beginning, phase in (
+            (_BACKWARD, "backward"),
+            (_UPDATE, "update"),
+            (_DATA, "data"),
+            (MODULE_PREFIX, "forward"),
+        ):
             if event.name.startswith(beginning):
                 return phase
         event = event.cpu_parent
@@ -147,8 +155,8 @@ def _phase_of(event: Any) -> str:
 
 def _module_of(event: Any) -> str | None:
     while event is not None:
-        if event.name.startswith(MARK):
-            return str(event.name.removeprefix(MARK))
+        if event.name.startswith(MODULE_PREFIX):
+            return str(event.name.removeprefix(MODULE_PREFIX))
         event = event.cpu_parent
     return None
 
@@ -162,7 +170,7 @@ def _number_in_backward(event: Any) -> int:
 
 
 def _peaks(curve: list[int]) -> tuple[int, ...]:
-    if len(curve) <= POINTS:
+    if len(curve) <= MEMORY_POINTS:
         return tuple(curve)
-    edges = [round(index * len(curve) / POINTS) for index in range(POINTS + 1)]
+    edges = [round(index * len(curve) / MEMORY_POINTS) for index in range(MEMORY_POINTS + 1)]
     return tuple(max(curve[begin:end]) for begin, end in pairwise(edges) if begin < end)

@@ -1,4 +1,4 @@
-"""What bounds a loop, by its profile and the roofline of its device, and what to try next. Pure: no torch."""
+"""Finds the bottleneck of a loop from its profile and the roofline of its device, and what to try. Without torch."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from trainwright.plan.roofline import peak_rate, rate
 from trainwright.profiling.facts import COMPUTE, Hot, ProfileFacts
 
 Bound = Literal["input", "communication", "overhead", "own code", "launch", "memory-bandwidth", "compute"]
-WORTH = 0.05
-"""Share of a step from which on it is named: less than that, and the noise of two cores hides it."""
-MAIN = 0.25
-"""Share of a step that waiting, saving, looking or the user's own code take at least where they bound the loop."""
-PER_OPERATOR = 5
-"""Of a CPU: the host's time for an operator of a training step, in calls of the smallest one: autograd and modules."""
+MIN_REPORTED_FRACTION = 0.05
+"""Minimum fraction of a step that is reported: smaller ones are within the noise of two cores."""
+MIN_BOTTLENECK_FRACTION = 0.25
+"""Minimum fraction of a step that waiting, saving, observers or user code take to be the bottleneck."""
+CALLS_PER_OPERATOR = 5
+"""On a CPU: host time of an operator in a training step, in calls of the smallest operator (autograd, modules)."""
 CACHED_BYTES = 1 << 20
-"""Of a CPU: what an operator reads and writes stays in the caches up to about this size."""
-IDLE = 0.5
-"""Share of the time that a GPU computes at most where the host is what it waits for."""
-WORTH_BF16 = 1.3
-"""Times as fast as fp32 that a device computes bf16, at least, where it is worth a try."""
-AMORTISED = 0.01
-"""Share of a step that saving takes after the advice."""
+"""On a CPU: the size up to which inputs and outputs of an operator stay in the caches, in bytes."""
+MAX_IDLE_GPU_FRACTION = 0.5
+"""Maximum fraction of time that a GPU computes if the host is the bottleneck."""
+MIN_BF16_RATIO = 1.3
+"""Minimum speed-up of bf16 over fp32 in the device's rates that makes bf16 worth a try."""
+TARGET_SAVING_FRACTION = 0.01
+"""Fraction of a step that saving takes after the advice."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to try. ``settings`` of a recipe do it; empty: only the user can. ``changes``: what else does."""
+    """A change to try. ``settings`` of a recipe make it; if empty, only the user can. ``changes``: its side effect."""
 
     name: str
     why: str
@@ -41,10 +41,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class BoundVerdict:
-    """What bounds the loop, why that is said, what else takes a share, and what to try, in this order.
+    """The bottleneck of the loop, the evidence, and what to try, in this order.
 
-    ``roofline`` are seconds of a step by what they would be spent on at the device's rates: arithmetic, memory,
-    launches. ``mfu`` is the share of its peak rate that the arithmetic reached, where that is known.
+    ``roofline`` are seconds per step at the device's rates, by arithmetic, memory and launches. ``mfu`` is the fraction
+    of
+    the device's peak rate that the arithmetic reached, if known.
     """
 
     bound: Bound
@@ -56,8 +57,8 @@ class BoundVerdict:
 
 
 def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
-    """The verdict on a profile that was measured on ``device``."""
-    spent = _spent(facts, device)
+    """Return the verdict on a profile that was measured on ``device``."""
+    spent = _time_by_resource(facts, device)
     waits = {
         "input": facts.share("data"),
         "communication": facts.share("exchange"),
@@ -65,10 +66,12 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
         "own code": facts.share("loop"),
     }
     main = max(waits, key=lambda name: waits[name])
-    of_compute = _of_compute(facts, spent)
-    least = facts.share(*COMPUTE) if of_compute == "launch" else MAIN  # launches could be saved, too
+    of_compute = _compute_bound(facts, spent)
+    least = (
+        facts.share(*COMPUTE) if of_compute == "launch" else MIN_BOTTLENECK_FRACTION
+    )  # launches could be reduced, too
     bound: Bound = main if waits[main] >= min(least, 0.5) else of_compute  # type: ignore[assignment]
-    named = {name for name, share in waits.items() if share >= WORTH} | {bound}
+    named = {name for name, share in waits.items() if share >= MIN_REPORTED_FRACTION} | {bound}
     flops = sum(work.flops for work in facts.work)
     mfu = flops / (facts.step_s * peak_rate(device, facts.precision)) if flops and facts.step_s else None
     return BoundVerdict(
@@ -81,8 +84,8 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
     )
 
 
-def _spent(facts: ProfileFacts, device: Device) -> dict[str, float]:
-    """Each operator counts for what it needs longest: arithmetic, memory, or the host to launch it."""
+def _time_by_resource(facts: ProfileFacts, device: Device) -> dict[str, float]:
+    """Count each operator for its slowest resource: arithmetic, memory, or the launch by the host."""
     spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
     on_cpu = device.kind == "cpu"
     for work in facts.work:
@@ -91,7 +94,7 @@ def _spent(facts: ProfileFacts, device: Device) -> dict[str, float]:
         needs = {
             "arithmetic": work.flops / (rate(device, work.dtype, facts.precision) * device.reach_flops),
             "memory": 0.0 if is_cached else work.bytes / (device.bandwidth * device.reach_bandwidth),
-            "launches": calls * device.launch_s * (PER_OPERATOR if on_cpu else 1),
+            "launches": calls * device.launch_s * (CALLS_PER_OPERATOR if on_cpu else 1),
         }
         longest = max(needs, key=lambda name: needs[name])
         spent[longest] += needs[longest]
@@ -102,8 +105,8 @@ def _calls(facts: ProfileFacts) -> int:
     return sum(work.calls for work in facts.work)
 
 
-def _of_compute(facts: ProfileFacts, spent: Mapping[str, float]) -> Bound:
-    if facts.busy is not None and facts.busy < IDLE:
+def _compute_bound(facts: ProfileFacts, spent: Mapping[str, float]) -> Bound:
+    if facts.busy is not None and facts.busy < MAX_IDLE_GPU_FRACTION:
         return "launch"
     longest = max(spent, key=lambda name: spent[name])
     return {"arithmetic": "compute", "memory": "memory-bandwidth"}.get(longest, "launch")  # type: ignore[return-value]
@@ -122,7 +125,7 @@ def _headline(bound: Bound, facts: ProfileFacts) -> str:
             return f"communication-bound: {percent[bound]:.0%} of a step exchanges with other ranks"
         case "overhead":
             saving, looking = facts.share("saving"), facts.share("looking", "evaluation")
-            what = "saves checkpoints" if saving >= looking else f"looks at the training ({_looker(facts)})"
+            what = "saves checkpoints" if saving >= looking else f"runs observers ({_slowest_observer(facts)})"
             return f"bound by overhead: {max(saving, looking):.0%} of a step {what}"
         case "own code":
             return f"bound by code of the loop: {percent[bound]:.0%} of a step runs beside the model and the optimizer"
@@ -143,7 +146,7 @@ def _readers(facts: ProfileFacts) -> str:
     return f"which {facts.workers} worker{'s' * (facts.workers > 1)} read{'s' * (facts.workers == 1)}"
 
 
-def _looker(facts: ProfileFacts) -> str:
+def _slowest_observer(facts: ProfileFacts) -> str:
     labels: dict[str, float] = {}
     for hot in facts.hot:
         if hot.phase in ("looking", "evaluation"):
@@ -162,7 +165,7 @@ def _evidence(
         least = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in spent.items())
         took = f"forward, backward and update took {human_seconds(facts.compute_s)}"
         yield f"by the roofline of {facts.device}: {least}; {took}"
-    if mfu is not None and mfu <= 1:  # of a CPU the peak is measured, on a busy machine too low
+    if mfu is not None and mfu <= 1:  # the peak of a CPU is measured; on a busy machine it is too low
         yield f"{mfu:.1%} of the peak rate of {facts.device} in {facts.precision}"
     if facts.busy is not None:
         yield f"the GPU computes {facts.busy:.0%} of the time"
@@ -181,28 +184,26 @@ _PHASES_OF: Mapping[str, tuple[str, ...]] = {
 
 def _hottest(facts: ProfileFacts, named: set[str]) -> list[Hot]:
     phases = {phase for name in named for phase in _PHASES_OF.get(name, ())}
-    found = [hot for hot in facts.hot if hot.phase in phases and hot.seconds >= WORTH * facts.step_s]
+    found = [hot for hot in facts.hot if hot.phase in phases and hot.seconds >= MIN_REPORTED_FRACTION * facts.step_s]
     return sorted(found, key=lambda hot: -hot.seconds)[:6]
 
 
 def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) -> Iterator[Advice]:
-    """Of what bounds the loop first."""
+    """Yield advice, first for the bottleneck."""
     if bound == "input":
         yield from _of_input(facts)
-    if facts.share("saving") >= WORTH:
-        times = max(2, round(facts.share("saving") / AMORTISED))
-        why = f"saving takes {facts.share('saving'):.0%} of a step; then below {AMORTISED:.0%}"
+    if facts.share("saving") >= MIN_REPORTED_FRACTION:
+        times = max(2, round(facts.share("saving") / TARGET_SAVING_FRACTION))
+        why = f"saving takes {facts.share('saving'):.0%} of a step; then below {TARGET_SAVING_FRACTION:.0%}"
         yield Advice(f"save every {times} times as many steps (checkpoint.every)", why)
-    if facts.share("looking") >= WORTH:
-        yield Advice(f"let {_looker(facts)} look less often", f"it takes {facts.share('looking'):.0%} of a step")
+    if facts.share("looking") >= MIN_REPORTED_FRACTION:
+        yield Advice(f"run {_slowest_observer(facts)} less often", f"it takes {facts.share('looking'):.0%} of a step")
     if "communication" in named:
-        yield Advice("accumulate micro-batches, or exchange over a faster link", "exchanges take a share of each step")
+        yield Advice("accumulate micro-batches, or exchange over a faster link", "exchanges take a part of each step")
     if facts.syncs:
         one = facts.syncs[0]
-        yield Advice(
-            f"leave out the host sync at {one.site}, or do it now and then", f"{one.op} {_per_step(one.calls)}"
-        )
-    if facts.fused is False and facts.share("update") >= WORTH:
+        yield Advice(f"leave out the host sync at {one.site}, or do it less often", f"{one.op} {_per_step(one.calls)}")
+    if facts.fused is False and facts.share("update") >= MIN_REPORTED_FRACTION:
         yield Advice(
             "a fused optimizer", f"the update takes {facts.share('update'):.0%}", ("optimizer.args.fused=true",)
         )
@@ -223,7 +224,7 @@ def _of_input(facts: ProfileFacts) -> Iterator[Advice]:
         yield Advice("another num_workers of the DataLoader, more or 0", "the loop waits for data")
         return
     counts = sorted({max(2, 2 * facts.workers), max(4, 4 * facts.workers)})
-    for count in [*counts, *([0] if facts.workers else [])]:  # handing batches over may cost more than reading them
+    for count in [*counts, *([0] if facts.workers else [])]:  # transferring batches may cost more than reading them
         yield Advice(f"{count} workers", f"now {facts.workers}", (f"data.workers={count}",))
 
 
@@ -231,11 +232,11 @@ def _of_precision(facts: ProfileFacts, device: Device, bound: Bound) -> Iterator
     full = {work.dtype for work in facts.work if work.flops} <= {"float32", "float64"}
     ratio = device.flops.get("bf16", 0.0) / rate(device, "float32", facts.precision)
     waits = bound == "memory-bandwidth" and "bf16" in device.flops
-    if full and (ratio >= WORTH_BF16 or waits):
+    if full and (ratio >= MIN_BF16_RATIO or waits):
         faster = f"the device is {ratio:.1f} times as fast in bf16"
         why = f"the passes compute in {facts.precision}, and {'bf16 is half as many bytes' if waits else faster}"
         yield Advice("bf16", why, ("precision=bf16",), changes="the rounding of the passes")
-    if full and facts.precision == "fp32" and device.flops.get("tf32", 0.0) >= WORTH_BF16 * device.flops["fp32"]:
+    if full and facts.precision == "fp32" and device.flops.get("tf32", 0.0) >= MIN_BF16_RATIO * device.flops["fp32"]:
         yield Advice("tf32", "matrix products on tensor cores", ("precision=tf32",), changes="the rounding of products")
 
 

@@ -1,4 +1,4 @@
-"""A profile as words and as JSON."""
+"""Formats a profile as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainwright.profiling.pairs import SpeedUp
 from trainwright.profiling.verdict import Advice, BoundVerdict
 from trainwright.runs.json_values import strict
 
-FEW = 8
-"""Operators and modules that are printed."""
+MAX_ROWS_PRINTED = 8
+"""The number of operators and modules printed."""
 
 
 @dataclass(frozen=True)
 class TriedAdvice:
-    """Advice, and how much faster it was; None: it was not tried, and ``why_not``."""
+    """Advice, and how much faster it was; None if it was not tried, for the reason ``why_not``."""
 
     advice: Advice
     seen: SpeedUp | None = None
     why_not: str = ""
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line."""
         changes = f" (it changes {self.advice.changes})" if self.advice.changes else ""
         if self.seen is None:
             measured = f"; not tried: {self.why_not}" if self.why_not else "; not measured"
@@ -39,7 +39,7 @@ class TriedAdvice:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, the verdict, and what was tried."""
+    """The measurements, the verdict, and the advice that was tried."""
 
     facts: ProfileFacts
     verdict: BoundVerdict
@@ -47,7 +47,7 @@ class Profile:
 
     @property
     def gains(self) -> tuple[TriedAdvice, ...]:
-        """What was tried and is faster, the fastest first."""
+        """Advice that was tried and is faster, the fastest first."""
         proven = [each for each in self.tried if each.seen is not None and each.seen.is_proven]
         return tuple(sorted(proven, key=lambda each: -each.seen.median if each.seen else 0.0))
 
@@ -66,7 +66,7 @@ class Profile:
         return str(self.open[0]) if self.open else "nothing to gain"
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield the text output."""
         facts, verdict = self.facts, self.verdict
         yield verdict.headline
         yield f"next      {self.next}"
@@ -78,11 +78,11 @@ class Profile:
         yield from (f"tried     {each}" for each in self.tried if each.seen is not None)
         yield from (f"advice    {each}" for each in self.open)
         yield "operator                                 phase      calls    host   device"
-        for one in facts.operators[:FEW]:
+        for one in facts.operators[:MAX_ROWS_PRINTED]:
             device = human_seconds(one.device_s) if one.device_s else ""
             yield f"  {one.op[:38]:<38} {one.phase:<8} {one.calls:>7.0f} {human_seconds(one.host_s):>9} {device:>8}"
         yield "module                                   forward  backward"
-        for module in facts.modules[:FEW]:
+        for module in facts.modules[:MAX_ROWS_PRINTED]:
             name = f"{module.path or '(outside)'} {module.kind}"[:38]
             yield f"  {name:<38} {human_seconds(module.forward_s):>9} {human_seconds(module.backward_s):>9}"
         if facts.memory:
@@ -90,7 +90,7 @@ class Profile:
         yield from (f"missing   {name}: {why}" for name, why in facts.failed.items())
 
     def to_json(self) -> Mapping[str, object]:
-        """As ``profile.json`` has it."""
+        """Return the content of ``profile.json``."""
         facts = {name: value for name, value in vars(self.facts).items() if name != "work"}
         value = strict({"facts": facts, "verdict": self.verdict, "tried": self.tried})
         advice = [str(each) for each in (*(each for each in self.tried if each.seen), *self.open)]

@@ -1,4 +1,4 @@
-"""The recipe: what a user asks for, validated as a whole before anything runs. No torch in this room."""
+"""The recipe: the user's settings of a run, validated completely before anything runs. Does not import torch."""
 
 from trainwright.recipe.catalog import (
     DATASETS,
@@ -17,10 +17,10 @@ from trainwright.recipe.catalog import (
     SinkRow,
     optimizer_row,
 )
+from trainwright.recipe.data import Data, Dataset
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.editor import json_schema
 from trainwright.recipe.load import Loaded, dump, dump_masked, from_mapping, load
-from trainwright.recipe.reading import Data, Dataset
 from trainwright.recipe.schema import (
     Batch,
     Checkpoint,

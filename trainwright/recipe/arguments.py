@@ -1,4 +1,4 @@
-"""The type of ``args:``: plain values only, so that every recipe can be written and read back equal."""
+"""The type of ``args:``: only plain values, so that every recipe can be written and read back unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.recipe.showing import LARGEST_INT, readable, shown
+from trainwright.recipe.formatting import LARGEST_INT, format_value, readable
 
 MAX_DEPTH = 50
 MAX_VALUES = 10_000  # the same limit as for the nodes of a YAML file
@@ -50,13 +50,15 @@ class _Copy:
             if isinstance(key, str):
                 result[str(self._encodable(key, path))] = self.copy(item, (*path, key))
             else:
-                self._wrong(path, "keys must be text", shown(key), f"put quotes around it: '{shown(key)}'")
+                self._wrong(
+                    path, "keys must be text", format_value(key), f"put quotes around it: '{format_value(key)}'"
+                )
         return result
 
     def _number(self, value: float, path: tuple[str, ...]) -> float | None:
         if isinstance(value, int):
             if abs(value) > LARGEST_INT:
-                self._wrong(path, "must fit into 64 bits", shown(value), "write it as a float, e.g. 1e30")
+                self._wrong(path, "must fit into 64 bits", format_value(value), "write it as a float, e.g. 1e30")
                 return None
             return int(value)
         if math.isnan(value):
@@ -66,7 +68,7 @@ class _Copy:
 
     def _encodable(self, text: str, path: tuple[str, ...]) -> str | None:
         if readable(text) != text:
-            self._wrong(path, "must be valid Unicode text", shown(text), "write the character itself")
+            self._wrong(path, "must be valid Unicode text", format_value(text), "write the character itself")
             return None
         return str(text)
 
@@ -75,7 +77,7 @@ class _Copy:
 
 
 def _plain(value: object) -> object:
-    """Returns a deep copy of ``args`` with lists for tuples. Raises RecipeError (paths relative to ``args``)."""
+    """Return a deep copy of ``args`` with lists for tuples. Raises RecipeError (paths relative to ``args``)."""
     if not isinstance(value, dict):
         return value  # pydantic reports it
     copying = _Copy()

@@ -1,8 +1,9 @@
-"""What ships in the box: one row for each model, dataset, loss, optimizer, schedule and sink that a recipe may name.
+"""The catalog: one row for each built-in model, dataset, loss, optimizer, schedule and sink.
 
 A row names its factory as ``package.module:callable`` and nothing is imported here, so a recipe can be checked on a
 machine without torch. To add one: a row here, the factory in its room, a test. The schema, "did you mean", the memory
-arithmetic, offload, the rules of resume and docs/reference/catalog.md follow from the rows, or a test holds them equal.
+arithmetic, offload, the rules of resume and docs/reference/catalog.md are derived from the rows, or tested against
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Row:
-    """``name`` is what a recipe says, ``factory`` is ``package.module:callable``, ``doc`` one sentence for people."""
+    """``name`` is the name in a recipe, ``factory`` is ``package.module:callable``, ``doc`` one sentence for users."""
 
     name: str
     factory: str
@@ -24,42 +25,42 @@ class Row:
 
 @dataclass(frozen=True)
 class SinkRow(Row):
-    """A tracker. ``package`` is what it imports and what pip installs; "": it needs nothing."""
+    """A tracker. ``package`` is what it imports and what pip installs; "" if it needs nothing."""
 
     package: str = ""
 
 
 @dataclass(frozen=True)
 class OptimizerRow(Row):
-    """What the recipe, the plan and the build know of an optimizer without importing it."""
+    """The properties of an optimizer that recipe, plan and assembly need without importing it."""
 
     state_per_weight: float
     """Bytes kept for each trained weight, relative to those of a weight in fp32."""
     decoupled: bool
-    """Whether weight decay stays out of the moments, as in AdamW; False: it is added to the gradient (L2)."""
+    """True if weight decay stays out of the moments, as in AdamW; False if it is added to the gradient (L2)."""
     lr: float | None = 1e-3
-    """The factory's own default learning rate; None for an optimizer that is not in the box."""
+    """The factory's default learning rate; None for an optimizer that is not built-in."""
     weight_decay: float | None = 0.0
-    """The factory's own default weight decay; None for an optimizer that is not in the box."""
+    """The factory's default weight decay; None for an optimizer that is not built-in."""
     fused: bool = False
-    """Whether torch has a fused implementation, chosen by ``fused=True``."""
+    """True if torch has a fused implementation, chosen by ``fused=True``."""
     needs_for_state: str = ""
-    """The argument without which it keeps no state: momentum."""
+    """The argument that makes it keep state, such as momentum."""
     keeps_state: bool = True
-    """Whether it keeps state where that argument is not given."""
+    """True if it keeps state when that argument is not given."""
     adds_state: tuple[str, ...] = ()
     """Arguments that, when true, keep one more value for each weight."""
     splits_state: tuple[str, ...] = ()
-    """Arguments that decide which weights keep which state."""
+    """Arguments that determine the state of each weight."""
     groups: str = ""
-    """Makes the parameter groups, where the usual ones do not serve: see ``build.optim.choose``."""
+    """The factory of its parameter groups, if the usual ones do not fit: see ``optim.choose``."""
     group_args: tuple[str, ...] = ()
-    """Arguments that ``groups`` takes, and the factory does not."""
+    """Arguments of ``groups`` that the factory does not accept."""
     why_not_offloaded: str = ""
-    """Why its state should not move to the host's memory; "" where it may."""
+    """The reason why its state should not move to the host's memory; "" if it may."""
 
     def values_per_weight(self, args: Mapping[str, object]) -> float:
-        """``state_per_weight`` with these arguments."""
+        """Return ``state_per_weight`` with these arguments."""
         if self.needs_for_state and not args.get(self.needs_for_state, self.keeps_state):
             return 0
         return self.state_per_weight + sum(bool(args.get(name)) for name in self.adds_state)
@@ -144,7 +145,7 @@ OPTIMIZERS = _by_name(
     OptimizerRow(
         "sgd",
         "torch.optim:SGD",
-        "Stochastic gradient descent, with momentum where args has it.",
+        "Stochastic gradient descent, with momentum if args has it.",
         state_per_weight=1,
         decoupled=False,
         fused=True,
@@ -229,17 +230,17 @@ OPTIMIZERS = _by_name(
     ),
 )
 
-USERS_OPTIMIZER = OptimizerRow(
+CUSTOM_OPTIMIZER = OptimizerRow(
     "",
     "",
-    "An optimizer that is not in the box.",
+    "An optimizer that is not built-in.",
     state_per_weight=2,
     decoupled=True,
     lr=None,
     weight_decay=None,
     adds_state=("amsgrad",),
 )
-"""What is assumed of ``package.module:callable``: that it keeps what AdamW keeps."""
+"""Assumptions about ``package.module:callable``: it keeps the same state as AdamW."""
 
 OPTIMIZER_ALIASES = _by_name(
     Row("ademamix", "pytorch_optimizer:AdEMAMix", "AdamW with a second, slower average of the gradients."),
@@ -256,13 +257,13 @@ OPTIMIZER_ALIASES = _by_name(
 )
 """Short names of optimizers of the package pytorch_optimizer. A recipe is read as if it named the factory."""
 OPTIMIZER_NAMES: Mapping[str, Row] = ChainMap[str, Row](OPTIMIZER_ALIASES, OPTIMIZERS)  # type: ignore[arg-type]
-"""All short names; those in the box come first."""
+"""All short names; built-in optimizers come first."""
 
 SCHEDULES = _by_name(
     Row("constant", "trainwright.optim.schedule:ConstantSchedule", "The peak learning rate to the end."),
     Row("cosine", "trainwright.optim.schedule:Cosine", "Half a cosine from the peak to the floor."),
-    Row("restarts", "trainwright.optim.schedule:Restarts", "Cosines from the peak, again and again."),
-    Row("polynomial", "trainwright.optim.schedule:Polynomial", "A power of the share of the run that is left."),
+    Row("restarts", "trainwright.optim.schedule:Restarts", "Repeated cosines from the peak."),
+    Row("polynomial", "trainwright.optim.schedule:Polynomial", "A power of the fraction of the run that is left."),
     Row("linear", "trainwright.optim.schedule:Linear", "A straight line from the peak to the floor."),
     Row("step", "trainwright.optim.schedule:StepDecay", "Multiplied by gamma after each equal span."),
     Row("wsd", "trainwright.optim.schedule:WSD", "Warm-up, the peak for most of the run, a decay at its end."),
@@ -286,19 +287,19 @@ SINKS = _by_name(
     SinkRow(
         "wandb",
         "trainwright.monitoring.sinks.wandb:WeightsAndBiases",
-        "Weights & Biases, offline unless WANDB_MODE says otherwise.",
+        "Weights & Biases, offline unless WANDB_MODE is set.",
         package="wandb",
     ),
     SinkRow(
         "mlflow",
         "trainwright.monitoring.sinks.mlflow:MLflow",
-        "MLflow, in mlflow.db beside the runs unless MLFLOW_TRACKING_URI says otherwise.",
+        "MLflow, in mlflow.db beside the runs unless MLFLOW_TRACKING_URI is set.",
         package="mlflow",
     ),
     SinkRow(
         "trackio",
         "trainwright.monitoring.sinks.trackio:Trackio",
-        "Trackio, in trackio/ beside the runs unless TRACKIO_DIR says otherwise.",
+        "Trackio, in trackio/ beside the runs unless TRACKIO_DIR is set.",
         package="trackio",
     ),
     SinkRow(
@@ -316,5 +317,5 @@ SPIKE_POLICIES: tuple[str, ...] = ("warn", "skip", "rollback", "off")
 
 
 def optimizer_row(use: str) -> OptimizerRow:
-    """The row of an optimizer in the box; ``USERS_OPTIMIZER`` for any other."""
-    return OPTIMIZERS.get(use, USERS_OPTIMIZER)
+    """Return the row of a built-in optimizer, or ``CUSTOM_OPTIMIZER`` for any other."""
+    return OPTIMIZERS.get(use, CUSTOM_OPTIMIZER)

@@ -1,4 +1,4 @@
-"""Turns the errors of pydantic into Problems: all at once, sorted by line, each with a remedy."""
+"""Converts pydantic's errors to Problems: all at once, sorted by line, each with a remedy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainwright.errors import Problem, RecipeError, UsageError
+from trainwright.recipe.formatting import format_value, readable
 from trainwright.recipe.outline import choices, field_at, is_index, is_list, section_at
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.section import Part, Section
-from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.suggest import closest_choice, for_unknown_key
 from trainwright.recipe.yaml_core import core_tag
@@ -43,13 +43,13 @@ _RULES = {
 }
 
 
-def checked(
+def validate_recipe(
     mapping: Mapping[str, object],
     source: Source,
     earlier: Sequence[Problem] = (),
     unreadable: frozenset[str] = frozenset(),
 ) -> Recipe:
-    """Returns the Recipe of ``mapping``.
+    """Return the Recipe of ``mapping``.
 
     ``earlier`` holds the problems found while reading; at paths in ``unreadable`` no further problem is reported.
     Raises RecipeError with every problem.
@@ -67,16 +67,18 @@ def checked(
 
 
 def problems_of(error: ValidationError, source: Source) -> list[Problem]:
-    """Returns every problem of a ValidationError of `Recipe`, in pydantic's order."""
+    """Return every problem of a ValidationError of `Recipe`, in pydantic's order."""
     problems = []
     for detail in error.errors(include_url=False):
-        keys = tuple(readable(key) if isinstance(key, str) else shown(key) for key in detail["loc"] if key != "[key]")
+        keys = tuple(
+            readable(key) if isinstance(key, str) else format_value(key) for key in detail["loc"] if key != "[key]"
+        )
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, RecipeError):
             found = [_below(keys, problem) for problem in cause.problems]
         else:
-            found = [_translated(keys, dict(detail), cause)]
-        problems += [_located(problem, source) for problem in found]
+            found = [_translate(keys, dict(detail), cause)]
+        problems += [_locate(problem, source) for problem in found]
     return problems
 
 
@@ -92,7 +94,7 @@ def _below(keys: tuple[str, ...], problem: Problem) -> Problem:
     return Problem(path, problem.rule, got=problem.got, remedy=problem.remedy)
 
 
-def _located(problem: Problem, source: Source) -> Problem:
+def _locate(problem: Problem, source: Source) -> Problem:
     where = source.where(problem.path)
     return Problem(problem.path, problem.rule, got=problem.got, remedy=readable(problem.remedy), where=where)
 
@@ -102,24 +104,28 @@ def _without_secret(problem: Problem) -> Problem:
     return replace(problem, got=got)
 
 
-def _translated(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> Problem:
-    path, kind, got = ".".join(keys), str(detail["type"]), detail.get("input")
+def _translate(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> Problem:
+    path = ".".join(keys)
+    kind = str(detail["type"])
+    got = detail.get("input")
     if isinstance(cause, UsageError):
-        return Problem(path, cause.message, got=shown(got), remedy=cause.remedy)
+        return Problem(path, cause.message, got=format_value(got), remedy=cause.remedy)
     if kind == "missing":
         return Problem(path, _RULES[kind], remedy=_add(keys))
     if kind == "extra_forbidden":
-        return Problem(path, _unknown_key_rule(keys), got=shown(got), remedy=for_unknown_key(keys))
+        return Problem(path, _unknown_key_rule(keys), got=format_value(got), remedy=for_unknown_key(keys))
     field = field_at(keys)
     if kind == "literal_error" and field is not None:
         allowed = choices(field)
-        names = [value if isinstance(value, str) else shown(value) for value in allowed]
-        return Problem(path, f"must be one of {', '.join(names)}", got=shown(got), remedy=closest_choice(got, allowed))
+        names = [value if isinstance(value, str) else format_value(value) for value in allowed]
+        return Problem(
+            path, f"must be one of {', '.join(names)}", got=format_value(got), remedy=closest_choice(got, allowed)
+        )
     rule = _RULES.get(kind, str(detail["msg"])).format(**detail.get("ctx", {}))
     section = section_at(keys)
     if kind == "model_type" and section is not None and issubclass(section, Part):
         rule = "must be a name, or a mapping with use and args"
-    return Problem(path, rule, got=shown(got), remedy=_remedy(kind, keys, got))
+    return Problem(path, rule, got=format_value(got), remedy=_remedy(kind, keys, got))
 
 
 def _unknown_key_rule(keys: tuple[str, ...]) -> str:
@@ -157,7 +163,7 @@ def _for_bool(got: object, field: FieldInfo | None) -> str:
 
 def _for_text(got: object, field: FieldInfo | None) -> str:
     if isinstance(got, (int, float)):
-        return f"put quotes around it: '{shown(got)}'"
+        return f"put quotes around it: '{format_value(got)}'"
     return f"write {_example(field)}"
 
 
@@ -212,4 +218,4 @@ def _plain(value: object) -> str:
     """Returns a default as written in YAML, or "" where it is no example."""
     if value is None or isinstance(value, (Section, dict, list, tuple)):
         return ""
-    return shown(value) if isinstance(value, (bool, int, float)) else str(value)
+    return format_value(value) if isinstance(value, (bool, int, float)) else str(value)

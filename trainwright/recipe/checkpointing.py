@@ -17,17 +17,17 @@ NAMES = ("none", "block", "selective", "auto")
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Annotates a ``str``: one of ``NAMES``, or the peak memory of a step, ``12GiB``."""
+    """Annotates a ``str``: one of ``NAMES``, or the peak memory of a step, such as ``12GiB``."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         budget = {"type": "string", "pattern": "^[0-9.]+ ?[KMGTkmgt]?i?[Bb]$", "examples": ["12GiB"]}
         return {"anyOf": [{"enum": list(NAMES)}, budget]}
 
-    def checked(self, text: str) -> str:
-        """Returns ``text``. Raises UsageError with a remedy."""
+    def check(self, text: str) -> str:
+        """Return ``text``. Raises UsageError with a remedy."""
         if text in NAMES:
             return text
         if not any(each.isdigit() for each in text):

@@ -1,6 +1,6 @@
 """Durations of training: ``1000steps``, ``2ep``, ``0.1run``, ``90min``, ``5Mtok``.
 
-A `Duration` keeps the unit in which it was written; the plan, which knows data and machine, converts it to steps.
+A `Duration` keeps the unit in which it was written. The plan, which has data and machine, converts it to steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.errors import UsageError
 
 Unit = Literal["steps", "ep", "s", "tok", "run", "samples"]
 
-# What may be written -> (unit, factor).
+# Accepted spellings -> (unit, factor).
 SPELLINGS: dict[str, tuple[Unit, float]] = {
     "steps": ("steps", 1),
     "step": ("steps", 1),
@@ -40,20 +40,19 @@ EXAMPLES = "1000steps, 2ep, 90min, 5Mtok, 50000samples, 0.1run"
 PATTERN = r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?(" + "|".join(SPELLINGS) + r")$"
 
 _WHOLE_UNITS = ("steps", "tok", "samples")
-_LARGEST = 2.0**53  # the last integer up to which a float counts without gaps
+_MAX_VALUE = 2.0**53  # the largest integer up to which floats have no gaps
 _NUMBER_AND_REST = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(.*)", re.DOTALL)
 
 
-def _wrong(rule: str, remedy: str = f"write for example {EXAMPLES}") -> UsageError:
+def _error(rule: str, remedy: str = f"write for example {EXAMPLES}") -> UsageError:
     return UsageError(rule, remedy=remedy)
 
 
 @dataclass(frozen=True)
 class Duration:
-    """``value`` of ``unit``: steps, ep(ochs), s(econds), tok(ens), samples, or run (a share of the run).
+    """``value`` of ``unit``: steps, ep(ochs), s(econds), tok(ens), samples, or run (a fraction of the run).
 
-    Raises UsageError when the value is negative, not finite, not whole where it counts things, or a share
-    above 1.
+    Raises UsageError when the value is negative, not finite, not whole if it counts things, or a fraction above 1.
     """
 
     value: float
@@ -61,24 +60,24 @@ class Duration:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
-            raise _wrong("a duration must be finite")
+            raise _error("a duration must be finite")
         if self.value < 0:
-            raise _wrong("a duration must not be negative")
-        if self.value > _LARGEST:
-            raise _wrong(f"a duration must be at most 2^53 {self.unit}")
+            raise _error("a duration must not be negative")
+        if self.value > _MAX_VALUE:
+            raise _error(f"a duration must be at most 2^53 {self.unit}")
         if self.unit in _WHOLE_UNITS and self.value != int(self.value):
-            raise _wrong(f"{self.unit} are counted whole", f"write {math.ceil(self.value)}{self.unit}")
+            raise _error(f"{self.unit} are counted whole", f"write {math.ceil(self.value)}{self.unit}")
         if self.unit == "run" and self.value > 1:
-            raise _wrong("a share of the run is at most 1run", "write for example 0.1run for a tenth of the run")
+            raise _error("a fraction of the run is at most 1run", "write for example 0.1run for a tenth of the run")
 
     @classmethod
     def parse(cls, text: str, *, allow_zero: bool = False) -> Duration:
-        """Parses ``1000steps`` and the like. Raises UsageError with a remedy."""
+        """Parse such as ``1000steps``. Raises UsageError with a remedy."""
         number, spelling = _number_and_unit(text)
         unit, factor = SPELLINGS[spelling]
-        duration = cls(_scaled(number, factor), unit)
+        duration = cls(_scale(number, factor), unit)
         if duration.value == 0 and not allow_zero:
-            raise _wrong("a duration must be more than 0")
+            raise _error("a duration must be more than 0")
         return duration
 
     def __str__(self) -> str:
@@ -96,7 +95,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class DurationField:
-    """Tells pydantic how to read a Duration; with ``allow_zero`` also ``0steps``."""
+    """Tells pydantic how to parse a Duration; with ``allow_zero`` also ``0steps``."""
 
     allow_zero: bool = False
 
@@ -110,32 +109,32 @@ class DurationField:
         return {"type": "string", "pattern": PATTERN, "examples": EXAMPLES.split(", ")}
 
     def read(self, value: object) -> Duration:
-        """Returns the Duration of a value in a recipe. Raises UsageError, which is a ValueError as pydantic needs."""
+        """Return the Duration of a value in a recipe. Raises UsageError, which is a ValueError as pydantic requires."""
         if isinstance(value, Duration):
             if value.value == 0 and not self.allow_zero:
-                raise _wrong("a duration must be more than 0")
+                raise _error("a duration must be more than 0")
             return value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             raise _without_unit(f"{value:g}" if math.isfinite(_as_float(value)) else "1000")
         if not isinstance(value, str):
-            raise _wrong("must be a number with a unit")
+            raise _error("must be a number with a unit")
         return Duration.parse(value, allow_zero=self.allow_zero)
 
 
 def _number_and_unit(text: str) -> tuple[str, str]:
     match = _NUMBER_AND_REST.fullmatch(text)
     if match is None:
-        raise _wrong("must be a number with a unit")
+        raise _error("must be a number with a unit")
     number, spelling = cast("tuple[str, str]", match.groups())
     if spelling in SPELLINGS:
         return number, spelling
     if not spelling.strip():
         raise _without_unit(number)
     if spelling.strip() in SPELLINGS:
-        raise _wrong("must be a number with a unit, without spaces", f"write {number}{spelling.strip()}")
+        raise _error("must be a number with a unit, without spaces", f"write {number}{spelling.strip()}")
     close = difflib.get_close_matches(spelling.strip(), SPELLINGS, n=1, cutoff=0.5)
     units = f"units are {', '.join(SPELLINGS)}"
-    raise _wrong(
+    raise _error(
         f"{spelling.strip()[:20]!r} is not a unit",
         f"did you mean {number}{close[0]}? {units}" if close else units,
     )
@@ -143,13 +142,15 @@ def _number_and_unit(text: str) -> tuple[str, str]:
 
 def _without_unit(number: str) -> UsageError:
     rule = "a duration needs a unit: which unit?"
-    return _wrong(rule, f"write {number}steps, {number}ep, {number}s or {number}tok")
+    return _error(rule, f"write {number}steps, {number}ep, {number}s or {number}tok")
 
 
-def _scaled(number: str, factor: float) -> float:
+def _scale(number: str, factor: float) -> float:
     value = float(number) * factor
-    # 1.1ktok is 1100.0000000000002 in binary, and must give 1100
-    return float(round(value)) if abs(value) < _LARGEST and math.isclose(value, round(value), rel_tol=1e-14) else value
+    # 1.1ktok is 1100.0000000000002 in binary and must become 1100
+    return (
+        float(round(value)) if abs(value) < _MAX_VALUE and math.isclose(value, round(value), rel_tol=1e-14) else value
+    )
 
 
 def _as_float(value: float) -> float:

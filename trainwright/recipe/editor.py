@@ -16,13 +16,13 @@ class _Generator(GenerateJsonSchema):
 
 
 def json_schema() -> dict[str, Any]:
-    """Returns the JSON Schema, draft 2020-12, of a recipe file."""
+    """Return the JSON Schema, draft 2020-12, of a recipe file."""
     schema = Recipe.model_json_schema(schema_generator=_Generator)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_without_titles(schema)}
 
 
 def _without_titles(schema: Any) -> Any:
-    """Removes pydantic's titles, which only repeat the keys. A *property* called title is a mapping, not a string."""
+    """Remove pydantic's titles, which only repeat the keys. A *property* called title is a mapping, not a string."""
     if isinstance(schema, dict):
         return {
             key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.recipe.check import checked
+from trainwright.recipe.check import validate_recipe
+from trainwright.recipe.formatting import format_value, readable
 from trainwright.recipe.override import Setting, apply, from_environment, from_settings
 from trainwright.recipe.preset import stated_paths, with_preset
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
 from trainwright.runs.secrets import masked
@@ -25,18 +25,18 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A validated recipe, and where each of its values was written.
+    """A validated recipe, and the place where each of its values was written.
 
-    ``asked`` has the paths that the recipe or an override states, and ``by_preset`` those that its preset has set; all
+    ``stated`` has the paths that the recipe or an override states, and ``by_preset`` those that its preset has set; all
     others have their defaults. ``by_plan`` has the paths that were left open (``auto``) and that the plan has decided
-    for this run. ``within_s``: the seconds by the clock from the first step of the run to its end, all included; None:
-    it may take as long as it takes.
+    for this run. ``within_s`` is the limit in wall-clock seconds from the first step of the run to its end, everything
+    included; None if there is no limit.
     """
 
     recipe: Recipe
     source: Source
     within_s: float | None = None
-    asked: frozenset[str] = frozenset()
+    stated: frozenset[str] = frozenset()
     by_preset: frozenset[str] = frozenset()
     by_plan: frozenset[str] = frozenset()
 
@@ -47,67 +47,67 @@ class Loaded:
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
-    """Reads the recipe in a YAML file. A value in ``overrides`` (``path=value``) replaces one in the environment
-    (``TRAINWRIGHT_PATH=value``), and that one in the file.
+    """Read the recipe in a YAML file.
 
-    A name without a suffix, where there is no such file, is that of a recipe in the box: ``gpt-tiny``. ``environ`` is
-    `os.environ` unless given. Raises RecipeError with every problem at once.
+    A value in ``overrides`` (``path=value``) replaces one in the environment (``TRAINWRIGHT_PATH=value``), which
+    replaces
+    one in the file. A name without a suffix, such as ``gpt-tiny``, is a built-in recipe unless a file has that name.
+    ``environ`` is `os.environ` unless given. Raises RecipeError with every problem at once.
     """
-    path = _in_the_box(Path(path))
+    path = _builtin_path(Path(path))
     name = readable(str(path))
     try:
         document = read(_text(path, name), name)
     except UnreadableError as error:
         raise RecipeError(error.problem) from None
     if document.value is None:
-        raise _cannot_read(name, "is empty", "write at least model and data", shown(None))
+        raise _cannot_read(name, "is empty", "write at least model and data", format_value(None))
     if not isinstance(document.value, dict):
         remedy = "write key: value lines, beginning with model: and data:"
-        raise _cannot_read(name, "must be a mapping of keys to values", remedy, shown(document.value))
-    return _loaded(document, overrides, os.environ if environ is None else environ)
+        raise _cannot_read(name, "must be a mapping of keys to values", remedy, format_value(document.value))
+    return _load_document(document, overrides, os.environ if environ is None else environ)
 
 
 def from_mapping(mapping: Mapping[str, object], *, overrides: Sequence[Setting] = (), name: str = "<python>") -> Loaded:
-    """Reads the recipe in a mapping, which is not changed; messages show ``name`` in place of a file.
+    """Read the recipe in a mapping, which is not changed; messages show ``name`` instead of a file.
 
     An override is ``path=value`` in YAML, or a pair of path and value; a later one replaces an earlier one.
-
     Raises RecipeError with every problem at once. The environment is not read.
     """
     if not isinstance(mapping, Mapping):
-        raise _cannot_read(name, "must be a mapping of keys to values", "pass a dict", shown(mapping))
-    return _loaded(Document(name, dict(mapping)), overrides, {})
+        raise _cannot_read(name, "must be a mapping of keys to values", "pass a dict", format_value(mapping))
+    return _load_document(Document(name, dict(mapping)), overrides, {})
 
 
 def dump(recipe: Recipe) -> str:
-    """Returns the whole recipe as YAML, defaults included, which `load` reads back equal."""
+    """Return the complete recipe as YAML, including defaults, which `load` reads back unchanged."""
     return write(recipe.model_dump())
 
 
 def dump_masked(recipe: Recipe) -> str:
-    """As ``dump``, without secrets: a run folder is copied and sent."""
+    """Return the recipe as ``dump`` does, without secrets, because a run folder is copied and sent."""
     return write(masked(recipe.model_dump()))
 
 
-def _loaded(document: Document, overrides: Sequence[Setting], environ: Mapping[str, str]) -> Loaded:
+def _load_document(document: Document, overrides: Sequence[Setting], environ: Mapping[str, str]) -> Loaded:
     apply(document, from_environment(environ, document.problems) + from_settings(overrides, document.problems))
     source = Source(document.name, document.places)
     assert isinstance(document.value, dict)
-    asked = frozenset(stated_paths(document.value))
+    stated = frozenset(stated_paths(document.value))
     mapping, by_preset = with_preset(document.value)
-    recipe = checked(mapping, source, document.problems, frozenset(document.unreadable))
-    return Loaded(recipe, source, asked=asked, by_preset=by_preset)
+    recipe = validate_recipe(mapping, source, document.problems, frozenset(document.unreadable))
+    return Loaded(recipe, source, stated=stated, by_preset=by_preset)
 
 
-def box() -> Path:
-    """The folder of the recipes that ship: inside an installed package, beside it in a checkout."""
+def builtin_recipes() -> Path:
+    """Return the folder of the built-in recipes: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parent.parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
 
-def _in_the_box(path: Path) -> Path:
-    shipped = {file.stem: file for file in _recipes(box())}.get(str(path))
+def _builtin_path(path: Path) -> Path:
+    shipped = {file.stem: file for file in _recipes(builtin_recipes())}.get(str(path))
     return path if shipped is None or (path.exists() and not path.is_dir()) else shipped
 
 
@@ -117,7 +117,7 @@ def _cannot_read(where: str, rule: str, remedy: str, got: str = "") -> RecipeErr
 
 def _text(path: Path, name: str) -> str:
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             content = file.read(MAX_BYTES + 1)
     except IsADirectoryError:
         raise _cannot_read(name, "is a folder, not a recipe file", _recipes_in(path)) from None
@@ -135,8 +135,8 @@ def _text(path: Path, name: str) -> str:
         raise _cannot_read(f"{name}:{line}", "is not UTF-8 text", remedy) from None
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Opens a recipe. A pipe is one only where a shell has made it: any other would wait for its writer."""
+def _open(path: Path) -> BinaryIO:
+    """Open a recipe. A pipe is accepted only if a shell has made it: any other would wait for its writer."""
     if path.is_fifo() and path.parts[1:2] not in (("dev",), ("proc",)):
         raise OSError("it is a pipe, not a file")
     return path.open("rb")
@@ -156,7 +156,7 @@ def _recipes_in(folder: Path) -> str:
 
 def _did_you_mean(path: Path) -> str:
     nearby: dict[str, Path] = {}
-    for folder in (path.parent, Path("recipes"), box()):  # of two with one name the first
+    for folder in (path.parent, Path("recipes"), builtin_recipes()):  # the first of two with the same name
         for file in _recipes(folder):
             nearby.setdefault(file.stem, file)
     close = difflib.get_close_matches(path.stem[:100], nearby, n=1)

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import PlainValidator, WithJsonSchema
 
 from trainwright.errors import UsageError
-from trainwright.recipe.showing import LARGEST_INT
+from trainwright.recipe.formatting import LARGEST_INT
 
 
-def _checked(value: object) -> object:
+def _validate(value: object) -> object:
     if value is None or value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
         return value
     raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")
@@ -18,6 +18,6 @@ def _checked(value: object) -> object:
 
 MicroSize = Annotated[
     int | Literal["auto"] | None,
-    PlainValidator(_checked),
+    PlainValidator(_validate),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}),
 ]

@@ -1,4 +1,4 @@
-"""Looks up what the schema allows at a dotted path, for "did you mean" and for overrides."""
+"""Finds what the schema allows at a dotted path, for "did you mean" and for overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.recipe.section import Section
 
 
 def section_at(keys: Sequence[str]) -> type[Section] | None:
-    """Returns the section at this path, or None where the path is that of a value."""
+    """Return the section at this path, or None if the path is that of a value."""
     if not keys:
         return Recipe
     field = field_at(keys)
@@ -20,7 +20,7 @@ def section_at(keys: Sequence[str]) -> type[Section] | None:
 
 
 def field_at(keys: Sequence[str]) -> FieldInfo | None:
-    """Returns the field at this path; the index of a list counts as the list itself."""
+    """Return the field at this path; the index of a list counts as the list itself."""
     section: type[Section] | None = Recipe
     field: FieldInfo | None = None
     for key in keys:
@@ -32,22 +32,22 @@ def field_at(keys: Sequence[str]) -> FieldInfo | None:
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Returns whether the field holds a list."""
+    """Return True if the field holds a list."""
     return get_origin(field.annotation) is tuple
 
 
 def is_index(key: str) -> bool:
-    """Returns whether ``key`` can be an index into a list."""
+    """Return True if ``key`` can be an index into a list."""
     return key.isascii() and key.isdecimal() and len(key) <= 6
 
 
 def choices(field: FieldInfo) -> tuple[object, ...]:
-    """Returns the values of a field that has a closed list of them."""
+    """Return the values of a field that has a closed list of them."""
     return tuple(_literals(field.annotation))
 
 
 def keys_named(key: str) -> list[str]:
-    """Returns every path in the schema that ends in this key, the nearest to the top first."""
+    """Return every path in the schema that ends in this key, the nearest to the top first."""
     return sorted((path for path in _paths(Recipe, "") if path.split(".")[-1] == key), key=lambda path: path.count("."))
 
 

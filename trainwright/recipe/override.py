@@ -1,4 +1,4 @@
-"""``--set a.b=value`` and ``TRAINWRIGHT_A__B=value``: single values that replace those of a recipe."""
+"""Overrides ``--set a.b=value`` and ``TRAINWRIGHT_A__B=value``: single values that replace those of a recipe."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from trainwright.errors import Problem
+from trainwright.recipe.formatting import format_value, readable
 from trainwright.recipe.outline import field_at, is_index, is_list, section_at
 from trainwright.recipe.parallel import PLANNED, Parallel
 from trainwright.recipe.section import Part
-from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Place
 from trainwright.recipe.yaml_core import Document, UnreadableError, read
 
 ENV_PREFIX = "TRAINWRIGHT_"
-RESERVED_ENV = frozenset({"EXAMINE", "EXIT_CODES", "GRACE_S", "HOME"})  # ours, and not keys of a recipe
+RESERVED_ENV = frozenset(
+    {"EXAMINE", "EXIT_CODES", "GRACE_S", "HOME"}
+)  # Trainwright's settings that are not keys of a recipe
 
 _Container = dict[str, object] | list[object]
 
@@ -34,7 +36,7 @@ class Override:
 
 
 def from_environment(environ: Mapping[str, str], problems: list[Problem]) -> list[Override]:
-    """Returns one override per variable, in the order of their names; adds to ``problems``."""
+    """Return one override per variable, in the order of their names; appends to ``problems``."""
     found = []
     for name in sorted(environ):
         rest = name.removeprefix(ENV_PREFIX)
@@ -46,7 +48,7 @@ def from_environment(environ: Mapping[str, str], problems: list[Problem]) -> lis
 
 
 def from_settings(settings: Iterable[Setting], problems: list[Problem]) -> list[Override]:
-    """Returns one override per setting, in their order; adds to ``problems``."""
+    """Return one override per setting, in their order; appends to ``problems``."""
     found = []
     for setting in settings:
         if not isinstance(setting, str):
@@ -58,7 +60,7 @@ def from_settings(settings: Iterable[Setting], problems: list[Problem]) -> list[
             found.append(_override(path, value, f"--set {path}", problems))
         else:
             rule, remedy = "an override is path=value", f"write --set {path or 'optimizer.lr'}=..."
-            problems.append(Problem("", rule, got=shown(setting), remedy=remedy, where=f"--set {path}"))
+            problems.append(Problem("", rule, got=format_value(setting), remedy=remedy, where=f"--set {path}"))
     return [override for override in found if override is not None]
 
 
@@ -71,7 +73,7 @@ def _override(path: str, text: str, where: str, problems: list[Problem]) -> Over
     except UnreadableError as error:
         found = error.problem
         remedy = f"put quotes around the value; {found.remedy}"
-        problems.append(Problem(path, found.rule, got=shown(text), remedy=remedy, where=where))
+        problems.append(Problem(path, found.rule, got=format_value(text), remedy=remedy, where=where))
         return None
     for found in document.problems:
         below = f"{path}.{found.path}" if found.path else path
@@ -80,7 +82,7 @@ def _override(path: str, text: str, where: str, problems: list[Problem]) -> Over
 
 
 def _direct(path: object, value: object, problems: list[Problem]) -> Override | None:
-    """Returns an override from Python, whose value is not parsed."""
+    """Return an override from Python, whose value is not parsed."""
     where = f"setting {readable(str(path))}"
     keys = _keys(path, where, problems)
     return None if keys is None else Override(keys, value, where)
@@ -91,18 +93,18 @@ def _keys(path: object, where: str, problems: list[Problem]) -> tuple[str, ...] 
     if keys and all(keys) and len(keys) <= 50:
         return keys
     rule, remedy = "is not a path: keys joined by dots", "write for example optimizer.lr"
-    problems.append(Problem("", rule, got=shown(path), remedy=remedy, where=where))
+    problems.append(Problem("", rule, got=format_value(path), remedy=remedy, where=where))
     return None
 
 
 def apply(document: Document, overrides: Iterable[Override]) -> None:
-    """Applies the overrides to the document, in their order; copies the containers that it changes."""
+    """Apply the overrides to the document, in their order; copies the containers that it changes."""
     for override in overrides:
         _put(document, override)
 
 
 def _put(document: Document, override: Override) -> None:
-    """Walks to the parent of the path, creates missing sections on the way, and sets the value there."""
+    """Walk to the parent of the path, create missing sections on the way, and set the value there."""
     assert isinstance(document.value, Mapping)
     here: _Container = dict(document.value)
     document.value = here
@@ -128,7 +130,7 @@ def _put(document: Document, override: Override) -> None:
 
 
 def _forget(document: Document, path: str) -> None:
-    """Removes places and faults of a value that an override replaces."""
+    """Remove places and faults of a value that an override replaces."""
     document.unreadable = {known for known in document.unreadable if not _under(known, path)}
     document.places = {known: place for known, place in document.places.items() if not _under(known, path)}
 
@@ -138,7 +140,7 @@ def _under(known: str, path: str) -> bool:
 
 
 def _container(value: object, path: tuple[str, ...], next_key: str = "") -> _Container | None:
-    """Returns a copy of the value at ``path`` that can take a key, or None for a scalar."""
+    """Return a copy of the value at ``path`` that can take a key, or None for a scalar."""
     if isinstance(value, BaseModel):
         value = dict(value)
     if isinstance(value, Mapping):
@@ -161,7 +163,7 @@ def _new_container(path: tuple[str, ...], next_key: str) -> _Container:
 
 
 def _slot(here: _Container, key: str) -> str | int | None:
-    """Returns the key or index to set; the index after the last one appends."""
+    """Return the key or index to set; the index after the last one appends."""
     if isinstance(here, dict):
         return key
     return int(key) if is_index(key) and int(key) <= len(here) else None
@@ -188,5 +190,5 @@ def _no_place(override: Override, path: tuple[str, ...], here: object) -> Proble
         rule = f"{parent} is a list of {len(here)}: its items are {parent}.0, {parent}.1, ..."
         remedy = f"use an index from 0 to {len(here)} ({len(here)} appends)"
     else:
-        rule, remedy = f"{parent} is {shown(here)} and holds no keys", f"set {parent} itself"
-    return Problem(".".join(path), rule, got=shown(override.value), remedy=remedy, where=override.where)
+        rule, remedy = f"{parent} is {format_value(here)} and holds no keys", f"set {parent} itself"
+    return Problem(".".join(path), rule, got=format_value(override.value), remedy=remedy, where=override.where)

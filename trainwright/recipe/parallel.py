@@ -1,4 +1,4 @@
-"""How a run is spread over the processes that torchrun starts."""
+"""The section ``parallel`` of a recipe: the distribution of a run over the processes that torchrun starts."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from trainwright.recipe.duration import Duration
-from trainwright.recipe.section import Count, Section, on_the_clock
-from trainwright.recipe.showing import LARGEST_INT
+from trainwright.recipe.formatting import LARGEST_INT
+from trainwright.recipe.section import Count, Section, require_time
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
-"""How tensor parallelism treats a module: docs/how-to/several-gpus.md."""
+"""The styles of a module under tensor parallelism: docs/how-to/several-gpus.md."""
 StageStyle = Literal["first", "block", "last"]
-"""Which stage of a pipeline has a module: the first, one of all, the last."""
+"""The pipeline stage of a module: the first, one of all, the last."""
 
 
 PLANNED = ("shard", "tensor", "pipeline", "context")
-"""The axes whose degree the plan chooses where it is ``auto``; that of the copies follows."""
+"""The axes whose degree the plan chooses if it is ``auto``; that of the copies is derived."""
 
 
 class Parallel(Section):
-    """How a run is spread over the processes that torchrun starts. The product of all degrees is their number.
+    """How a run is distributed over the processes that torchrun starts. The product of all degrees is their number.
 
     The bare word ``auto`` leaves all degrees to the plan.
     """
 
     replicate: Literal["auto"] | Count = Field(
         default="auto",
-        description="Copies of the model, each trained on its share of every batch; auto: what the ranks give.",
+        description="Copies of the model, each trained on its part of every batch; auto: from the number of ranks.",
         examples=[4],
     )
     shard: Literal["auto"] | Count = Field(
         default=1,
-        description="Ranks that divide weights, gradients and optimizer state among them (FSDP); auto: the plan "
-        "chooses it by memory, exchanges and links.",
+        description="Ranks that shard weights, gradients and optimizer state among them (FSDP); auto: the plan "
+        "chooses it by memory, communication and links.",
         examples=[8],
     )
     zero: Literal[1, 2, 3] = Field(
         default=3,
-        description="What sharded ranks hold a part of at all times: 1 the optimizer state and the weights between "
+        description="What is sharded at all times: 1 the optimizer state and the weights between "
         "steps, 2 also the gradients, 3 also the weights within a step.",
     )
     tensor: Literal["auto"] | Count = Field(
@@ -51,7 +51,7 @@ class Parallel(Section):
         examples=[2],
     )
     sequence: bool = Field(
-        default=False, description="What lies between the divided layers is divided too, along the sequence."
+        default=False, description="Also divide the operators between the divided layers, along the sequence."
     )
     context: Literal["auto"] | Count = Field(
         default=1,
@@ -60,34 +60,34 @@ class Parallel(Section):
     )
     plan: dict[str, TensorStyle] = Field(
         default_factory=dict,
-        description="How tensor parallelism divides the modules of a model that has no plan of its own: a style for "
+        description="How tensor parallelism divides the modules of a model without a built-in plan: a style for "
         "each pattern of names.",
         examples=[{"blocks.*.up": "column", "blocks.*.down": "row"}],
     )
     pipeline: Literal["auto"] | Count = Field(
         default=1,
-        description="Ranks that each have a stage of the model: some of its blocks; auto as with shard.",
+        description="Ranks that each hold a stage of the model: some of its blocks; auto as with shard.",
         examples=[2],
     )
     stages: dict[str, StageStyle] = Field(
         default_factory=dict,
-        description="Which stage has which modules of a model that does not say so itself: first, block (divided among "
+        description="The stage of each module of a model that does not define stages: first, block (divided among "
         "all) or last for each pattern of names.",
         examples=[{"embed": "first", "layers.*": "block", "norm": "last", "head": "last"}],
     )
     schedule: PipelineSchedule = Field(
         default="1f1b",
-        description="In which order stages compute: all forward passes first (gpipe), one forward and one backward in "
-        "turn (1f1b), or so with two stages on each rank (interleaved).",
+        description="The order of computation in a pipeline: all forward passes first (gpipe), one forward and one "
+        "backward in turn (1f1b), or 1f1b with two stages on each rank (interleaved).",
     )
     sync_batchnorm: bool = Field(
         default=False,
-        description="BatchNorm has the statistics of the samples of all ranks, as in one process, and not of its own.",
+        description="BatchNorm uses the statistics of the samples of all ranks, as in one process.",
     )
     compress: Literal["none", "bf16", "powersgd"] = Field(
         default="none",
-        description="What copies of the model send of their gradients: all, each number rounded to bf16, or two thin "
-        "factors of each matrix (PowerSGD).",
+        description="Compression of gradients between copies of the model: none, each number rounded to bf16, or two "
+        "thin factors of each matrix (PowerSGD).",
     )
     compress_rank: Count = Field(default=4, description="Columns of the factors of PowerSGD.", examples=[8])
     compress_after: Annotated[int, Field(ge=0, le=LARGEST_INT)] = Field(
@@ -108,7 +108,7 @@ class Parallel(Section):
 
     @property
     def open_axes(self) -> tuple[str, ...]:
-        """Those that the plan must choose, of several ranks."""
+        """The axes that the plan must choose if there are several ranks."""
         return tuple(axis for axis in PLANNED if getattr(self, axis) == "auto")
 
     @classmethod
@@ -119,5 +119,5 @@ class Parallel(Section):
     @field_validator("timeout")
     @classmethod
     def _on_the_clock(cls, value: Duration) -> Duration:
-        on_the_clock(value)
+        require_time(value)
         return value

@@ -1,4 +1,4 @@
-"""Presets: settings under one name, applied only where the recipe states nothing."""
+"""Presets: settings under one name, applied only if the recipe does not state them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RECOMMENDED: Mapping[str, Settings] = {
 SGD: Settings = {"optimizer.args.momentum": 0.9}
 SHORT_FORMS = ("model", "loss", "optimizer", "schedule")
 """Sections for which a bare name is short for ``{use: name}``."""
-MAX_KEYS = 4
-"""Keys of the longest path that is told apart; arguments may nest deeper, without end where Python made them."""
+MAX_PATH_KEYS = 4
+"""The maximum depth of paths that are distinguished. Arguments may nest deeper, without limit if Python made them."""
 
 
 def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozenset[str]]:
@@ -27,7 +27,9 @@ def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozen
     """
     if recipe.get("preset") != "recommended":
         return dict(recipe), frozenset()
-    stated, filled, added = frozenset(stated_paths(recipe)), dict(recipe), set()
+    stated = frozenset(stated_paths(recipe))
+    filled = dict(recipe)
+    added = set()
     groups = [settings for path, settings in RECOMMENDED.items() if not _states(stated, path)]
     if _optimizer_of(recipe) == "sgd":
         groups.append(SGD)
@@ -39,7 +41,7 @@ def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozen
 
 def stated_paths(recipe: object, above: str = "") -> Iterator[str]:
     """Yield the dotted path of every value that a raw recipe states; a bare name of a section states its ``use``."""
-    if isinstance(recipe, Mapping) and above.count(".") < MAX_KEYS - 1:
+    if isinstance(recipe, Mapping) and above.count(".") < MAX_PATH_KEYS - 1:
         for key, value in recipe.items():
             if isinstance(key, str):
                 yield from stated_paths(value, f"{above}.{key}" if above else key)
@@ -50,7 +52,7 @@ def stated_paths(recipe: object, above: str = "") -> Iterator[str]:
 
 
 def _states(stated: frozenset[str], path: str) -> bool:
-    """Whether a path or one below it is stated."""
+    """Return True if the path or one below it is stated."""
     return any(each == path or each.startswith(f"{path}.") for each in stated)
 
 
@@ -60,7 +62,7 @@ def _optimizer_of(recipe: Mapping[str, object]) -> object:
 
 
 def _put(section: dict[str, object], keys: list[str], value: object) -> bool:
-    """Set a value and copy the sections on the way to it. False where one of them is not a mapping."""
+    """Set a value and copy the sections on the way to it. Return False if one of them is not a mapping."""
     if len(keys) == 1:
         section[keys[0]] = value
         return True

@@ -32,13 +32,13 @@ class RecipePlaces(Protocol):
     def where(self, path: str) -> str: ...
 
 
-def imported(factory: str) -> Callable[..., Any]:
-    """Returns the callable that a row of the catalog names as ``package.module:callable``."""
+def import_factory(factory: str) -> Callable[..., Any]:
+    """Return the callable that a row of the catalog names as ``package.module:callable``."""
     return pkgutil.resolve_name(factory)  # type: ignore[no-any-return]
 
 
 def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:
-    """Returns the callable of a name in ``names`` or of ``package.module:callable``, without calling it.
+    """Return the callable of a name in ``names`` or of ``package.module:callable``, without calling it.
 
     The current folder and that of the recipe are added to the import path. Raises RecipeError with the rule and the
     remedy.
@@ -51,8 +51,8 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
         return RecipeError(Problem(f"{path}.use", rule, got=use, remedy=remedy, where=source.where(f"{path}.use")))
 
     if module_name == LIVE:
-        rule = f"is the {attribute} that was passed in Python, and no file says how it is made"
-        raise problem(rule, "name it as package.module:callable in a recipe, or go on in Python")
+        rule = f"is the {attribute} that was passed in Python, and no file builds it"
+        raise problem(rule, "name it as package.module:callable in a recipe, or continue in Python")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -61,11 +61,11 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
             near = _nearest_module(error.name, [here, beside])
             install = "" if "." in error.name else f", or {install_remedy(error.name)}"
             remedy = f"did you mean {near!r}? It" if near else f"check the spelling{install}; it"
-            remedy += f" is looked for in {places} and the installed packages"
+            remedy += f" is searched in {places} and the installed packages"
             raise problem(f"there is no module {error.name!r}", remedy) from None
         raise problem(f"{module_name} needs the module {error.name!r}", install_remedy(error.name or "")) from None
     except Exception as error:
-        raise problem(f"importing {module_name} raised {_described(error)}", "make the module importable") from None
+        raise problem(f"importing {module_name} raised {_describe(error)}", "make the module importable") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
             close = get_close_matches(part, dir(found), n=1)
@@ -78,7 +78,7 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
 
 
 def search_beside(source: RecipePlaces) -> tuple[str, str]:
-    """Adds the current folder and that of the recipe to the import path, and returns both."""
+    """Add the current folder and that of the recipe to the import path, and return both."""
     here, beside = str(Path.cwd()), str(source.folder)
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -88,7 +88,7 @@ def search_beside(source: RecipePlaces) -> tuple[str, str]:
 
 
 def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a callable by name; none for a builtin that has no signature."""
+    """Return the parameters of a callable by name; none for a builtin that has no signature."""
     try:
         return inspect.signature(factory).parameters
     except ValueError:
@@ -96,7 +96,7 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 
 def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
-    """Returns the result of the callable with ``args``. Raises RecipeError for any error in it."""
+    """Return the result of the callable with ``args``. Raises RecipeError for any error in it."""
     require_unmasked(args, f"{path}.args", source)
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"
@@ -112,13 +112,13 @@ def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: s
     except UsageError as error:
         raise problem(error.message, error.remedy) from None
     except Exception as error:
-        raise problem(f"{use} raised {_described(error)}", "call it by hand with these arguments") from None
+        raise problem(f"{use} raised {_describe(error)}", "call it directly with these arguments") from None
 
 
 def require_arguments(
     factory: Callable[..., Any], args: Mapping[str, object], use: str, path: str, source: RecipePlaces
 ) -> None:
-    """Raises RecipeError with every argument that a callable does not have, or lacks."""
+    """Raise RecipeError with every argument that a callable does not have, or lacks."""
     try:
         signature = inspect.signature(factory)
     except ValueError:
@@ -135,13 +135,13 @@ def require_arguments(
         raise RecipeError([replace(each, where=source.where(each.path)) for each in found])
     try:
         signature.bind(**args)
-    except TypeError as error:  # an argument that has no name, say
+    except TypeError as error:  # for example a positional-only argument
         remedy = f"it accepts: {', '.join(known)}"
         raise RecipeError(Problem(at, f"{use}: {error}", got=use, remedy=remedy, where=source.where(at))) from None
 
 
 def _nearest_module(name: str, places: Sequence[str]) -> str:
-    """The module with the nearest name in the same package, or in ``places``; "" where none is near."""
+    """Return the module with the nearest name in the same package, or in ``places``; "" if none is near."""
     package, _, last = name.rpartition(".")
     if package:
         places = list(getattr(sys.modules.get(package), "__path__", ()))
@@ -149,8 +149,8 @@ def _nearest_module(name: str, places: Sequence[str]) -> str:
     return f"{package}.{near[0]}" if near and package else "".join(near)
 
 
-def _described(error: Exception) -> str:
-    """Returns the error as text, with the line that raised it unless that is the call in this file."""
+def _describe(error: Exception) -> str:
+    """Return the error as text, with the line that raised it unless that is the call in this file."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{text_of(error)}{at}"

@@ -1,7 +1,7 @@
-"""The schema of a recipe: frozen values with a description of each, for people and for editors.
+"""The schema of a recipe: frozen values, each with a description for users and editors.
 
-No derived numbers: what follows from a recipe by arithmetic belongs to the plan. Rules that concern several keys raise
-a RecipeError with paths relative to their section; `check` makes them absolute.
+It has no derived numbers: what follows from a recipe by arithmetic belongs to the plan. Rules that concern several
+keys raise a RecipeError with paths relative to their section; `check` makes them absolute.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.alerts import Alerts
 from trainwright.recipe.catalog import (
+    CUSTOM_OPTIMIZER,
     LOSSES,
     MODELS,
     OPTIMIZER_ALIASES,
@@ -21,28 +22,29 @@ from trainwright.recipe.catalog import (
     SCHEDULES,
     SINKS,
     SPIKE_POLICIES,
-    USERS_OPTIMIZER,
     optimizer_row,
 )
 from trainwright.recipe.checkpointing import ActivationCheckpointing
+from trainwright.recipe.data import Data, MetricPart, Watcher
 from trainwright.recipe.duration import Duration
+from trainwright.recipe.formatting import LARGEST_INT
 from trainwright.recipe.micro_size import MicroSize
 from trainwright.recipe.parallel import Parallel
-from trainwright.recipe.reading import Data, MetricPart, Watcher
-from trainwright.recipe.section import Count, Part, Section, Text, Texts, Warmup, on_the_clock
+from trainwright.recipe.section import Count, Part, Section, Text, Texts, Warmup, require_time
 from trainwright.recipe.short_name import ShortName
-from trainwright.recipe.showing import LARGEST_INT
 
 DEFAULT_BATCH_SIZE = 32
 
 
 class Lora(Section):
-    """Low-rank adapters: the model's weights stay as they are, small added matrices are trained."""
+    """Low-rank adapters: small added matrices are trained, the model's weights stay unchanged."""
 
     rank: Count = Field(default=8, description="Rank of the added matrices.")
     alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the added matrices.")
-    targets: Texts = Field(default=(), description="Names of linear layers, or their ends; empty: the builder chooses.")
+    targets: Texts = Field(
+        default=(), description="Names of linear layers, or their last parts; empty: chosen by Trainwright."
+    )
 
 
 class Qat(Section):
@@ -65,8 +67,8 @@ class Qat(Section):
 class WeightAveraging(Section):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights late in the run."""
 
-    start: Warmup = Field(default=Duration(0.75, "run"), description="When the weights enter the average first.")
-    every: Duration = Field(default=Duration(1, "ep"), description="How often they do from then on.")
+    start: Warmup = Field(default=Duration(0.75, "run"), description="When averaging begins.")
+    every: Duration = Field(default=Duration(1, "ep"), description="How often the weights enter the average.")
     lr: float | None = Field(
         default=None,
         gt=0,
@@ -76,28 +78,27 @@ class WeightAveraging(Section):
     )
     anneal: Warmup = Field(
         default=Duration(10, "ep"),
-        description="How long it takes from the scheduled learning rate to lr, in steps of every.",
+        description="How long the transition from the scheduled learning rate to lr takes, in steps of every.",
     )
     anneal_by: Literal["cos", "linear"] = Field(default="cos", description="The form of this transition.")
     norm_batches: Count | None = Field(
         default=None,
-        description="Training batches by which BatchNorm statistics of the average are measured at the end; null: one "
-        "epoch.",
+        description="Training batches that update the BatchNorm statistics of the average at the end; null: one epoch.",
     )
 
 
 class Model(Part):
-    """What is trained."""
+    """The model that is trained."""
 
     use: Annotated[str, ShortName("model", MODELS)] = Field(
-        description="A model in the box, or package.module:callable that returns an nn.Module.",
+        description="A built-in model, or package.module:callable that returns an nn.Module.",
         examples=["gpt"],
     )
     freeze: Texts = Field(default=(), description="Glob patterns of parameter names that are not trained.")
     activation_checkpointing: Annotated[str, ActivationCheckpointing()] = Field(
         default="none",
-        description="Compute activations again in backward instead of keeping them: none, of each block, of cheap "
-        "operators (selective), as the plan chooses (auto), or so that a step peaks below a size (12GiB).",
+        description="Recompute activations in backward instead of keeping them: none, those of each block, those of "
+        "cheap operators (selective), as the plan chooses (auto), or so that a step peaks below a size (12GiB).",
         examples=["block"],
     )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
@@ -117,7 +118,7 @@ class Model(Part):
     @model_validator(mode="after")
     def _no_contradiction(self) -> Model:
         if self.qat is not None and self.lora is not None:
-            rule, remedy = "contradicts lora: adapters are trained on weights that stay as they are", "keep qat or lora"
+            rule, remedy = "contradicts lora: adapters are trained on weights that stay unchanged", "keep qat or lora"
             raise RecipeError(Problem("qat", rule, remedy=remedy))
         if self.ema is not None and self.swa is not None:
             rule, remedy = "contradicts ema: a run keeps one average of the weights", "keep ema or swa"
@@ -126,12 +127,12 @@ class Model(Part):
 
     @property
     def keeps_average(self) -> bool:
-        """Whether the run keeps an average of the weights."""
+        """True if the run keeps an average of the weights."""
         return self.ema is not None or self.swa is not None
 
 
 class Fp8(Section):
-    """Which linear layers precision: fp8 and mxfp8 apply to, and how."""
+    """The linear layers that precision: fp8 and mxfp8 apply to, and their scales."""
 
     scales: Literal["rowwise", "tensorwise"] = Field(
         default="rowwise",
@@ -145,7 +146,7 @@ class Fp8(Section):
     )
     emulate: bool = Field(
         default=False,
-        description="Round as fp8 does, but compute in fp32: for tests and tries on any device. Slower than fp32.",
+        description="Round as fp8 does, but compute in fp32: for tests on any device. Slower than fp32.",
     )
 
 
@@ -154,12 +155,12 @@ class Objective(Part):
 
     use: Annotated[str, ShortName("loss", LOSSES)] = Field(
         default="cross_entropy",
-        description="A loss in the box, or package.module:callable.",
+        description="A built-in loss, or package.module:callable.",
         examples=["mse"],
     )
     chunked: Literal["auto", True, False] = Field(
         default="auto",
-        description="Compute the logits of a language model in chunks; auto: only where the whole logits do not fit "
+        description="Compute the logits of a language model in chunks; auto: only if the full logits do not fit "
         "into the memory that the plan has for them.",
     )
 
@@ -196,11 +197,11 @@ class Batch(Section):
         size, accumulation = self.size, self.accumulation
         micro = None if self.micro == "auto" else self.micro
         if accumulation and self.micro == "auto":
-            rule, remedy = "says micro already: size / accumulation", "leave micro out, or accumulation"
+            rule, remedy = "contradicts accumulation: micro is size / accumulation", "leave micro out, or accumulation"
             return Problem("micro", rule, got="auto", remedy=remedy)
         if size is None:
             alone = micro is None
-            rule, remedy = "does not say the batch on its own", "add batch.size or batch.micro"
+            rule, remedy = "does not determine the batch alone", "add batch.size or batch.micro"
             return Problem("accumulation", rule, got=str(accumulation), remedy=remedy) if alone else None
         if size < (micro or 1):
             rule = f"must be at least micro, {micro}"
@@ -213,12 +214,12 @@ class Clip(Section):
 
     by: Literal["norm", "value", "agc", "zclip", "adagc", "none"] = Field(
         default="none",
-        description="Global norm, each value, each unit by its weights (agc), the global norm by those before (zclip), "
-        "each tensor by its norms before (adagc), or no clipping. norm where only at is given.",
+        description="Global norm, each value, each unit by its weights (agc), the global norm by earlier ones (zclip), "
+        "each tensor by its earlier norms (adagc), or no clipping. norm if only at is given.",
         examples=["norm"],
     )
     at: float = Field(
-        default=1.0, gt=0, description="The bound; of adagc: of the global norm in its warm-up; zclip has none."
+        default=1.0, gt=0, description="The bound; for adagc: of the global norm during its warm-up; zclip has none."
     )
     z: float | None = Field(
         default=None,
@@ -248,7 +249,7 @@ class Clip(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_norm(cls, value: object) -> object:
-        """A bound without a measure bounds the global norm; without this rule it would have no effect."""
+        """Let a bound without a measure bound the global norm; without this rule it would have no effect."""
         return {"by": "norm", **value} if isinstance(value, dict) and "at" in value else value
 
     @model_validator(mode="after")
@@ -264,7 +265,7 @@ class Clip(Section):
 
 
 class Group(Section):
-    """Settings of its own for the parameters whose names match."""
+    """Settings for the parameters whose names match."""
 
     match: Text = Field(description="Glob pattern of parameter names.", examples=["*.embed.*"])
     lr: float | None = Field(default=None, gt=0, description="Peak learning rate of the group.", examples=[1e-4])
@@ -274,33 +275,33 @@ class Group(Section):
     @model_validator(mode="after")
     def _one_learning_rate(self) -> Group:
         if self.lr is not None and self.lr_scale != 1.0:
-            rule = "contradicts lr: both say the group's learning rate"
+            rule = "contradicts lr: both set the group's learning rate"
             raise RecipeError(Problem("lr_scale", rule, got=str(self.lr_scale), remedy="keep lr or lr_scale"))
         return self
 
 
 class LrRule(Section):
-    """How the learning rate follows the batch size; lr is then the one for base_batch."""
+    """How the learning rate is scaled with the batch size; lr is then the one for base_batch."""
 
     rule: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="lr times size / base_batch, its square root, or lr as it is."
+        default="none", description="lr times size / base_batch, lr times its square root, or lr unchanged."
     )
-    base_batch: Count | None = Field(default=None, description="The batch size that lr was found for.", examples=[256])
+    base_batch: Count | None = Field(default=None, description="The batch size that lr was tuned for.", examples=[256])
 
     @model_validator(mode="after")
     def _base_is_known(self) -> LrRule:
         if self.rule != "none" and self.base_batch is None:
-            remedy = "add base_batch: the batch size that optimizer.lr was found for"
+            remedy = "add base_batch: the batch size that optimizer.lr was tuned for"
             raise RecipeError(Problem("base_batch", f"is required by rule: {self.rule}", remedy=remedy))
         return self
 
 
 class Optimizer(Part):
-    """How gradients change the weights."""
+    """The optimizer, its parameter groups, and gradient clipping."""
 
     use: Annotated[str, ShortName("optimizer", OPTIMIZER_NAMES)] = Field(
         default="adamw",
-        description="An optimizer in the box, a short name of one of pytorch_optimizer, or package.module:callable.",
+        description="A built-in optimizer, a short name of one of pytorch_optimizer, or package.module:callable.",
         examples=["sgd"],
     )
     lr: float | None = Field(
@@ -317,29 +318,29 @@ class Optimizer(Part):
     )
     decay_norms_and_biases: bool = Field(
         default=True,
-        description="false: no weight decay on norms and biases, which get a parameter group of their own.",
+        description="false: no weight decay on norms and biases, which get a separate parameter group.",
     )
     groups: Annotated[tuple[Group, ...], Field(strict=False)] = Field(
-        default=(), description="Settings by parameter name; the first that matches counts."
+        default=(), description="Settings by parameter name; the first match applies."
     )
     clip: Clip = Field(default_factory=Clip, description="Gradient clipping.")
     lr_rule: LrRule = Field(default_factory=LrRule, description="Learning rate by batch size.")
     offload: Literal["auto", True, False] = Field(
         default=False,
-        description="Moments and update in the host's memory; auto: where a run does not fit the device otherwise.",
+        description="Moments and update in the host's memory; auto: if a run does not fit the device otherwise.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _default_rates(cls, value: object) -> object:
-        """An optimizer in the box gets its own defaults here, so that a recipe in a run folder shows numbers."""
+        """Fill in the defaults of a built-in optimizer, so that a recipe in a run folder shows numbers."""
         value = {"use": value} if isinstance(value, str) else value
         if not isinstance(value, dict):
             return value
         use = value.get("use", cls.model_fields["use"].default)
         if isinstance(use, str) and use in OPTIMIZER_ALIASES:
             return {**value, "use": OPTIMIZER_ALIASES[use].factory}
-        row = optimizer_row(use) if isinstance(use, str) else USERS_OPTIMIZER
+        row = optimizer_row(use) if isinstance(use, str) else CUSTOM_OPTIMIZER
         defaults = {"lr": row.lr, "weight_decay": row.weight_decay}
         return {**value, **{key: default for key, default in defaults.items() if value.get(key) is None}}
 
@@ -358,7 +359,7 @@ class Schedule(Part):
 
     use: Annotated[str, ShortName("schedule", SCHEDULES)] = Field(
         default="constant",
-        description="A schedule in the box, or package.module:callable.",
+        description="A built-in schedule, or package.module:callable.",
         examples=["cosine"],
     )
     warmup: Warmup = Field(default=Duration(0, "steps"), description="Linear rise to the peak; 0steps: none.")
@@ -378,12 +379,12 @@ class Schedule(Part):
 
 
 class SpikeHandling(Section):
-    """What happens when the gradient norm rises far above its usual size."""
+    """The reaction to a gradient norm far above its usual size."""
 
     policy: Annotated[str, ShortName("spike policy", SPIKE_POLICIES)] = Field(
         default="warn",
-        description="warn: a finding and nothing else; skip: leave the update out; rollback: go back to the last state "
-        "in memory and leave the batches since then out; off: do not look; or package.module:callable.",
+        description="warn: only a finding; skip: skip the update; rollback: go back to the last state "
+        "in memory and skip the batches since then; off: no detection; or package.module:callable.",
         examples=["skip"],
     )
     factor: float = Field(
@@ -397,7 +398,7 @@ class Evaluation(Section):
     every: Duration = Field(default=Duration(0.1, "run"), description="How often.")
     batches: Count | None = Field(
         default=None,
-        description="Batches per evaluation; null: the whole set, or as many as the plan has time for.",
+        description="Batches per evaluation; null: the full set, or as many as the plan has time for.",
         examples=[50],
     )
     batch: Count | None = Field(default=None, description="Samples per batch; null: as in training.", examples=[64])
@@ -408,41 +409,45 @@ class Checkpoint(Section):
 
     every: Duration | None = Field(
         default=Duration(0.25, "run"),
-        description="How often; a share of the run at most every 5 s. null: only at the end.",
+        description="How often; a fraction of the run at most every 5 s. null: only at the end.",
     )
     at_least_every: Duration | None = Field(
-        default=Duration(15 * 60, "s"), description="Also when the last one is so old, by the clock on the wall."
+        default=Duration(15 * 60, "s"), description="Also when the last checkpoint is this old, by wall-clock time."
     )
-    keep: Count = Field(default=2, description="How many of the newest are kept.")
+    keep: Count = Field(default=2, description="The number of newest checkpoints that are kept.")
     keep_every: Duration | None = Field(
-        default=None, description="The first one at or after each multiple of this is kept for ever.", examples=["1ep"]
+        default=None,
+        description="The first checkpoint at or after each multiple of this is kept for ever.",
+        examples=["1ep"],
     )
     best: Text | None = Field(
         default="loss",
-        description="The one with the best value of this is kept too: loss, or a metric of the validation.",
+        description="The checkpoint with the best value of this is also kept: loss, or a metric of the validation.",
         examples=["accuracy"],
     )
-    best_mode: Literal["min", "max"] = Field(default="min", description="Whether best is the smallest or the largest.")
+    best_mode: Literal["min", "max"] = Field(
+        default="min", description="Whether the best value is the smallest or the largest."
+    )
     restore_best: bool = Field(
         default=False, description="At the end of the run, the model gets the weights of the best checkpoint."
     )
     asynchronous: bool = Field(
-        default=True, description="Training goes on while a copy of the state is written (costs its size in memory)."
+        default=True, description="Training continues while a copy of the state is written (costs its size in memory)."
     )
     signals: Annotated[tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...], Field(strict=False)] = Field(
-        default=("SIGTERM", "SIGUSR1"), description="Besides SIGINT, what asks a run to save and stop."
+        default=("SIGTERM", "SIGUSR1"), description="Signals that make a run save and stop, besides SIGINT."
     )
 
     @field_validator("at_least_every")
     @classmethod
     def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return on_the_clock(value)
+        return require_time(value)
 
     @field_validator("keep_every")
     @classmethod
     def _counted(cls, value: Duration | None) -> Duration | None:
         if value is not None and value.unit == "s":
-            raise UsageError("must not be a time: it picks among steps", remedy="write for example 1000steps or 1ep")
+            raise UsageError("must not be a time: it selects steps", remedy="write for example 1000steps or 1ep")
         return value
 
 
@@ -450,20 +455,20 @@ class Log(Section):
     """The log of the run, and trackers that get a copy."""
 
     every: Duration = Field(default=Duration(10, "steps"), description="How often a step is logged.")
-    sinks: Annotated[tuple[Annotated[str, ShortName("sink", SINKS, own=False)], ...], Field(strict=False)] = Field(
-        default=(), description="Trackers besides the run folder."
-    )
+    sinks: Annotated[
+        tuple[Annotated[str, ShortName("sink", SINKS, accepts_references=False)], ...], Field(strict=False)
+    ] = Field(default=(), description="Trackers besides the run folder.")
     metrics: bool = Field(
-        default=True, description="Metrics also of the training batches, over the steps since the last record."
+        default=True, description="Also compute metrics of the training batches, over the steps since the last record."
     )
-    layers: bool = Field(default=True, description="Statistics by layer now and then: gradients, updates, activations.")
+    layers: bool = Field(default=True, description="Statistics by layer at intervals: gradients, updates, activations.")
     retain_grad: Texts = Field(
         default=(),
-        description="Glob patterns of module names: now and then, norms and histograms of the gradients with respect "
+        description="Glob patterns of module names: at intervals, norms and histograms of the gradients with respect "
         "to their outputs.",
         examples=[["blocks.3.*"]],
     )
-    doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")
+    doctor: bool = Field(default=True, description="Observe every step, and diagnose faults on a replay.")
     examine: Literal["budget", "all"] = Field(
         default="budget",
         description="What the doctor examines: as much as 3 % of the training time allows, or everything.",
@@ -488,7 +493,7 @@ NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
 
 
 class Recipe(Section):
-    """Everything that a user asks of a run."""
+    """The complete settings of a run."""
 
     name: Annotated[str, AfterValidator(_folder_name)] = Field(
         default="run",
@@ -498,55 +503,59 @@ class Recipe(Section):
     preset: Literal["recommended"] | None = Field(
         default=None,
         description="recommended: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms "
-        "and biases, momentum 0.9 for sgd; each unless the recipe says otherwise. null: nothing beyond what is stated.",
+        "and biases, momentum 0.9 for sgd; each unless the recipe sets it. null: only what is stated.",
         examples=["recommended"],
     )
     seed: int = Field(default=1337, ge=0, le=LARGEST_INT, description="Seed of all random numbers.")
     deterministic: bool = Field(default=False, description="Only deterministic kernels: the same bits each time.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the run computes.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="The device of the run.")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None = Field(
         default=None,
-        description="Arithmetic of forward and backward. null: float32, with TF32 only where torch is set to use it; "
-        "fp32: float32 without TF32; auto: bf16 or fp16 where it pays (on a CPU: 1.3 times as fast), else fp32; fp8, "
+        description="Arithmetic of forward and backward. null: float32, with TF32 only if torch is set to use it; "
+        "fp32: float32 without TF32; auto: bf16 or fp16 if it pays (on a CPU: 1.3 times as fast), else fp32; fp8, "
         "mxfp8: bf16, and linear layers in 8 bits.",
         examples=["auto"],
     )
     fp8: Fp8 | None = Field(
-        default=None, description="How precision: fp8 and mxfp8 are computed.", examples=[{"scales": "tensorwise"}]
+        default=None, description="Settings of precision: fp8 and mxfp8.", examples=[{"scales": "tensorwise"}]
     )
-    until: Duration = Field(default=Duration(1, "ep"), description="When the run ends.")
-    model: Model = Field(description="What is trained.", examples=["gpt"])
-    data: Data = Field(description="What is trained on.", examples=[{"train": "digits"}])
-    loss: Objective = Field(default_factory=Objective, description="What is minimised.")
-    batch: Batch = Field(default_factory=Batch, description="How many samples make a step.")
-    parallel: Parallel = Field(default_factory=Parallel, description="How the run is spread over several processes.")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients change the weights.")
+    until: Duration = Field(default=Duration(1, "ep"), description="The length of the run.")
+    model: Model = Field(description="The model that is trained.", examples=["gpt"])
+    data: Data = Field(description="The training and validation data.", examples=[{"train": "digits"}])
+    loss: Objective = Field(default_factory=Objective, description="The loss that is minimised.")
+    batch: Batch = Field(default_factory=Batch, description="The number of samples per step.")
+    parallel: Parallel = Field(
+        default_factory=Parallel, description="How the run is distributed over several processes."
+    )
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning rate over the run.")
-    spikes: SpikeHandling = Field(default_factory=SpikeHandling, description="What happens at a spike of the gradient.")
+    spikes: SpikeHandling = Field(
+        default_factory=SpikeHandling, description="The reaction to a spike of the gradient norm."
+    )
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Validation during the run.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving during the run.")
     observers: Annotated[tuple[Watcher, ...], Field(strict=False)] = Field(
-        default=(), description="What looks at each step after it is done, and may end the run."
+        default=(), description="Observers, which receive each completed step and may end the run."
     )
     metrics: Annotated[tuple[MetricPart, ...], Field(strict=False)] = Field(
-        default=(), description="What is measured over the validation set, and over the training batches."
+        default=(), description="Metrics over the validation set, and over the training batches."
     )
     log: Log = Field(default_factory=Log, description="The log of the run.")
     alerts: Alerts | None = Field(
-        default=None, description="Who is told what happens.", examples=[{"webhook": "SLACK_WEBHOOK"}]
+        default=None, description="Alerts about the run.", examples=[{"webhook": "SLACK_WEBHOOK"}]
     )
     folder: Annotated[str, AfterValidator(_folder_path)] = Field(
-        default="runs", description="Where run folders are made."
+        default="runs", description="The folder in which run folders are made."
     )
 
     @field_validator("until")
     @classmethod
     def _absolute(cls, until: Duration) -> Duration:
         if until.unit == "run":
-            raise UsageError("cannot be a share of the run that it defines", remedy="write for example 10ep")
+            raise UsageError("cannot be a fraction of the run that it defines", remedy="write for example 10ep")
         return until
 
-    # A validator of the field, not of the whole: it also runs when other sections have problems of their own.
+    # A validator of the field, not of the model: it also runs when other sections have problems.
     @field_validator("schedule")
     @classmethod
     def _warmup_fits(cls, schedule: Schedule, info: ValidationInfo) -> Schedule:

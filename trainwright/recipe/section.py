@@ -11,8 +11,8 @@ from pydantic_core import CoreSchema
 from trainwright.errors import UsageError
 from trainwright.recipe.arguments import Args
 from trainwright.recipe.duration import Duration, DurationField
+from trainwright.recipe.formatting import LARGEST_INT
 from trainwright.recipe.short_name import ShortName
-from trainwright.recipe.showing import LARGEST_INT
 
 Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
 SampleId = Annotated[int, Field(ge=0, le=LARGEST_INT)]
@@ -28,10 +28,10 @@ class Section(BaseModel):
 
 
 class Part(Section):
-    """Something built by calling a factory. The bare name ``gpt`` is short for ``{use: gpt}``."""
+    """An object built by calling a factory. The bare name ``gpt`` is short for ``{use: gpt}``."""
 
     use: Annotated[str, ShortName("part", {})] = Field(description="A short name, or package.module:callable.")
-    args: Args = Field(default_factory=dict, description="Keyword arguments for what `use` names.")
+    args: Args = Field(default_factory=dict, description="Keyword arguments of the callable that `use` names.")
 
     @model_validator(mode="before")
     @classmethod
@@ -47,8 +47,8 @@ class Part(Section):
         }
 
 
-def on_the_clock(value: Duration | None) -> Duration | None:
-    """Raises UsageError for a duration that is no time."""
+def require_time(value: Duration | None) -> Duration | None:
+    """Return ``value``. Raises UsageError for a duration that is not a time."""
     if value is not None and value.unit != "s":
-        raise UsageError("must be a time: the clock decides", remedy="write for example 15min")
+        raise UsageError("must be a wall-clock time", remedy="write for example 15min")
     return value

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import UsageError
 from trainwright.recipe.catalog import Row
-from trainwright.recipe.showing import readable
+from trainwright.recipe.formatting import readable
 
 _DOTTED = "package.module:callable"
 
@@ -21,34 +21,34 @@ _DOTTED = "package.module:callable"
 class ShortName:
     """Annotates a ``str`` that is one of ``names``, which are read at each check. ``kind`` is for messages.
 
-    ``own``: whether ``package.module:callable`` may be named instead.
+    ``accepts_references``: ``package.module:callable`` may be named instead.
     """
 
     kind: str
     names: Mapping[str, Row] | Collection[str]
-    own: bool = True
+    accepts_references: bool = True
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = {"type": "string", "pattern": "^[^\\s:]+:[^\\s:]+$"}
         listed: JsonSchemaValue = {"enum": list(self.names)}
         if isinstance(self.names, Mapping):  # VS Code shows these beside the values
             listed["enumDescriptions"] = [row.doc for row in self.names.values()]
-        if not self.own:
+        if not self.accepts_references:
             return listed
         return {"anyOf": [listed, reference]} if self.names else reference
 
-    def checked(self, text: str) -> str:
-        """Returns ``text`` if it is one of the names or a reference. Raises UsageError with a remedy."""
-        if text in self.names or (self.own and is_reference(text)):
+    def check(self, text: str) -> str:
+        """Return ``text`` if it is one of the names or a reference. Raises UsageError with a remedy."""
+        if text in self.names or (self.accepts_references and is_reference(text)):
             return text
         raise UsageError(f"must be {self._rule()}", remedy=self._remedy(text))
 
     def _rule(self) -> str:
         listed = ", ".join(self.names)
-        if not self.own:
+        if not self.accepts_references:
             return f"one of {listed}"
         return f"a known {self.kind} ({listed}) or {_DOTTED}" if self.names else _DOTTED
 
@@ -61,13 +61,13 @@ class ShortName:
         if close and not colon:
             return f"did you mean {close[0]}?"
         module, dot, name = text.rpartition(".")
-        if self.own and dot and not colon and is_reference(f"{module}:{name}"):
+        if self.accepts_references and dot and not colon and is_reference(f"{module}:{name}"):
             return f"did you mean {module}:{name}? (a colon before the callable)"
         return f"write one of {', '.join(self.names)}" if self.names else f"write {_DOTTED}"
 
 
 def is_reference(text: str) -> bool:
-    """Returns whether ``text`` has the form ``package.module:callable`` (``Class.method`` counts as a callable)."""
+    """Return True if ``text`` has the form ``package.module:callable`` (``Class.method`` counts as a callable)."""
     module, colon, name = text.partition(":")
     dotted = [*module.split("."), *name.split(".")]
     return bool(colon) and not module.endswith(".py") and all(part.isidentifier() for part in dotted)

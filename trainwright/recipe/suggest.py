@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from trainwright.recipe.formatting import format_value
 from trainwright.recipe.outline import keys_named, section_at
 from trainwright.recipe.section import Part
-from trainwright.recipe.showing import shown
-from trainwright.recipe.source import joined
+from trainwright.recipe.source import join_path
 
 # Keys of other training systems, and the path of the same setting here.
-_FAMILIAR = {
+_OTHER_NAMES = {
     "learning_rate": "optimizer.lr",
     "betas": "optimizer.args.betas",
     "momentum": "optimizer.args.momentum",
@@ -44,7 +44,7 @@ _FAMILIAR = {
     "logger": "log.sinks",
     "report_to": "log.sinks",
 }
-_FAMILIAR_VALUES = {
+_OTHER_VALUES = {
     "gpu": "cuda",
     "float32": "fp32",
     "float16": "fp16",
@@ -61,12 +61,12 @@ _FAMILIAR_VALUES = {
 
 
 def path_of_key(key: str) -> str:
-    """Returns the path of a setting by its last key, or by its name in another training system; "" for none."""
-    return _FAMILIAR.get(key) or next(iter(keys_named(key)), "")
+    """Return the path of a setting by its last key, or by its name in another training system; "" if unknown."""
+    return _OTHER_NAMES.get(key) or next(iter(keys_named(key)), "")
 
 
 def for_unknown_key(keys: tuple[str, ...]) -> str:
-    """Returns the remedy for a key that its section lacks: the section that has it, or the nearest key."""
+    """Return the remedy for a key that its section lacks: the section that has it, or the nearest key."""
     *above, key = keys
     section = section_at(above)
     allowed = list(section.model_fields) if section else []
@@ -74,30 +74,30 @@ def for_unknown_key(keys: tuple[str, ...]) -> str:
     elsewhere = [path for path in keys_named(key) if path.rpartition(".")[0] != here]
     if section is not None and issubclass(section, Part) and key != "name":
         return _for_key_of_part(key, here, allowed, elsewhere)
-    if key in _FAMILIAR:
-        return f"write it as {_FAMILIAR[key]}"
+    if key in _OTHER_NAMES:
+        return f"write it as {_OTHER_NAMES[key]}"
     if elsewhere:
         return f"write it as {_either(elsewhere)}{'' if '.' in elsewhere[0] else ', at the top level'}"
     close = _closest(key, allowed)
-    return f"did you mean {joined(here, close)}?" if close else f"keys here are {', '.join(allowed)}"
+    return f"did you mean {join_path(here, close)}?" if close else f"keys here are {', '.join(allowed)}"
 
 
 def _for_key_of_part(key: str, here: str, allowed: list[str], elsewhere: list[str]) -> str:
-    """For a part an unknown key is most likely one of its arguments."""
+    """Return the remedy for an unknown key of a part, which is most likely one of its arguments."""
     close = _closest(key, allowed)
     if close:
-        return f"did you mean {joined(here, close)}?"
+        return f"did you mean {join_path(here, close)}?"
     argument = f"if it is an argument of what use names, write {here}.args.{key}"
-    places = [_FAMILIAR[key]] if key in _FAMILIAR else elsewhere
+    places = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else elsewhere
     places = [place for place in places if not place.startswith(f"{here}.args")]
     return f"{argument}; a recipe also has {_either(places)}" if places else argument
 
 
 def closest_choice(got: object, allowed: Sequence[object]) -> str:
-    """Returns the remedy for a value that is not in a closed list."""
-    word = shown(got).strip("'").lower() if isinstance(got, (str, int)) else ""
+    """Return the remedy for a value that is not in a closed list."""
+    word = format_value(got).strip("'").lower() if isinstance(got, (str, int)) else ""
     names = [value for value in allowed if isinstance(value, str)]
-    familiar = _FAMILIAR_VALUES.get(word)
+    familiar = _OTHER_VALUES.get(word)
     close = familiar if familiar in names else _closest(word, names)
     if close:
         return f"did you mean {close}?"

@@ -1,6 +1,6 @@
-"""Which code of other people a recipe may run: ``--allow``.
+"""Restricts the callables that a foreign recipe may run: ``--allow``.
 
-A recipe names callables, so it is code: whoever runs a foreign recipe runs what it names.
+A recipe names callables, so it is code: running a foreign recipe runs what it names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def require_allowed(loaded: Loaded, packages: Sequence[str]) -> None:
-    """Raises RecipeError, with every place, where the recipe names a callable outside of ``packages``.
+    """Raise RecipeError, with every place, if the recipe names a callable outside of ``packages``.
 
     ``packages`` are names of packages or modules: ``torch.nn`` allows ``torch.nn:MSELoss``, not ``torch.hub:load``.
-    The names of Trainwright's own parts (``adamw``, ``cosine``) are always allowed.
+    The names of built-in parts (``adamw``, ``cosine``) are always allowed.
     """
     problems = []
     for path, use in _callables(loaded.recipe.model_dump(mode="json"), ""):
@@ -35,7 +35,7 @@ def require_allowed(loaded: Loaded, packages: Sequence[str]) -> None:
 
 
 def _callables(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every string of a recipe that may be imported and called, with its path."""
+    """Yield every string of a recipe that may be imported and called, with its path."""
     if isinstance(value, str) and _CALLABLE.fullmatch(value):
         yield path, value
     elif isinstance(value, dict):

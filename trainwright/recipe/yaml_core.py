@@ -14,8 +14,8 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from trainwright.errors import Problem
-from trainwright.recipe.showing import LARGEST_INT, readable, shown
-from trainwright.recipe.source import Place, joined
+from trainwright.recipe.formatting import LARGEST_INT, format_value, readable
+from trainwright.recipe.source import Place, join_path
 from trainwright.runs.secrets import masked
 
 MAX_NODES = 10_000  # counted after aliases are expanded, against the "billion laughs"
@@ -32,7 +32,7 @@ _CORE = (
 )
 _KNOWN_TAGS = {_TAG + name for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 
-# A piece of PyYAML's complaint -> what to do. The first that fits.
+# A piece of PyYAML's message -> remedy. The first match applies.
 _REMEDIES = (
     (r"'\\t'|tab", "indent with spaces; a tab is not allowed there"),
     (
@@ -62,7 +62,7 @@ class Document:
 
 
 class UnreadableError(Exception):
-    """The text as a whole cannot be read, for the reason in ``problem``."""
+    """The complete text cannot be read, for the reason in ``problem``."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -70,7 +70,7 @@ class UnreadableError(Exception):
 
 
 def core_tag(text: str) -> str:
-    """Returns the tag that YAML 1.2 gives to a plain scalar."""
+    """Return the tag that YAML 1.2 gives to a plain scalar."""
     for name, pattern in _CORE:
         if pattern.fullmatch(text):
             return _TAG + name
@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
         self.count = self.depth = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
-        """Checks both limits while parsing: a hostile text could take minutes, or the whole stack."""
+        """Check both limits while parsing: a hostile text could take minutes, or overflow the stack."""
         self.count += 1
         self.depth += 1
         if self.count > MAX_NODES:
@@ -103,7 +103,7 @@ class _Loader(yaml.SafeLoader):
 
 class _Dumper(yaml.SafeDumper):
     def resolve(self, kind: type[Node], value: str | None, implicit: tuple[bool, bool]) -> str:
-        # Text that one of the versions of YAML reads as something else gets quotes.
+        # Text that YAML 1.1 or 1.2 reads as something else gets quotes.
         tag = core_tag(value or "") if kind is ScalarNode and implicit[0] else _TAG + "str"
         return tag if tag != _TAG + "str" else str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
 
@@ -120,17 +120,17 @@ _PlainDumper.add_representer(str, _PlainDumper.represent_str)
 
 
 def write(value: object) -> str:
-    """Returns block-style YAML that `read`, and any reader of YAML 1.1 or 1.2, reads back equal."""
+    """Return block-style YAML that `read`, and any reader of YAML 1.1 or 1.2, reads back unchanged."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def write_all(values: Sequence[object]) -> str:
-    """Returns several documents in one file; texts of several lines are shown as they are."""
+    """Return several documents in one file; texts of several lines are written as block scalars."""
     return yaml.dump_all(values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def read(text: str, name: str) -> Document:
-    """Parses one document; ``name`` is the file for messages.
+    """Parse one document; ``name`` is the file name for messages.
 
     Raises UnreadableError for text that is not YAML; smaller faults (a duplicate key, a custom tag) are collected in
     ``Document.problems``.
@@ -141,7 +141,7 @@ def read(text: str, name: str) -> Document:
         if node is not None:
             document.places[""] = Place(name, _line(node))
             document.value = _Values(document).value(node, "", 0)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: "\\UFFFFFFFF" is no character
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: "\\UFFFFFFFF" is not a character
         raise UnreadableError(_syntax_problem(error, name, text)) from None
     return document
 
@@ -176,11 +176,11 @@ def _syntax_problem(error: Exception, name: str, text: str) -> Problem:
     fitting = [remedy for piece, remedy in _REMEDIES if re.search(piece, message) or re.search(piece, context)]
     remedy = fitting[0] if fitting else "check how this line and the one above it are written"
     rule = f"is not YAML: {', '.join(part for part in (context, message) if part)}"
-    return Problem("", readable(rule), got=shown(masked(got)), remedy=remedy, where=str(Place(name, line)))
+    return Problem("", readable(rule), got=format_value(masked(got)), remedy=remedy, where=str(Place(name, line)))
 
 
 class _Values:
-    """Turns nodes into plain values in one walk; every alias is expanded into values of its own."""
+    """Converts nodes to plain values in one walk; every alias is expanded into separate values."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -190,7 +190,7 @@ class _Values:
         self.count += 1
         if self.count > MAX_NODES:
             raise UnreadableError(_too_many(path, self._where(node)))
-        if depth > MAX_DEPTH:  # an alias to what contains it ends here, too
+        if depth > MAX_DEPTH:  # recursive aliases end here, too
             raise UnreadableError(_too_deep(self._where(node)))
         if node.tag not in _KNOWN_TAGS:
             self.document.unreadable.add(path)
@@ -204,19 +204,19 @@ class _Values:
     def _sequence(self, node: SequenceNode, path: str, depth: int) -> list[object]:
         values = []
         for index, item in enumerate(node.value):
-            here = joined(path, str(index))
+            here = join_path(path, str(index))
             self.document.places[here] = Place(self.document.name, _line(item))
             values.append(self.value(item, here, depth + 1))
         return values
 
     def _mapping(self, node: MappingNode, path: str, depth: int) -> dict[str, object]:
-        values = self._merged(node, path, depth)
+        values = self._merge(node, path, depth)
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             if key_node.tag == _TAG + "merge":
                 continue
             key = self._key(key_node, path)
-            here, line = joined(path, key), _line(key_node)
+            here, line = join_path(path, key), _line(key_node)
             if key in first_lines:
                 rule = f"is written twice: here and at {Place(self.document.name, first_lines[key])}"
                 self._problem(key_node, here, rule, "", "keep one of the two")
@@ -225,8 +225,10 @@ class _Values:
             values[key] = self.value(value_node, here, depth + 1)
         return values
 
-    def _merged(self, node: MappingNode, path: str, depth: int) -> dict[str, object]:
-        """Returns the keys of ``<<: *base`` or ``<<: [*a, *b]``; the earlier mapping wins, and own keys over both."""
+    def _merge(self, node: MappingNode, path: str, depth: int) -> dict[str, object]:
+        """Return the keys of ``<<: *base`` or ``<<: [*a, *b]``; an earlier mapping wins, and the node's keys
+        over both.
+        """
         merged = [value_node for key_node, value_node in node.value if key_node.tag == _TAG + "merge"]
         bases = [base for item in merged for base in (item.value if isinstance(item, SequenceNode) else [item])]
         values: dict[str, object] = {}
@@ -236,15 +238,15 @@ class _Values:
                 values.update(value)
             else:
                 rule = "only a mapping can be merged with <<"
-                self._problem(base, path, rule, shown(value), "write <<: *name, the anchor of a mapping")
+                self._problem(base, path, rule, format_value(value), "write <<: *name, the anchor of a mapping")
         return values
 
     def _key(self, node: Node, path: str) -> str:
         if isinstance(node, ScalarNode):
             text = readable(str(node.value))
-            key = self._scalar(node, joined(path, text))
+            key = self._scalar(node, join_path(path, text))
             if not isinstance(key, str):
-                self._unreadable(node, joined(path, text), "keys must be text", f"put quotes around it: '{text}'")
+                self._unreadable(node, join_path(path, text), "keys must be text", f"put quotes around it: '{text}'")
             return text
         self._problem(node, path, "a key must be text, not a list or a mapping", "", "write a plain word as key")
         return f"<line {_line(node)}>"
@@ -280,7 +282,7 @@ class _Values:
 
     def _unreadable(self, node: Node, path: str, rule: str, remedy: str) -> None:
         self.document.unreadable.add(path)
-        self._problem(node, path, rule, shown(str(node.value)), remedy)
+        self._problem(node, path, rule, format_value(str(node.value)), remedy)
 
 
 def _bool(text: str) -> bool:

@@ -1,1 +1,1 @@
-"""Findings and records as words and pictures."""
+"""Formats findings and records as text and charts."""

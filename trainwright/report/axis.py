@@ -1,4 +1,4 @@
-"""One axis of a chart: its range, where a value lies on it, and ticks at round numbers."""
+"""One axis of a chart: its range, positions of values on it, and ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_LARGEST = 1e250  # beyond it (or, on a log axis, below its inverse) a range plus its margin may not be a float
+_LARGEST = 1e250  # beyond this (or, on a log axis, below its inverse) a range plus its margin may overflow
 
 
 @dataclass(frozen=True)
 class Axis:
-    """``low < high``; both above 0 when ``log``."""
+    """The range of one axis: ``low < high``; both above 0 when ``log``."""
 
     low: float
     high: float
@@ -19,7 +19,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], *, log: bool = False, margin: float = 0.0) -> Axis:
-        """The axis that shows all ``values`` that can be shown, with ``margin`` (a share of it) at both ends."""
+        """Return the axis that covers all finite ``values``, with ``margin`` (a fraction of the range) at both ends."""
         shown = [value for value in values if _can_be_shown(value, log)]
         if not shown:
             return cls(0.1, 10.0, True) if log else cls(0.0, 1.0)
@@ -35,7 +35,7 @@ class Axis:
         return cls(low - room, high + room)
 
     def share(self, value: float) -> float | None:
-        """Where ``value`` lies: 0 at ``low``, 1 at ``high``; None when it cannot be shown (NaN, log of 0)."""
+        """Return the position of ``value``: 0 at ``low``, 1 at ``high``; None if it has none (NaN, log of 0)."""
         if not _can_be_shown(value, self.log):
             return None
         if self.log:
@@ -44,7 +44,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 8) -> list[float]:
-        """About ``about`` round numbers within the range, rising."""
+        """Return about ``about`` round numbers within the range, rising."""
         if not self.log:
             return _round_numbers(self.low, self.high, about)
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
@@ -56,7 +56,9 @@ class Axis:
         return inside if len(inside) >= 2 else _round_numbers(self.low, self.high, about)
 
     def label(self, value: float, digits: int = 6) -> str:
-        """``value`` with ``digits`` significant digits, more where the range is too narrow to tell ends apart."""
+        """Format ``value`` with ``digits`` significant digits, more if the range is too narrow to distinguish
+        its ends.
+        """
         if not self.log:
             largest = max(abs(self.low), abs(self.high))
             digits = min(max(digits, math.ceil(math.log10(largest / (self.high - self.low))) + 2), 15)
@@ -68,7 +70,7 @@ def _can_be_shown(value: float, log: bool) -> bool:
 
 
 def _round_numbers(low: float, high: float, about: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten (P. Heckbert, Nice numbers for graph labels, 1990)."""
+    """Return multiples of 1, 2 or 5 times a power of ten (P. Heckbert, Nice numbers for graph labels, 1990)."""
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     step = next(power * m for m in (1, 2, 5, 10) if (high - low) / (power * m) <= about)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

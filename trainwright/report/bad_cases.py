@@ -1,4 +1,4 @@
-"""Where a model is wrong on a dataset: ``errors.json`` of a run folder, and in words."""
+"""The samples on which a model is wrong, as ``errors.json`` of a run folder and as text."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from trainwright.runs.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runs.json_values import JsonValue, strict
 
 NAME = "errors.json"
-IN_WORDS = 10
-"""Of each list, how many are told in words."""
-_OF_A_FILE = ConfigDict(extra="ignore")
+MAX_ENTRIES_PRINTED = 10
+"""The number of entries of each list that the text shows."""
+_FILE_CONFIG = ConfigDict(extra="ignore")
 
 
-@dataclass(frozen=True, config=_OF_A_FILE)
-class ShownSample:
-    """A sample for the eye: a picture (``png``, in base64), or a text."""
+@dataclass(frozen=True, config=_FILE_CONFIG)
+class SamplePreview:
+    """A sample to display: a picture (``png``, in base64), or a text."""
 
     kind: Literal["image", "text", "table", "other"]
     text: str = ""
     png: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
 
 
-@dataclass(frozen=True, config=_OF_A_FILE)
+@dataclass(frozen=True, config=_FILE_CONFIG)
 class BadCase:
-    """One sample: ``sure`` is the probability of what was predicted, ``own`` that of the label.
+    """One sample: ``sure`` is the probability of the prediction, ``own`` that of the label.
 
     ``likely``: its label is probably wrong.
     """
@@ -45,11 +45,11 @@ class BadCase:
     likely: bool = False
 
 
-@dataclass(frozen=True, config=_OF_A_FILE)
+@dataclass(frozen=True, config=_FILE_CONFIG)
 class LossSlice:
-    """The samples of one value of a grouping.
+    """The samples with one value of a grouping.
 
-    ``excess`` is their loss minus that of all others, ``at_least`` what it is in 95 of 100 cases.
+    ``excess`` is their mean loss minus that of all others, ``at_least`` its lower bound with 95% confidence.
     """
 
     grouping: str
@@ -61,33 +61,33 @@ class LossSlice:
     accuracy: float | None = None
 
 
-@dataclass(frozen=True, config=_OF_A_FILE)
+@dataclass(frozen=True, config=_FILE_CONFIG)
 class ConfidenceBin:
-    """Predictions of about the same probability: how many, the mean probability, and the share that was right."""
+    """Predictions of about equal probability: their number, mean probability, and accuracy."""
 
     count: int
     sure: float
     accuracy: float
 
 
-@dataclass(frozen=True, config=_OF_A_FILE)
-class Confused:
-    """How often ``label`` was taken for ``predicted``."""
+@dataclass(frozen=True, config=_FILE_CONFIG)
+class ConfusedPair:
+    """The number of times that ``label`` was predicted as ``predicted``."""
 
     label: str
     predicted: str
     count: int
 
 
-@dataclass(frozen=True, config=_OF_A_FILE, repr=False)
+@dataclass(frozen=True, config=_FILE_CONFIG, repr=False)
 class BadCases:
-    """Where a model is wrong on a dataset of ``count`` samples; each list begins with the worst.
+    """The errors of a model on a dataset of ``count`` samples; each list begins with the worst.
 
-    ``worst`` has the largest losses, ``mistakes`` the wrong predictions that the model is most sure of, ``labels`` the
+    ``worst`` has the largest losses, ``mistakes`` the wrong predictions with the highest confidence, ``labels`` the
     labels that are most likely wrong; ``likely_wrong`` counts those that probably are. ``accuracy`` and ``ece``, the
     expected calibration error, are over ``unit``: samples, tokens or pixels. ``matrix`` has a row for each label and a
-    column for each prediction, in the order of ``classes``; empty where there are many. ``shown`` are the samples of
-    all lists, by id.
+    column for each prediction, in the order of ``classes``; it is empty if there are many classes. ``shown`` are the
+    samples of all lists, by id.
     """
 
     data: str
@@ -104,28 +104,28 @@ class BadCases:
     labels: tuple[BadCase, ...] = ()
     slices: tuple[LossSlice, ...] = ()
     bins: tuple[ConfidenceBin, ...] = ()
-    confused: tuple[Confused, ...] = ()
+    confused: tuple[ConfusedPair, ...] = ()
     classes: tuple[str, ...] = ()
     matrix: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
-    shown: dict[int, ShownSample] = field(default_factory=dict)
+    shown: dict[int, SamplePreview] = field(default_factory=dict)
     exit_code = 0
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
 
     def to_json(self) -> Mapping[str, JsonValue]:
-        """What ``--json`` prints, and what the run folder keeps."""
+        """Return the output of ``--json``, which is also stored in the run folder."""
         fields: Mapping[str, object] = asdict(self)
         return strict(fields)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the text output."""
         return list(_lines(self))
 
 
 def read_bad_cases(path: Path) -> BadCases:
-    """Reads ``errors.json``. Raises UnreadableFile where it is not as ``trainwright errors`` writes it."""
+    """Read ``errors.json``. Raises UnreadableFile if it does not have the format of ``trainwright errors``."""
     value = read_json(path, BUNDLE)
     try:
         return TypeAdapter(BadCases).validate_python(value)
@@ -138,42 +138,42 @@ def _lines(cases: BadCases) -> Iterator[str]:
     of = f"{cases.run}{at}: " if cases.run else ""
     right = "" if cases.accuracy is None else f", {cases.accuracy:.2%} of the {cases.unit} right"
     yield f"{of}{cases.count:,} samples of {cases.data}, loss {cases.loss:.4g}{right}"
-    yield from _listed("the largest losses", cases.worst, cases)
-    yield from _listed("the model is most sure of these mistakes", cases.mistakes, cases)
+    yield from _section("the largest losses", cases.worst, cases)
+    yield from _section("the model is most sure of these mistakes", cases.mistakes, cases)
     likely = [each for each in cases.labels if each.likely]
     first = f", the first {len(likely):,} of them" if len(likely) < cases.likely_wrong else ""
-    yield from _listed(f"labels that are likely wrong: {cases.likely_wrong:,}{first}", likely, cases)
+    yield from _section(f"labels that are likely wrong: {cases.likely_wrong:,}{first}", likely, cases)
     others = [each for each in cases.labels if not each.likely]
     title = "not likely wrong, and next in order" if likely else "no label is likely wrong; these come first"
-    yield from _listed(title, others, cases)
+    yield from _section(title, others, cases)
     for grouping in dict.fromkeys(each.grouping for each in cases.slices):
         yield f"loss by {grouping}, the worst first"
-        for each in [one for one in cases.slices if one.grouping == grouping][:IN_WORDS]:
+        for each in [one for one in cases.slices if one.grouping == grouping][:MAX_ENTRIES_PRINTED]:
             right = "" if each.accuracy is None else f", {each.accuracy:.2%} right"
             yield (
                 f"  {each.name}: loss {each.loss:.4g} of {each.count:,} samples{right}; "
                 f"{each.excess:+.4g} to all others{_bound(each.at_least)}"
             )
     if cases.confused:
-        yield "taken for another"
-    for pair in cases.confused[:IN_WORDS]:
+        yield "most frequent confusions"
+    for pair in cases.confused[:MAX_ENTRIES_PRINTED]:
         yield f"  {pair.label} for {pair.predicted}: {pair.count:,}"
     if cases.ece is not None:
         yield f"calibration: {cases.ece:.2%} expected calibration error{_tendency(cases.bins)}"
     yield from (f"note: {note}" for note in cases.notes)
 
 
-def _listed(title: str, listed: Sequence[BadCase], cases: BadCases) -> Iterator[str]:
+def _section(title: str, listed: Sequence[BadCase], cases: BadCases) -> Iterator[str]:
     if not listed:
         return
     yield title
-    for rank, each in enumerate(listed[:IN_WORDS], 1):
-        yield f"  {rank}. sample {each.id}: {', '.join(_said(each))}{_glimpse(cases.shown.get(each.id))}"
-    if len(listed) > IN_WORDS:
-        yield f"  and {len(listed) - IN_WORDS} more in {NAME}"
+    for rank, each in enumerate(listed[:MAX_ENTRIES_PRINTED], 1):
+        yield f"  {rank}. sample {each.id}: {', '.join(_describe(each))}{_glimpse(cases.shown.get(each.id))}"
+    if len(listed) > MAX_ENTRIES_PRINTED:
+        yield f"  and {len(listed) - MAX_ENTRIES_PRINTED} more in {NAME}"
 
 
-def _said(case: BadCase) -> Iterator[str]:
+def _describe(case: BadCase) -> Iterator[str]:
     yield f"loss {case.loss:.4g}"
     if case.label:
         yield f"label {case.label}" + ("" if case.own is None else f" ({case.own:.1%})")
@@ -185,7 +185,7 @@ def _bound(at_least: float) -> str:
     return f", at least {at_least:+.4g}" if math.isfinite(at_least) else ""
 
 
-def _glimpse(sample: ShownSample | None) -> str:
+def _glimpse(sample: SamplePreview | None) -> str:
     if sample is None or sample.kind not in ("text", "table"):
         return ""
     text = " ".join(sample.text.split())

@@ -11,13 +11,13 @@ from trainwright.report.axis import Axis
 from trainwright.report.svg import INK, PALETTE, TITLE, root, text
 
 _WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 704, 44, 340  # of the plot area, in SVG units
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 704, 44, 340  # plot area, in SVG units
 _DASHES = ("", "7 3", "2 3")  # a seventh series gets the first colour again, dashed
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line. NaN, infinity and what a log axis cannot show leave a gap. ``x`` and ``y`` have one length."""
+    """One line. NaN, infinity and non-positive values on a log axis leave a gap. ``x`` and ``y`` have equal length."""
 
     name: str
     x: Sequence[float]
@@ -46,7 +46,7 @@ def line_chart_svg(
     log_x: bool = False,
     log_y: bool = False,
 ) -> str:
-    """A chart as one <svg> element, for a file or a page, light or dark."""
+    """Return a chart as one <svg> element, for a file or a page, light or dark."""
     x_axis, y_axis = _axes(series, marks, log_x, log_y, margin=0.05)
     parts = [
         root(_WIDTH, _HEIGHT, title),
@@ -74,9 +74,9 @@ def line_chart_text(
     log_x: bool = False,
     log_y: bool = False,
 ) -> str:
-    """A chart for a terminal, ``width`` x ``height`` characters in all, in Braille: 2 x 4 dots in each character.
+    """Return a chart for a terminal, ``width`` x ``height`` characters in total, in Braille: 2 x 4 dots per character.
 
-    Lines cannot be distinguished in it, so of a second series only the points are drawn. Each of ``marks``, on the x
+    Lines cannot be distinguished in it, so only the points of a second series are drawn. Each of ``marks``, on the x
     axis, is an arrow in a row of its own below.
     """
     x_axis, y_axis = _axes(series, marks, log_x, log_y, margin=0.0)
@@ -88,7 +88,7 @@ def line_chart_text(
     for number, one in enumerate(series):
         for run in _runs(one, x_axis, y_axis):
             pixels = [(round(x * (columns * 2 - 1)), round((1 - y) * (rows * 4 - 1))) for x, y in run]
-            dots.update(pixels if number else _connected(pixels))
+            dots.update(pixels if number else _connect(pixels))
     lines = [f"{labels.get(row, ''):>{margin}} │{_braille(dots, row, columns)}" for row in range(rows)]
     left, right = x_axis.label(x_axis.low, 3), x_axis.label(x_axis.high, 3)
     lines.append(" " * margin + " └" + "─" * columns)
@@ -98,7 +98,7 @@ def line_chart_text(
 
 
 def _arrow(mark: Mark, axis: Axis, columns: int) -> str:
-    """An arrow below the place of ``mark`` with its label, on the side where there is room."""
+    """Return an arrow at the position of ``mark`` with its label, on the side that has room."""
     share = axis.share(mark.value)
     if share is None:
         return ""
@@ -111,7 +111,7 @@ def _arrow(mark: Mark, axis: Axis, columns: int) -> str:
 def _axes(
     series: Sequence[Series], marks: Sequence[Mark], log_x: bool, log_y: bool, *, margin: float
 ) -> tuple[Axis, Axis]:
-    """Axes that show every point whose two coordinates can be shown, and every mark."""
+    """Return axes that cover every point that can be drawn, and every mark."""
     everything = (Axis(0.5, 1.0, log_x), Axis(0.5, 1.0, log_y))
     points = [
         (x, y)
@@ -125,7 +125,7 @@ def _axes(
 
 
 def _runs(one: Series, x_axis: Axis, y_axis: Axis) -> Iterator[list[Point]]:
-    """The parts without a gap, as shares of the axes."""
+    """Yield the parts without a gap, as fractions of the axes."""
     run: list[Point] = []
     for x_value, y_value in zip(one.x, one.y, strict=True):
         x, y = x_axis.share(x_value), y_axis.share(y_value)
@@ -142,8 +142,8 @@ def _place(point: Point) -> Point:
     return _LEFT + point[0] * (_RIGHT - _LEFT), _BOTTOM - point[1] * (_BOTTOM - _TOP)
 
 
-def _thinned(points: Iterable[Point]) -> Iterator[Point]:
-    """Keeps at most the first, lowest, highest and last point of every column of pixels, which looks the same."""
+def _thin(points: Iterable[Point]) -> Iterator[Point]:
+    """Keep at most the first, lowest, highest and last point of each column of pixels, which draws the same picture."""
     for _, group in groupby(points, key=lambda point: round(point[0])):
         column = list(group)
         kept = {0, len(column) - 1}
@@ -174,7 +174,7 @@ def _mark(mark: Mark, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{INK}" stroke-width="1.5" '
         'stroke-dasharray="5 4"/>'
     )
-    if mark.axis == "x" and share > 0.8:  # the label goes to the side where there is room
+    if mark.axis == "x" and share > 0.8:  # the label goes to the side that has room
         yield text(x2 - 5, y2 + 12, mark.label, 'text-anchor="end"')
     elif mark.axis == "x":
         yield text(x2 + 5, y2 + 12, mark.label)
@@ -190,8 +190,8 @@ def _style(number: int) -> str:
 
 def _line(one: Series, number: int, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     for run in _runs(one, x_axis, y_axis):
-        points = list(_thinned(map(_place, run)))
-        if len(points) == 1:  # alone between two gaps: a line of length 0 would not be visible
+        points = list(_thin(map(_place, run)))
+        if len(points) == 1:  # a single point between gaps: a line of length 0 would not be visible
             yield f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" {_style(number)}/>'
         else:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -206,8 +206,8 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
         yield text(x + 23, _HEIGHT - 4, one.name)
 
 
-def _connected(pixels: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Every pixel on the straight lines from one to the next."""
+def _connect(pixels: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield every pixel on the straight lines between consecutive points."""
     yield from pixels[:1]
     for (x1, y1), (x2, y2) in pairwise(pixels):
         length = max(abs(x2 - x1), abs(y2 - y1), 1)
@@ -215,7 +215,7 @@ def _connected(pixels: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield x1 + round((x2 - x1) * i / length), y1 + round((y2 - y1) * i / length)
 
 
-# Bit of each dot of a Braille character by (column, row) in it: Unicode 16.0, 21.1 (block U+2800)
+# The bit of each dot of a Braille character by (column, row): Unicode 16.0, 21.1 (block U+2800)
 _BITS = {(0, 0): 1, (0, 1): 2, (0, 2): 4, (1, 0): 8, (1, 1): 16, (1, 2): 32, (0, 3): 64, (1, 3): 128}
 
 

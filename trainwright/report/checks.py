@@ -1,4 +1,4 @@
-"""The checks as a list: what each finds, or its result in a run."""
+"""The list of checks, or their results in a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainwright.doctor.check import Check, CheckState
+from trainwright.doctor.check import CheckState
 from trainwright.doctor.discovery import all_checks
 from trainwright.runs.json_values import JsonValue
 
@@ -15,14 +15,14 @@ _MARKS = {"found": "FOUND", "passed": "passed", "not applicable": "-", "not exam
 
 @dataclass(frozen=True)
 class CheckList:
-    """``states`` are those of a run; None for the checks alone."""
+    """``states`` are the results of a run; None for the checks alone."""
 
     states: Sequence[CheckState] | None = None
 
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """For a person: each check with its title, or with its result and what was compared."""
+        """Return each check with its title, or with its result and reason, as text."""
         if self.states is None:
             checks = all_checks()
             width = max(len(each.code) for each in checks)
@@ -33,7 +33,7 @@ class CheckList:
         return [*lines, ", ".join(f"{counts[state]} {state}" for state in _MARKS)]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """What ``--json`` prints: by code, what each check finds, or its result in the run."""
+        """Return the output of ``--json``: by code, what each check finds, or its result in the run."""
         if self.states is None:
             return {
                 "checks": {
@@ -47,10 +47,6 @@ class CheckList:
                 }
             }
         return {"checks": {each.code: {"state": each.state, "why": each.why} for each in self.states}}
-
-
-def _declared(check: Check) -> dict[str, JsonValue]:
-    return {"finds": check.page.title, "severity": check.severity, "stage": check.stage, "pack": check.pack}
 
 
 def _pack(name: str | None) -> str:

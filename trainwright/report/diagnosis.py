@@ -37,13 +37,13 @@ class Report:
     """Findings of one run, the first cause first.
 
     Args:
-        findings: Those in its log, which every other view of the run shows, too.
-        added: Those that the checks of this version find in the records, and the run itself did not.
-        experiments: Experiments that would tell more.
-        can_be_trained_again: From its recipe alone, so that any of its steps can be replayed.
+        findings: Findings in the log, which every other view of the run shows, too.
+        added: Findings that this version's checks make in the records, but the run itself did not.
+        experiments: Experiments that could give more information.
+        can_be_trained_again: True if the recipe suffices to train again, so that any step can be replayed.
         unreadable: Lines of the log that hold no record.
-        unknown: Records of a kind that this version does not know.
-        format_version: That of the run folder.
+        unknown: Records of a kind that this version does not support.
+        format_version: Format version of the run folder.
         verbose: Print findings below a warning, too.
     """
 
@@ -71,8 +71,8 @@ class Report:
         return exit_code((*self.findings, *self.added))
 
     def lines(self) -> list[str]:
-        """For a person."""
-        lines = [f"{self.run}: step {self.step:,}, {self.state}", f"verdict: {self.verdict}", *self._not_read()]
+        """Return the text output."""
+        lines = [f"{self.run}: step {self.step:,}, {self.state}", f"verdict: {self.verdict}", *self._omissions()]
         if not self.examination.steps and not self.findings and not self.added:
             return [*lines, "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)"]
         if self.findings or not self.added:
@@ -81,26 +81,26 @@ class Report:
             lines += ["found now, and not by the run itself:", *lines_of(self.added, self.run, verbose=self.verbose)]
         lines += self.examination.lines(self.run)
         if self.experiments and self.can_be_trained_again:
-            lines.append(f"a closer look would tell more: trainwright replay {self.run} --step {self.step}")
+            lines.append(f"for a closer examination: trainwright replay {self.run} --step {self.step}")
         return lines
 
-    def _not_read(self) -> Iterator[str]:
-        """What is in the log and not in this diagnosis."""
+    def _omissions(self) -> Iterator[str]:
+        """Yield a line for each part of the log that is not in this diagnosis."""
         if self.format_version > FORMAT_VERSION:
             yield (
                 f"its folder has format {self.format_version}, version {__version__} reads format {FORMAT_VERSION}, so "
                 "this may be wrong: diagnose it with the version that wrote it"
             )
         if self.unreadable:
-            yield f"{self.unreadable:,} lines of its log could not be read: what they say is missing here"
+            yield f"{self.unreadable:,} lines of its log could not be read and are missing here"
         if self.unknown:
             yield (
-                f"{self.unknown:,} records of its log are of kinds that version {__version__} does not know, and are "
-                "missing here: diagnose it with the version that wrote it"
+                f"{self.unknown:,} records of its log are of kinds that version {__version__} does not support and "
+                "are missing here: diagnose it with the version that wrote it"
             )
 
     def to_json(self) -> dict[str, JsonValue]:
-        """What ``--json`` prints."""
+        """Return the output of ``--json``."""
         return {
             "run": str(self.run),
             "step": self.step,
@@ -118,7 +118,7 @@ class Report:
 
 
 def diagnosis_of(folder: RunFolder) -> Report:
-    """Reads the findings from the log, and applies every check to its records again."""
+    """Read the findings from the log, and apply every check to its records again."""
     kinds = (Watched, Examined, Unexamined, Found, Withdrawn, Ended)
     log = read_newest(folder.log, kinds) if os.path.lexists(folder.log) else LogContents((), 0, torn=False)
     records = log.records
@@ -126,11 +126,13 @@ def diagnosis_of(folder: RunFolder) -> Report:
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
     diagnosis = diagnose(RunContext(records, finished=bool(ends) and not doctor_was_off))
     findings = findings_in(records)
-    experiments = tuple(dict.fromkeys(each.experiment for each in diagnosis.requests))  # of several steps: once
+    experiments = tuple(
+        dict.fromkeys(each.experiment for each in diagnosis.requests)
+    )  # once, even if several steps request it
     return Report(
         folder.path,
         tuple(findings),
-        tuple(_added([each.found for each in diagnosis.findings], findings)),
+        tuple(_new_findings([each.found for each in diagnosis.findings], findings)),
         experiments,
         Examination.of(records, diagnosis.checks, experiments),
         max((each.step for each in records if isinstance(each, Watched | Examined | Ended)), default=0),
@@ -143,7 +145,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
     )
 
 
-def _added(again: Sequence[Found], known: Sequence[Found]) -> Iterator[Found]:
-    """Findings that the log has neither as such nor as a consequence of another one."""
+def _new_findings(again: Sequence[Found], known: Sequence[Found]) -> Iterator[Found]:
+    """Yield findings that the log has neither directly nor as a consequence of another one."""
     codes = {each.code for each in known} | {each.partition(":")[0] for found in known for each in found.consequences}
     return (each for each in again if each.code not in codes)

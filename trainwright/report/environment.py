@@ -1,7 +1,7 @@
-"""Checks that the environment fits together: Python, torch, CUDA, driver, NCCL, threads, limits (``trainwright env``).
+"""Checks the environment: Python, torch, CUDA, driver, NCCL, threads, limits (``trainwright env``).
 
 ``judge(gather())``: ``system.gather`` reads the facts of the system and of torch, and ``judge`` is a pure function of
-these facts, so that machines of other kinds can be tested too.
+these facts, so that other kinds of machines can be tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Verdict = Literal["info", "ok", "warn", "bad"]
 _RANK: Mapping[Verdict, int] = {"info": 0, "ok": 0, "warn": 1, "bad": 2}
 
 _PYTHON_MIN = (3, 11)
-_TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # the end is not supported any more
+_TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # the end is not supported
 _GIB = 1 << 30
 _SHM_MIN_BYTES = 1 * _GIB  # data workers pass batches through it; a container's default is 64 MiB
 _FILES_MIN = 1024  # workers and shards need several hundred
@@ -37,33 +37,33 @@ class Line:
 
 
 def judge(facts: SystemFacts, *, stack: Stack | None = None, gpus: int = 0) -> list[Line]:
-    """The lines of every check, in reading order.
+    """Return the lines of every check, in reading order.
 
     Args:
-        facts: What ``gather`` returns.
-        stack: The combination of CUDA, driver and NCCL that is expected; None: any that fits together.
-        gpus: Least number of GPUs that must be visible.
+        facts: The result of ``gather``.
+        stack: The expected combination of CUDA, driver and NCCL; None accepts any compatible combination.
+        gpus: Minimum number of visible GPUs.
     """
     lines = [line for check in _CHECKS for line in check(facts)]
     if stack is not None:
-        lines += _pinned(facts, stack)
+        lines += _compare_stack(facts, stack)
     if gpus:
         lines.append(_enough_gpus(facts, gpus))
     return lines
 
 
 def worst(lines: Sequence[Line]) -> Verdict:
-    """The worst verdict; "ok" for no lines."""
+    """Return the worst verdict; "ok" for no lines."""
     return max((line.verdict for line in lines if _RANK[line.verdict]), key=_RANK.__getitem__, default="ok")
 
 
 def exit_status(lines: Sequence[Line]) -> int:
-    """1 when something is bad, else 0: warnings do not fail a script."""
+    """Return 1 when something is bad, else 0: warnings do not fail a script."""
     return 1 if worst(lines) == "bad" else 0
 
 
 def render(lines: Sequence[Line]) -> str:
-    """The lines as plain text, each with its remedy below it."""
+    """Return the lines as plain text, each with its remedy below it."""
     width = max((len(line.what) for line in lines), default=0)
     rows = []
     for line in lines:
@@ -143,7 +143,7 @@ def _cuda(facts: SystemFacts) -> Iterator[Line]:
 
 
 def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) -> Line | None:
-    """A line where the driver is older than the CUDA that torch was built with.
+    """Return a line if the driver is older than the CUDA version that torch was built with.
 
     CUDA guarantees that a driver runs every build of its own major version, and no later one
     (docs.nvidia.com/deploy/cuda-compatibility: minor version compatibility).
@@ -163,8 +163,8 @@ def _update(version: str | None) -> str:
     return "update the driver" if version is None else f"update the driver to {version} or newer ({RELEASE_NOTES})"
 
 
-def _pinned(facts: SystemFacts, stack: Stack) -> Iterator[Line]:
-    """Compares what is installed with the combination that an image or a job file pins."""
+def _compare_stack(facts: SystemFacts, stack: Stack) -> Iterator[Line]:
+    """Compare the installed versions with the combination that an image or a job file pins."""
     build = facts.torch.cuda_build if facts.torch is not None else None
     found = f"CUDA {build}" if build else "the CPU"
     expected = f"CUDA {stack.cuda}" if stack.cuda else "the CPU"
@@ -208,7 +208,7 @@ def _architectures(facts: SystemFacts) -> Iterator[Line]:
 
 
 def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> Literal["yes", "compiled", "no"]:
-    """Whether kernels for ``archs`` (``sm_90``, ``compute_90``) run on a GPU of that compute capability.
+    """Return whether kernels for ``archs`` (``sm_90``, ``compute_90``) run on a GPU of this compute capability.
 
     Machine code (sm) runs on its own major version from its minor version on; with suffix "a" on exactly its own.
     PTX (compute) is compiled for every later one, unless it has a suffix
@@ -219,7 +219,9 @@ def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> Literal["yes",
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
         if match is None:
             continue
-        kind, suffix, built = match[1], match[4], (int(match[2]), int(match[3]))
+        kind = match[1]
+        suffix = match[4]
+        built = (int(match[2]), int(match[3]))
         same_family = built[0] == capability[0] and built[1] <= capability[1]
         fits = built == capability if suffix == "a" else same_family
         if kind == "sm" and fits:
@@ -317,7 +319,7 @@ _CHECKS: tuple[Callable[[SystemFacts], Iterator[Line]], ...] = (
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cu130" and of "2.13.0a0"."""
+    """Return (2, 13, 0) for "2.13.0+cu130" and for "2.13.0a0"."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
 
 

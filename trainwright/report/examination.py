@@ -1,4 +1,4 @@
-"""What the doctor examined in a run, what it could not examine, and why: a line or two for a person."""
+"""The doctor's examination of a run: what was examined, what was not, and why, in a line or two of text."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Examined, Record, Unexamined, Watched
 from trainwright.runs.shapes import ProvenanceFile, read_as
 
-_OF_EACH_EXAMINATION = {"casts", "batch", "again"}
-"""Experiments of which each examination of a step runs one or more."""
+_STEP_EXPERIMENTS = {"casts", "batch", "again"}
+"""Experiments that the examination of one step runs."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What was examined.
+    """The extent of an examination.
 
     Args:
-        steps: Steps with a record; of a long run not every step has one.
-        taken: Steps that were taken while the doctor watched. Each of them was checked for NaN and infinity.
+        steps: Steps with a record; in a long run not every step has one.
+        taken: Steps that ran while the doctor observed. Each of them was checked for NaN and infinity.
         replayed: Steps that were replayed and examined closely.
-        checks: The result of each check; none where no check was applied.
-        blind: Why steps could not be replayed, with the number of recorded steps, the most frequent reason first.
+        checks: The result of each check; empty if no check was applied.
+        blind: Reasons why steps could not be replayed, with the number of recorded steps, the most frequent first.
         not_run: Experiments that were due and have not run.
-        unexamined: What found no time at the end of the run; None where it has not ended, or everything found time.
+        unexamined: Experiments without time at the end of the run; None if it has not ended, or all had time.
     """
 
     steps: int
@@ -45,10 +45,10 @@ class Examination:
     def of(
         cls, records: Iterable[Record], checks: Sequence[CheckState] = (), not_run: Sequence[str] = ()
     ) -> Examination:
-        """From the records of a run."""
+        """Build the examination from the records of a run."""
         every = tuple(records)
         examined = [each for each in every if isinstance(each, Examined) and "blind" not in each.values]
-        close = [each.step for each in examined if each.experiment in _OF_EACH_EXAMINATION]
+        close = [each.step for each in examined if each.experiment in _STEP_EXPERIMENTS]
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
         left = [each for each in every if isinstance(each, Unexamined)][-1:]
@@ -65,11 +65,11 @@ class Examination:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many checks had each result."""
+        """The number of checks with each result."""
         return dict(Counter(each.state for each in self.checks))
 
     def lines(self, run: Path | None = None) -> Iterator[str]:
-        """What was examined; then, where something was not, what and why. ``run`` is the run folder."""
+        """Yield what was examined, then what was not, and why. ``run`` is the run folder."""
         recorded = f"{self.steps:,} recorded step{'' if self.steps == 1 else 's'}"
         if self.steps < self.taken:
             sampled = f"fewer of the later ones; all {self.taken:,} were checked for NaN and infinity"
@@ -97,7 +97,7 @@ class Examination:
         yield ", ".join([f"{sum(held.values())} checks passed{f' ({kinds})' if kinds else ''}", *counted])
 
     def to_json(self) -> dict[str, JsonValue]:
-        """What ``--json`` prints."""
+        """Return the output of ``--json``."""
         return {
             "steps": self.steps,
             "replayed": list(self.replayed),
@@ -108,7 +108,10 @@ class Examination:
 
 
 def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
-    """What found no time, and how it is examined later; None where everything did. ``run`` None: it has no folder."""
+    """Return a line on experiments that had no time and how to run them later; None if all had time.
+
+    ``run`` is None if the run has no folder.
+    """
     count, took_s = len(unexamined.experiments), unexamined.examined_s
     if not count:
         return None
@@ -119,7 +122,7 @@ def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
 
 
 def _later(unexamined: Unexamined, run: Path | None) -> str:
-    """How the rest is examined: from the recipe, from the last steps that were kept, or while it trains."""
+    """Return how to examine the rest: from the recipe, from the last recorded steps, or during training."""
     if run is not None and can_be_trained_again(run):
         return f"later: trainwright diagnose {run} --deep"
     if run is not None and unexamined.bundle is not None:
@@ -128,7 +131,7 @@ def _later(unexamined: Unexamined, run: Path | None) -> str:
 
 
 def while_it_trains(run: Path | None) -> str:
-    """How everything is examined while a run of this kind trains; without a folder it is a watched loop."""
+    """Return how to examine everything during a run of this kind; a run without a folder is a watched loop."""
     try:
         recipe = None if run is None or not (run / "recipe.yaml").is_file() else read_text(run / "recipe.yaml")
     except UnreadableFile:
@@ -139,7 +142,8 @@ def while_it_trains(run: Path | None) -> str:
 
 
 def can_be_trained_again(run: Path) -> bool:
-    """Whether any step of a run can be replayed from its folder: by its recipe, or by a function that made its objects.
+    """Return True if any step of a run can be replayed from its folder: by its recipe, or by a function for its
+    objects.
 
     False for a watched loop, and for objects (``use: live:Net``) that no recorded function makes.
     """

@@ -1,4 +1,4 @@
-"""Findings as text: what, where, why, what to do, and the result of trying it."""
+"""Formats findings: symptom, place, cause, remedy, and the result of trying it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 from trainwright.runs.records import Evidence, Found, Where
 
 CRITICAL = 3
-"""The exit code of a verb, or of a run that is otherwise well, with a critical finding."""
+"""The exit code of a command, or of an otherwise successful run, with a critical finding."""
 
 
 def exit_code(findings: Iterable[Found]) -> int:
-    """CRITICAL where one of the findings is, else 0."""
+    """Return CRITICAL if one of the findings is critical, else 0."""
     return CRITICAL if any(found.severity == "critical" for found in findings) else 0
 
 
-MOST_EVIDENCE = 3
-"""Measurements that the lines of a finding show; ``--json`` and the page have all."""
+MAX_EVIDENCE_PRINTED = 3
+"""The number of measurements printed for a finding; ``--json`` and the page show all."""
 
 
 def lines_of(findings: Sequence[Found], run: Path | None = None, *, verbose: bool = False) -> list[str]:
-    """The findings for a person, the first cause first, each in at most six lines.
+    """Return the findings as text, the first cause first, each in at most six lines.
 
     Args:
-        findings: Those to print.
+        findings: The findings to print.
         run: The run folder, for the last line.
-        verbose: Print findings below a warning, too. Else their number is printed.
+        verbose: Print findings below a warning, too. Otherwise only their number is printed.
     """
     shown = [each for each in findings if verbose or each.severity != "info"]
     lines = ["diagnosis: nothing found"]
@@ -48,20 +48,20 @@ def _one(number: int, found: Found) -> Iterator[str]:
     also = ", ".join(each.partition(":")[0] for each in found.consequences)
     yield f"   {found.symptom}" + (f"; explains {also}" if also else "")
     if found.evidence:
-        yield f"   seen: {'; '.join(map(_measured, found.evidence[:MOST_EVIDENCE]))}"
+        yield f"   seen: {'; '.join(map(_format_evidence, found.evidence[:MAX_EVIDENCE_PRINTED]))}"
     yield f"   cause: {found.cause}"
     yield f"   fix: {found.remedy}"
     if found.tried:
         yield f"   tried: {'; '.join(f'{each.remedy}: {each.result}' for each in found.tried)}"
 
 
-def _measured(evidence: Evidence) -> str:
+def _format_evidence(evidence: Evidence) -> str:
     expected = "" if evidence.expected is None else f" (expected {_value(evidence.expected)})"
     return f"{evidence.measure} {_value(evidence.seen)}{expected}"
 
 
 def place(where: Where) -> str:
-    """What a finding points at, as `` in module a.b at train.py:42``; "" where nothing is known."""
+    """Return the place of a finding, such as `` in module a.b at train.py:42``; "" if unknown."""
     names = ("module", "op", "dtype", "micro_batch", "rank")
     found = [(name, value) for name in names if (value := getattr(where, name)) is not None]
     parts = ["the model itself" if name == "module" and value == "" else f"{name} {value}" for name, value in found]

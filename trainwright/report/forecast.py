@@ -1,4 +1,4 @@
-"""A plan in words and pictures: the memory of a step over time, how long a step takes, and what to change."""
+"""Formats a plan: the memory of a step over time, its duration, and recommended changes, as text and charts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from trainwright.plan.call_trace import KINDS, Kind, Moment, Phase, Trace
-from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
+from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION_FRACTION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
 from trainwright.report.svg import INK, TITLE, root, text
@@ -29,16 +29,16 @@ COLOURS: Mapping[Kind, str] = {
     "temporaries": "#d0455f",
     "inputs": "#767676",
 }
-OUTSIDE = "the loss or the model's own code"
-"""Names what happens in no submodule of the model."""
-NARROWEST = 0.1
-"""Of the width of a picture: a pass that takes less time is drawn so wide all the same."""
+OUTSIDE_MODULES = "the loss or the model's own code"
+"""The name of work that happens in no submodule of the model."""
+MIN_PASS_WIDTH = 0.1
+"""The minimum width of a pass in a chart, as a fraction of the chart's width."""
 _WIDTH, _HEIGHT = 860, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
 
 
 def layout_lines(option: Option, device: Device, title: str) -> list[str]:
-    """One layout: its settings, whether it fits, how long a step takes."""
+    """Return one layout as text: its settings, whether it fits, and the step time."""
     usable, layout = device.usable_bytes, option.layout
     verdict = f"fits, {human_bytes(usable - option.peak_bytes)} to spare" if option.fits else "does NOT fit"
     shape = f"{option.micro} x {option.accumulation}"
@@ -56,7 +56,7 @@ def layout_lines(option: Option, device: Device, title: str) -> list[str]:
 
 
 def human_flops(count: float) -> str:
-    """`503 TFLOP`, `7.12 PFLOP`"""
+    """Return such as `503 TFLOP`, `7.12 PFLOP`."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if count < 999.5:
             return f"{count:.3g} {unit}FLOP"
@@ -65,17 +65,17 @@ def human_flops(count: float) -> str:
 
 
 def usable_line(device: Device) -> str:
-    """How much of the memory is usable, and what the rest is reserved for."""
-    reserved = [f"{FRAGMENTATION:.0%} for fragmentation"]
+    """Return how much of the memory is usable, and what the rest is reserved for."""
+    reserved = [f"{FRAGMENTATION_FRACTION:.0%} for fragmentation"]
     reserved += [f"{human_bytes(CUDA_CONTEXT_BYTES)} for CUDA's context"] if device.kind == "cuda" else []
     memory, usable = human_bytes(device.memory_bytes), human_bytes(device.usable_bytes)
     return f"{device.name}, {memory}: {usable} usable ({' and '.join(reserved)} left out)"
 
 
-def held_lines(trace: Trace) -> list[str]:
-    """The memory between steps and at the peak, by kind; the modules that keep most for backward."""
+def memory_lines(trace: Trace) -> list[str]:
+    """Return the memory between steps and at the peak, by kind, and the modules that keep most for backward."""
     peak = trace.peak
-    where = peak.module or ("" if peak.phase == "update" else OUTSIDE)
+    where = peak.module or ("" if peak.phase == "update" else OUTSIDE_MODULES)
     at = f"{peak.phase}, {peak.op}" + (f" in {where}" if where else "")
     lines = [f"at the peak {human_bytes(peak.total)} ({at})"]
     lines.append("  " + ", ".join(f"{kind} {human_bytes(peak.held[kind])}" for kind in KINDS if peak.held.get(kind)))
@@ -90,7 +90,7 @@ def held_lines(trace: Trace) -> list[str]:
 
 
 def by_block(kept: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Bytes by block (``blocks.3``) or top-level module, the largest first.
+    """Return bytes by block (``blocks.3``) or top-level module, the largest first.
 
     Blocks of one list that keep equally much become one entry, ``blocks.0-11 x 12``, with their sum.
     """
@@ -98,17 +98,17 @@ def by_block(kept: Mapping[str, int]) -> list[tuple[str, int]]:
     for path, size in kept.items():
         keys = path.split(".")
         number = next((i for i, key in enumerate(keys) if key.isdigit()), 0)
-        name = ".".join(keys[: number + 1]) or OUTSIDE
+        name = ".".join(keys[: number + 1]) or OUTSIDE_MODULES
         sums[name] = sums.get(name, 0) + size
     alike: dict[tuple[str, str], list[str]] = {}
     for name, size in sums.items():
         above, _, last = name.rpartition(".")
         alike.setdefault((above, human_bytes(size)) if last.isdigit() else (name, ""), []).append(name)
-    folded = [(_together(names), sum(sums[name] for name in names)) for names in alike.values()]
+    folded = [(_join_names(names), sum(sums[name] for name in names)) for names in alike.values()]
     return sorted(folded, key=lambda item: (-item[1], item[0]))
 
 
-def _together(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     above = names[0].rpartition(".")[0]
@@ -118,9 +118,9 @@ def _together(names: Sequence[str]) -> str:
 
 
 def timeline_text(trace: Trace, usable_bytes: int, title: str, width: int = 64, rows: int = 24) -> list[str]:
-    """The step from top to bottom: a row for the peak of each part, a bar by kind, ``|`` at the usable memory.
+    """Return the step from top to bottom: a row for the peak of each part, a bar by kind, ``|`` at the usable memory.
 
-    Neighbours that look alike become one row. ``title`` names the layout.
+    Similar neighbours become one row. ``title`` names the layout.
     """
     most = max(trace.peak.total, 1)
     scale = width / max(most, min(usable_bytes, 2 * most))
@@ -128,7 +128,7 @@ def timeline_text(trace: Trace, usable_bytes: int, title: str, width: int = 64, 
     legend = "  ".join(f"{sign} {kind}" for kind, sign in SIGNS.items() if trace.peak.held.get(kind))
     lines = [f"one step    {title}", f"  {legend}" + ("  | usable" if limit <= width else "")]
     part = ""
-    for moment, count in _alike(stretches(trace.moments, rows), 1 / scale):
+    for moment, count in _group_similar(stretches(trace.moments, rows), 1 / scale):
         bar = _bar(moment, scale)
         if len(bar) <= limit <= width:
             bar = bar.ljust(limit) + "|"
@@ -141,8 +141,8 @@ def timeline_text(trace: Trace, usable_bytes: int, title: str, width: int = 64, 
     return lines
 
 
-def _alike(moments: Sequence[Moment], tolerance: float) -> Iterator[tuple[Moment, int]]:
-    """Groups of neighbours that differ by at most ``tolerance`` bytes in each kind: their highest and their number."""
+def _group_similar(moments: Sequence[Moment], tolerance: float) -> Iterator[tuple[Moment, int]]:
+    """Yield the peak and size of each group of neighbours that differ by at most ``tolerance`` bytes in each kind."""
     group: list[Moment] = []
     for moment in moments:
         if group and not _near(group[0], moment, tolerance):
@@ -160,7 +160,7 @@ def _near(one: Moment, other: Moment, tolerance: float) -> bool:
 
 
 def _part(moment: Moment, moments: Sequence[Moment]) -> str:
-    """The micro-batches that a moment belongs to, in words; "" where there is only one, and for the update."""
+    """Return the micro-batches that a moment belongs to, as text; "" if there is only one, and for the update."""
     others = max(each.micro for each in moments)
     if not others or moment.phase == "update":
         return ""
@@ -170,7 +170,7 @@ def _part(moment: Moment, moments: Sequence[Moment]) -> str:
 
 
 def stretches(moments: Sequence[Moment], count: int) -> list[Moment]:
-    """About ``count`` moments in order: each pass is cut into parts, and each part is shown by its highest moment."""
+    """Return about ``count`` moments in order: the peaks of equal parts of each pass."""
     passes: list[list[Moment]] = []
     for moment in moments:
         if not passes or (passes[-1][0].micro, _pass(passes[-1][0])) != (moment.micro, _pass(moment)):
@@ -197,10 +197,10 @@ def _bar(moment: Moment, scale: float) -> str:
 
 
 def timeline_svg(trace: Trace, device: Device, title: str, pass_s: Mapping[Phase, float]) -> str:
-    """The step from left to right with memory stacked by kind, as one self-contained <svg> element.
+    """Return the step from left to right with memory stacked by kind, as one self-contained <svg> element.
 
-    A pass is as wide as its share of the time, and at least ``NARROWEST``; ``pass_s`` are the seconds of one pass of
-    each phase. Within a pass each operator is as wide as the next.
+    The width of a pass is its fraction of the time, and at least ``MIN_PASS_WIDTH``; ``pass_s`` are the seconds of one
+    pass of each phase. Within a pass all operators have equal width.
     """
     moments = stretches(trace.moments, _RIGHT - _LEFT)
     edges = _edges(moments, pass_s)
@@ -219,11 +219,11 @@ def timeline_svg(trace: Trace, device: Device, title: str, pass_s: Mapping[Phase
 
 
 def _edges(moments: Sequence[Moment], pass_s: Mapping[Phase, float]) -> list[float]:
-    """The x of the left edge of each moment, and of the right edge of the last."""
+    """Return the x of the left edge of each moment, and of the right edge of the last."""
     passes = [list(group) for _, group in groupby(moments, key=_pass)]
     seconds = {**pass_s, "backward": pass_s.get("backward", 0.0) + pass_s.get("checkpointing", 0.0)}
     times = [seconds.get(_pass(each[0]), 0.0) for each in passes]  # type: ignore[call-overload]
-    wide = [max(time / (sum(times) or 1.0), NARROWEST) for time in times]
+    wide = [max(time / (sum(times) or 1.0), MIN_PASS_WIDTH) for time in times]
     edges = [float(_LEFT)]
     for each, share in zip(passes, wide, strict=True):
         step = (_RIGHT - _LEFT) * share / sum(wide) / len(each)
@@ -232,7 +232,7 @@ def _edges(moments: Sequence[Moment], pass_s: Mapping[Phase, float]) -> list[flo
 
 
 def _areas(moments: Sequence[Moment], edges: Sequence[float], most: float) -> Iterator[str]:
-    """One polygon for each kind, stacked from the bottom up."""
+    """Yield one polygon for each kind, stacked from the bottom up."""
     below = [0] * len(moments)
     for kind in SIGNS:
         above = [low + moment.held.get(kind, 0) for low, moment in zip(below, moments, strict=True)]
@@ -259,7 +259,7 @@ def _scale(most: float) -> Iterator[str]:
 
 
 def _passes(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
-    """The name of each pass, and a line where it begins."""
+    """Yield the name of each pass, and a line at its start."""
     at = 0
     for name, group in groupby(moments, key=_pass):
         x, at = edges[at], at + len(list(group))
@@ -269,7 +269,7 @@ def _passes(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
 
 
 def _parts(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
-    """A second line below the passes: their micro-batches."""
+    """Yield a second line below the passes: their micro-batches."""
     at = 0
     for words, group in groupby(_part(moment, moments) for moment in moments):
         x, at = edges[at], at + len(list(group))
@@ -293,9 +293,9 @@ def _limit(device: Device, most: float) -> Iterator[str]:
 
 
 def _legend(trace: Trace) -> Iterator[str]:
-    """The kinds with their bytes at the peak, from the top down as they are drawn."""
+    """Yield the kinds with their bytes at the peak, from the top down as they are drawn."""
     shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
-    yield text(_RIGHT + 8, _BOTTOM + 18, "wide as their time", 'font-size="10"')
+    yield text(_RIGHT + 8, _BOTTOM + 18, "width: time", 'font-size="10"')
     for row, kind in enumerate(reversed(shown)):
         y = _TOP + 40 + 20 * row
         yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'

@@ -1,4 +1,4 @@
-"""The module tree and the autograd graph of a step as text; equal blocks are folded, so that it fits on a screen."""
+"""Formats the module tree and the autograd graph of a step as text; equal blocks are folded to fit on a screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN_COLUMNS = ("#", "from", "module", "operators", "kept")
 
 @dataclass(frozen=True)
 class Headline:
-    """What the picture shows. ``notes`` say where it differs from the recipe."""
+    """The title of a graph. ``notes`` list differences from the recipe."""
 
     name: str
     model: str
@@ -30,7 +30,7 @@ class Headline:
 
 
 def graph_text(headline: Headline, folded: Folded) -> list[str]:
-    """Two tables: the modules, and the autograd nodes with what they keep."""
+    """Return two tables: the modules, and the autograd nodes with their saved bytes."""
     return [
         headline_text(headline),
         *(f"note: {note}" for note in headline.notes),
@@ -46,7 +46,7 @@ def graph_text(headline: Headline, folded: Folded) -> list[str]:
 
 
 def _rest(rows: Sequence[ModuleRow]) -> Iterator[str]:
-    """A line on the FLOPs of the root that are in no row below it, where the table does not add up."""
+    """Yield a line on the root's FLOPs that are in no row below it, if the table does not add up."""
     top, below = rows[0], [row for row in rows if row.depth == 1]
     forward = top.forward_flops - sum(row.forward_flops for row in below)
     backward = top.backward_flops - sum(row.backward_flops for row in below)
@@ -56,14 +56,14 @@ def _rest(rows: Sequence[ModuleRow]) -> Iterator[str]:
 
 
 def headline_text(headline: Headline) -> str:
-    """One line."""
+    """Return the title in one line."""
     samples = f"{headline.samples} sample{'s' if headline.samples != 1 else ''}"
     model = f"{headline.model}, {human_count(headline.parameters)} parameters"
     return f"{headline.name}: {model}; one micro-batch of {samples}, {headline.precision}, traced as on a CPU"
 
 
 def human_count(count: float) -> str:
-    """`1.2 G`; numbers below 1,000 have no suffix."""
+    """Return such as `1.2 G`; numbers below 1,000 have no suffix."""
     for unit in ("", " K", " M", " G", " T", " P"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -72,7 +72,7 @@ def human_count(count: float) -> str:
 
 
 def label(row: ModuleRow) -> str:
-    """The name of a row, `0-11 x 12` for several equal modules; for the root the class of the model."""
+    """Return the name of a row, `0-11 x 12` for several equal modules; for the root the class of the model."""
     alone = row.count if "-" in row.name and row.name.replace("-", "").isdigit() else 1
     if not row.path:
         return row.kind
@@ -81,14 +81,14 @@ def label(row: ModuleRow) -> str:
 
 
 def size_text(size: int | None) -> str:
-    """Bytes; "" for 0 or None."""
+    """Return bytes as text; "" for 0 or None."""
     if not size:
         return ""
     return f"-{human_bytes(-size)}" if size < 0 else human_bytes(size)
 
 
 def ops_text(run: NodeRun, width: int = _OPS_WIDTH) -> str:
-    """`Addmm, Mul x 2`: the operators of a run, without views unless there are only views."""
+    """Return such as `Addmm, Mul x 2`: the operators of a run, without views unless there are only views."""
     shown = [(op, count) for op, count in run.ops if op not in _VIEWS] or list(run.ops)
     words = [op if count == 1 else f"{op} x {count}" for op, count in shown]
     text = ""
@@ -102,7 +102,7 @@ def ops_text(run: NodeRun, width: int = _OPS_WIDTH) -> str:
 
 
 def module_cells(folded: Folded) -> list[tuple[str, ...]]:
-    """``MODULE_COLUMNS`` of each row. The trained parameters are given only where some are frozen."""
+    """Return ``MODULE_COLUMNS`` of each row. Trained parameters are shown only if some are frozen."""
     frozen = any(row.trainable != row.parameters for row in folded.rows)
     return [_cells(row, frozen) for row in folded.rows]
 
@@ -123,7 +123,7 @@ def _cells(row: ModuleRow, frozen: bool) -> tuple[str, ...]:
 
 
 def run_cells(folded: Folded) -> list[tuple[str, ...]]:
-    """``RUN_COLUMNS`` of each run."""
+    """Return ``RUN_COLUMNS`` of each run."""
     cells: list[tuple[str, ...]] = []
     for number, run in enumerate(folded.runs, 1):
         behind = ",".join(str(i + 1) for i in run.inputs)
@@ -133,7 +133,7 @@ def run_cells(folded: Folded) -> list[tuple[str, ...]]:
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> Iterator[str]:
-    """The lines of a table without its empty columns; those in ``left`` are aligned to the left."""
+    """Yield the lines of a table without its empty columns; columns in ``left`` are aligned to the left."""
     used = [column for column in range(len(head)) if any(row[column] for row in rows)]
     table = [tuple(head), *rows]
     widths = {column: max(len(row[column]) for row in table) for column in used}

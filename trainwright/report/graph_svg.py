@@ -1,4 +1,4 @@
-"""The module tree and the autograd graph of a step as a self-contained SVG, for light and dark pages."""
+"""Draws the module tree and the autograd graph of a step as a self-contained SVG, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.report.svg import INK, PALETTE, root, text
 
 SIZE = 12
 CHARACTER = 0.602 * SIZE + 0.05
-"""Width of a character: all text is in a monospaced font, so that nothing can overlap."""
+"""The width of a character in SVG units: all text is in a monospaced font, so that nothing can overlap."""
 MONO = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 _BOLD = 'font-weight="600"'
 _LINE, _GAP, _EDGE, _LANE, _BAR = 20, 18, 20, 10, 150
@@ -28,7 +28,7 @@ _KEPT, _FREED, _FLOW, _BOX = PALETTE[0], PALETTE[2], PALETTE[1], PALETTE[3]
 
 @dataclass(frozen=True)
 class _Edge:
-    """From a row to one that uses its output; ``lane`` 0 is the straight line to the next row."""
+    """An edge from a row to one that uses its output; ``lane`` 0 is the straight line to the next row."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class _Edge:
 
 
 def graph_svg(headline: Headline, folded: Folded) -> str:
-    """One <svg> element: the modules with bars for the bytes that they keep, below them the graph with its edges."""
+    """Return one <svg> element: the modules with bars for the bytes that they keep, and the graph below them."""
     title, notes = headline_text(headline), [f"note: {note}" for note in headline.notes]
     top = _EDGE + _LINE * (2 + len(notes))
     tree, tree_width = _tree(folded, top)
@@ -72,7 +72,7 @@ def _tree(folded: Folded, top: float) -> tuple[list[str], float]:
 
 
 def _guide(rows: Sequence[ModuleRow], index: int, top: float) -> str:
-    """The line from a module down to the last of its children."""
+    """Return the line from a module down to the last of its children."""
     children = [i for i, row in enumerate(rows) if row.depth == rows[index].depth + 1 and _parent(rows, i) == index]
     if not children:
         return ""
@@ -116,7 +116,7 @@ def _graph(headline: Headline, folded: Folded, top: float) -> tuple[list[str], f
 
 
 def lanes_of(runs: Sequence[NodeRun]) -> list[_Edge]:
-    """The edges between rows; an edge that passes other rows gets a lane that no overlapping edge has."""
+    """Return the edges between rows; an edge that passes other rows gets a lane that no overlapping edge has."""
     wanted = {(behind, here) for here, run in enumerate(runs) for behind in run.inputs}
     found: list[_Edge] = []
     for start, end in sorted(wanted, key=lambda edge: (abs(edge[1] - edge[0]), edge)):
@@ -130,7 +130,7 @@ def lanes_of(runs: Sequence[NodeRun]) -> list[_Edge]:
 
 
 def _edge(edge: _Edge, x: float, ys: Sequence[float]) -> str:
-    """An arrow downwards; upwards and dashed for the edge from a block to the next equal one."""
+    """Return an arrow downwards, or upwards and dashed for the edge from a block to the next equal one."""
     y1, y2 = ys[edge.start] - 4, ys[edge.end] - 4
     if not edge.lane:
         return f'<path d="M{x} {y1 + 4:.1f}V{y2 - 4:.1f}" stroke="{_FLOW}" fill="none"/>'
@@ -145,7 +145,7 @@ def _edge(edge: _Edge, x: float, ys: Sequence[float]) -> str:
 
 
 def _boxes(runs: Sequence[NodeRun], x: float, right: float, ys: Sequence[float]) -> tuple[list[str], float]:
-    """A frame around the rows that represent several equal blocks, with their number."""
+    """Return a frame around each group of rows that represents several equal blocks, with their number."""
     found, wider = [], right
     for name, group in groupby(range(len(runs)), key=lambda i: _block(runs[i])):
         rows = list(group)
@@ -164,7 +164,7 @@ def _boxes(runs: Sequence[NodeRun], x: float, right: float, ys: Sequence[float])
 
 
 def _block(run: NodeRun) -> str:
-    """The path up to the first name that represents several modules, ``blocks.0-11``; "" where there is none."""
+    """Return the path up to the first name that represents several modules, ``blocks.0-11``, or ""."""
     names = run.path.split(".")
     folded = [i for i, name in enumerate(names) if "-" in name and name.replace("-", "").isdigit()]
     return ".".join(names[: folded[0] + 1]) if folded and run.count > 1 else ""
@@ -173,7 +173,7 @@ def _block(run: NodeRun) -> str:
 def _cells(
     head: Sequence[str], rows: Sequence[tuple[str, ...]], x: float, y: float, left: Sequence[int]
 ) -> tuple[list[str], float]:
-    """A table without its empty columns, with its first line at ``y``, and the x coordinate right of it."""
+    """Return a table without its empty columns, with its first line at ``y``, and the x coordinate right of it."""
     lines = []
     for column in range(len(head)):
         if not any(row[column] for row in rows):

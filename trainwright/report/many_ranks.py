@@ -1,4 +1,4 @@
-"""A recipe on many ranks in words: what a rank holds, what the ranks exchange, how long a step takes."""
+"""Formats a plan for many ranks: memory of a rank, communication, and step time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.plan.many_ranks import Placement, against
 
 
 def placement_lines(placed: Placement, device: Device, title: str) -> list[str]:
-    """One layout: its degrees, whether it fits, how long a step takes."""
+    """Return one layout as text: its degrees, whether it fits, and the step time."""
     usable, peak = device.usable_bytes, placed.peak_bytes
     verdict = f"fits, {human_bytes(usable - peak)} to spare" if placed.fits else "does NOT fit"
     shape = f"{placed.micro} x {placed.accumulation} (micro-batch x accumulation), checkpointing {placed.policy}"
@@ -25,8 +25,8 @@ def placement_lines(placed: Placement, device: Device, title: str) -> list[str]:
     ]
 
 
-def held_by_stage(placed: Placement) -> list[str]:
-    """The memory at the peak by kind, and by pipeline stage where there are several."""
+def memory_by_stage(placed: Placement) -> list[str]:
+    """Return the memory at the peak by kind, and by pipeline stage if there are several."""
     held = ", ".join(f"{kind} {human_bytes(placed.held[kind])}" for kind in KINDS if placed.held.get(kind))
     lines = [f"at the peak a rank holds {held}"]
     if len(placed.stage_bytes) > 1:
@@ -35,7 +35,7 @@ def held_by_stage(placed: Placement) -> list[str]:
 
 
 def traffic_lines(placed: Placement) -> list[str]:
-    """A row for each kind of exchange."""
+    """Return a row for each kind of exchange."""
     if not placed.traffic:
         return ["exchanges   none"]
     total = sum(each.num_bytes for each in placed.traffic)
@@ -52,13 +52,13 @@ def traffic_lines(placed: Placement) -> list[str]:
 
 
 def runner_up_lines(options: Sequence[Placement], best: Placement) -> list[str]:
-    """What other layouts would cost."""
+    """Return the cost of other layouts."""
     rows = [f"  {human_seconds(each.step_s):>9}  {each}: {against(each, best)}" for each in options]
     return ["others", *rows] if rows else []
 
 
 def machine_line(device: Device) -> str:
-    """The links of a machine."""
+    """Return the links of a machine."""
     node = device.node
     link, network = f"{node.link / 1e9:g} GB/s", f"{node.network / 1e9:g} GB/s"
     return f"  machine   {node.ranks} ranks, {link} from one to another, {network} from it to other machines"

@@ -16,7 +16,7 @@ MAX_LINES = 1000
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One axis: a value for each line. With ``choices``, the values are names of it, in this order."""
+    """One axis: a value for each line. With ``choices``, the values are names from it, in this order."""
 
     name: str
     values: Sequence[object]
@@ -27,9 +27,9 @@ class Coordinate:
 def parallel_coordinates_svg(
     coordinates: Sequence[Coordinate], values: Sequence[float], *, metric: str, is_smaller_better: bool
 ) -> str:
-    """A chart as one <svg> element. The last axis is the ``metric``; green lines are the best ones, by rank."""
+    """Return a chart as one <svg> element. The last axis is the ``metric``; green lines are the best, by rank."""
     axes = [*coordinates, Coordinate(metric, values)]
-    placed = [_placed(each) for each in axes]
+    placed = [_positions(each) for each in axes]
     order = sorted(range(len(values)), key=lambda n: values[n], reverse=is_smaller_better)[
         -MAX_LINES:
     ]  # the best on top
@@ -54,7 +54,7 @@ def parallel_coordinates_svg(
 
 
 def bars_svg(fractions: Mapping[str, float], *, title: str) -> str:
-    """Horizontal bars, one for each name; ``fractions`` are between 0 and 1."""
+    """Return horizontal bars, one for each name; ``fractions`` are between 0 and 1."""
     height = 44 + 26 * len(fractions)
     parts = [root(720, height, title), text(16, 20, title, TITLE)]
     for at, (name, fraction) in enumerate(sorted(fractions.items(), key=lambda item: -item[1])):
@@ -73,8 +73,8 @@ def _y(fraction: float) -> float:
     return _BOTTOM - fraction * (_BOTTOM - _TOP)
 
 
-def _placed(each: Coordinate) -> tuple[list[float], list[tuple[float, str]]]:
-    """The height of each value, and the labels of the axis."""
+def _positions(each: Coordinate) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return the height of each value, and the labels of the axis."""
     if each.choices:
         last = max(1, len(each.choices) - 1)
         heights = {name: _y(n / last if len(each.choices) > 1 else 0.5) for n, name in enumerate(each.choices)}

@@ -1,4 +1,4 @@
-"""The runs of a folder as a table (``trainwright runs``): when each began, how it stands, its verdict and losses."""
+"""The runs of a folder as a table (``trainwright runs``): start, state, verdict and losses of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainwright.runs.records import Ended, RunVerdict, Step, Watched
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run. ``began_s`` is a time in seconds since 1970. ``loss`` and ``val_loss`` are the newest."""
+    """One run. ``began_s`` is Unix time in seconds. ``loss`` and ``val_loss`` are the newest."""
 
     run: Path
     began_s: float
@@ -40,7 +40,7 @@ class RunTable:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the text output."""
         if not self.rows:
             return [f"{self.folder} holds no run"]
         head = ("run", "began (UTC)", "state", "verdict", "step", "loss", "val loss")
@@ -49,18 +49,18 @@ class RunTable:
         return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the output of ``--json``."""
         return {"folder": str(self.folder), "runs": [strict({**asdict(row), "run": str(row.run)}) for row in self.rows]}
 
 
 def list_runs(folder: Path) -> RunTable:
-    """Reads the end of the log of each run in ``folder``; a run that has no log yet is listed, too."""
+    """Read the end of the log of each run in ``folder``; a run without a log is listed, too."""
     rows = [_row_or_reason(RunFolder(path)) for path in runs_in(folder)]
     return RunTable(folder, tuple(sorted(rows, key=lambda row: row.began_s)))
 
 
 def _row_or_reason(folder: RunFolder) -> RunRow:
-    """The row of a run; of one that cannot be read, whatever the reason, that reason is the state."""
+    """Return the row of a run; if it cannot be read for any reason, the reason is the state."""
     try:
         return _row(folder)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The combinations of CUDA, driver and NCCL that images and job files pin, and that ``trainwright env`` checks."""
+"""The combinations of CUDA, driver and NCCL that images and job files pin and ``trainwright env`` checks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ Source: ``RELEASE_NOTES``, table of corresponding driver versions.
 class Stack:
     """Pinned versions of an image. ``name`` is the build argument, and the folder of the index of torch wheels.
 
-    ``cuda`` is the CUDA version of the torch wheel, None for the CPU. ``nccl`` is the version that the wheel requires,
-    None where that is not known: then the loaded version only has to be the installed one.
+    ``cuda`` is the CUDA version of the torch wheel, None for the CPU. ``nccl`` is the version that the wheel requires.
+    If
+    it is None (unknown), the loaded version must only be the installed one.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Stack:
 
     @property
     def driver(self) -> str | None:
-        """The oldest Linux driver that runs it; None: it needs none."""
+        """The oldest Linux driver that runs it; None if it needs none."""
         return None if self.cuda is None else OLDEST_DRIVERS[int(self.cuda.partition(".")[0])]
 
 

@@ -1,4 +1,4 @@
-"""Reads the facts about the system and torch that ``trainwright env`` judges; allocates no GPU memory."""
+"""Reads the facts about the system and torch that ``trainwright env`` checks; allocates no GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts:
-    """The build and state of torch. Versions are as torch writes them; None: it was not built with that."""
+    """The build and state of torch. Versions are as torch writes them; None if it was built without the library."""
 
     version: str
     cuda_build: str | None = None
@@ -54,7 +54,7 @@ class SystemFacts:
 
 
 def gather() -> SystemFacts:
-    """The facts of this machine and environment. Imports torch (seconds), allocates no GPU memory."""
+    """Return the facts of this machine and environment. Imports torch (seconds), allocates no GPU memory."""
     machine = read_machine()
     torch, torch_error = _gather_torch()
     return SystemFacts(
@@ -75,7 +75,7 @@ def gather() -> SystemFacts:
 
 
 def _gather_torch() -> tuple[TorchFacts | None, str]:
-    """The facts about torch, or why it cannot be imported."""
+    """Return the facts about torch, or the reason why it cannot be imported."""
     # torch reports an old driver and an incompatible numpy as warnings: they become lines of the report
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -138,7 +138,7 @@ def _package(name: str) -> str | None:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver supports; None without a driver."""
+    """Return the newest CUDA version that the driver supports; None without a driver."""
     import pynvml
 
     try:
@@ -153,7 +153,7 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 
 def _open_file_limits() -> tuple[int, int] | None:
-    """(soft, hard); None on Windows."""
+    """Return (soft, hard); None on Windows."""
     try:
         import resource
     except ImportError:

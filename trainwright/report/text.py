@@ -1,4 +1,4 @@
-"""The closing lines of a run: a verdict, the run folder, what was reached, the next command."""
+"""The closing lines of a run: verdict, run folder, results, next command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Ending:
         ended: The record of the end, with its verdict.
         run: The run folder.
         evaluated: The last evaluation.
-        saved: The last state is on disk.
+        saved: True if the last state is on disk.
         again: The command that continues the run.
         longer: The option that doubles its length, appended to ``again``.
     """
@@ -31,10 +31,12 @@ class Ending:
 
 
 def closing(ending: Ending) -> list[str]:
-    """Lines to print: the verdict, then exactly three lines (run, reached, next)."""
+    """Return the lines to print: the verdict, then exactly three lines (run, reached, next)."""
     goes_on = ending.ended.ending == "stopped" or not ending.saved or not ending.longer
-    anew = " train " in ending.again
-    step = f"{ending.again}   # {'begins anew: nothing is saved' if anew else 'goes on from the newest checkpoint'}"
+    restarts = " train " in ending.again
+    step = (
+        f"{ending.again}   # {'starts again: nothing is saved' if restarts else 'continues from the newest checkpoint'}"
+    )
     if not goes_on:
         step = f"{ending.again} {ending.longer}   # trains it further"
     return [
@@ -46,7 +48,7 @@ def closing(ending: Ending) -> list[str]:
 
 
 def reached(ending: Ending) -> str:
-    """Steps and losses."""
+    """Return steps and losses as text."""
     ended, seen = ending.ended, ending.evaluated
     parts = [f"step {ended.step:,}"]
     if ended.loss is not None:

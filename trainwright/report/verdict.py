@@ -1,7 +1,7 @@
-"""The verdict on a run: the outcome in one word and one sentence, from what was measured and nothing else.
+"""The verdict on a run: its outcome in one word and one sentence, from measurements only.
 
 The process that ends a run judges it and writes the verdict into its log. Terminal, page, list of runs and ``--json``
-show that verdict. A run without an end record is judged by the reader, with the same function.
+show that verdict. For a run without an end record, the reader computes it with the same function.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ WORDS = (
 """The words of a verdict, the gravest first; the first that applies is the verdict."""
 
 MIN_STEPS_LEARNING, MIN_LOSSES = 60, 16
-"""A run with fewer steps, or fewer recorded losses, is too short to say that it learned nothing."""
-LEAST_AT_END = 4
-"""Of the last losses, whose mean is the loss at the end."""
-SIGNIFICANT = 3.0
-"""Standard errors beyond chance."""
-MAX_UNSEEN_DROP = 0.1
-"""Fraction of the loss. A drop that is hidden in the noise must surely be smaller to say that nothing was learned."""
-NOISES_OF_A_RISE = 3.0
-"""A loss that diverges stands at least so many times its own noise above the first one."""
+"""A run with fewer steps, or fewer recorded losses, is too short to conclude that it learned nothing."""
+MIN_LOSSES_AT_END = 4
+"""The minimum number of last losses whose mean is the final loss."""
+SIGNIFICANT_ERRORS = 3.0
+"""Standard errors above which a difference counts as significant."""
+MAX_HIDDEN_DROP_FRACTION = 0.1
+"""Fraction of the loss. "Learned nothing" requires that any drop hidden in the noise is smaller than this."""
+MIN_DIVERGENCE_NOISES = 3.0
+"""A diverged loss is above the first one by at least this many standard deviations of its noise."""
 MAX_VALIDATION_DROP = 0.02
 """Fraction of the validation loss. A larger drop means that something was learned."""
 MIN_EVALUATIONS = 5
-"""On the same samples, to say how the validation loss goes."""
-NOISES_OF_OVERFITTING = 5.0
+"""The minimum number of evaluations on the same samples to judge the trend of the validation loss."""
+MIN_OVERFITTING_NOISES = 5.0
 """Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
-"""The same rise, as a fraction of the range of the validation loss, and of the fall of the training loss meanwhile."""
-STILL_FALLS = -2.0
+"""The same rise, as a fraction of the range of the validation loss, and of the drop of the training loss meanwhile."""
+FALLING_SLOPE_ERRORS = -2.0
 """Slope of the losses of the second half of a run, in standard errors."""
 LEARNED_NOTHING_CODE = "loss.no_better_than_constant"
 MAX_LOSS = 1e100
-"""Larger losses count as not finite: sums of them may not be finite."""
+"""Larger losses count as not finite, because their sums may overflow."""
 MAX_REASON_CHARS = 160
 
 Losses = Sequence[tuple[int, float]]
@@ -81,23 +81,23 @@ Losses = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictFacts:
-    """What a verdict is made of.
+    """The inputs of a verdict.
 
     Args:
-        state: How the run stands (``runs/ending.py``).
-        reason: Why it ended.
-        step: Steps that were taken, of ``planned_steps``.
-        losses: Training losses by step. Those of a long run may be means over spans of steps.
-        is_one_objective: The training loss is one function of the weights and of a fixed data set. Then the first
-            losses and the last ones can be compared. It is not so for adversarial training, policies and streams.
+        state: The state of the run (``runs/ending.py``).
+        reason: The reason why it ended.
+        step: Completed steps, of ``planned_steps``.
+        losses: Training losses by step. In a long run they may be means over spans of steps.
+        is_one_objective: The training loss is one function of the weights and of a fixed data set, so that the first
+            losses and the last ones can be compared. False for adversarial training, policies and streams.
         chance: The loss of a uniform guess among all classes.
         evaluations: Evaluations in their order.
         findings: The findings of the doctor.
-        skipped: Updates that were not made.
-        examined: False: the doctor did not examine the run.
-        saved: False: the last state could not be saved.
+        skipped: Number of skipped updates.
+        examined: False if the doctor did not examine the run.
+        saved: False if the last state could not be saved.
         troubles: Further facts for the sentence.
-        references: Losses that mean something, by name.
+        references: Reference losses, by name.
     """
 
     state: str
@@ -117,12 +117,12 @@ class VerdictFacts:
 
     @property
     def is_over(self) -> bool:
-        """Whether a record of its end was written."""
+        """True if a record of its end was written."""
         return self.state not in (RUNNING, KILLED, UNKNOWN)
 
 
 class _Claim(NamedTuple):
-    """One thing to say of a run. Without a text it only gives the word: the sentence says it already."""
+    """One statement about a run. Without a text it only sets the word: the sentence already contains it."""
 
     word: str
     text: str = ""
@@ -131,12 +131,12 @@ class _Claim(NamedTuple):
 
 
 def judge(facts: VerdictFacts) -> RunVerdict:
-    """Returns the verdict on a run."""
+    """Return the verdict on a run."""
     claims = sorted(_claims(facts), key=lambda claim: WORDS.index(claim.word))
     parts = [claim.text for claim in claims if claim.text]
     if not any(claim.tells_losses for claim in claims):
-        parts += [_measured(facts)]
-    how = _how(facts)
+        parts += [_loss_summary(facts)]
+    how = _ending(facts)
     if facts.is_over and not any(claim.text for claim in claims):
         said = " without a warning" if facts.findings else " without a finding"
         how += said if facts.examined else ", not examined by the doctor"
@@ -150,7 +150,7 @@ def judge(facts: VerdictFacts) -> RunVerdict:
 
 
 def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
-    """Everything that applies."""
+    """Yield everything that applies."""
     critical, warnings = _codes(facts, "critical"), _codes(facts, "warning")
     if critical:
         yield _Claim("critical finding", f"{len(critical)} critical: {', '.join(critical)}")
@@ -178,7 +178,7 @@ def _codes(facts: VerdictFacts, severity: Severity) -> list[str]:
     return [found.code for found in facts.findings if found.severity == severity]
 
 
-def _how(facts: VerdictFacts) -> str:
+def _ending(facts: VerdictFacts) -> str:
     at = f"at step {facts.step:,}" + (f" of {facts.planned_steps:,}" if facts.planned_steps else "")
     reason = " ".join(facts.reason.split())
     reason = f"{reason[:MAX_REASON_CHARS]}..." if len(reason) > MAX_REASON_CHARS else reason
@@ -193,12 +193,14 @@ def _how(facts: VerdictFacts) -> str:
     return f"{facts.state} {at}" + (f" ({reason})" if reason else "")
 
 
-def _measured(facts: VerdictFacts) -> str:
-    """The losses at the beginning and at the end."""
+def _loss_summary(facts: VerdictFacts) -> str:
+    """Return the losses at the beginning and at the end."""
     losses, parts = _finite(facts.losses), list[str]()
     if losses:
         begin, late = losses[0][1], [loss for step, loss in losses if 8 * step > 7 * losses[-1][0]]  # resumed or not
-        end = statistics.fmean(late if len(late) >= LEAST_AT_END else [loss for _, loss in losses[-LEAST_AT_END:]])
+        end = statistics.fmean(
+            late if len(late) >= MIN_LOSSES_AT_END else [loss for _, loss in losses[-MIN_LOSSES_AT_END:]]
+        )
         parts.append(f"training loss {figure(begin)} -> {figure(end)}" if len(losses) > 1 else f"loss {figure(begin)}")
     if facts.evaluations:
         last = facts.evaluations[-1]
@@ -210,7 +212,7 @@ def _measured(facts: VerdictFacts) -> str:
 
 
 def _below_reference(facts: VerdictFacts) -> str:
-    """Such as `, 1.06 below what a bigram table reaches (2.46)`."""
+    """Return such as `, 1.06 below what a bigram table reaches (2.46)`."""
     losses = _finite(facts.losses)
     loss = facts.evaluations[-1].loss if facts.evaluations else losses[-1][1] if losses else None
     below = [(value, name) for name, value in facts.references.items() if loss is not None and loss < value]
@@ -225,12 +227,12 @@ def _finite(losses: Losses) -> list[tuple[int, float]]:
 
 
 def _is_finite(loss: float) -> bool:
-    return abs(loss) < MAX_LOSS  # not so of NaN
+    return abs(loss) < MAX_LOSS  # False for NaN
 
 
 def _end_window(count: int) -> int:
-    """How many of the last losses stand for the end."""
-    return max(1, min(count, max(LEAST_AT_END, count // 8)))
+    """Return the number of last losses that represent the end."""
+    return max(1, min(count, max(MIN_LOSSES_AT_END, count // 8)))
 
 
 class _Change(NamedTuple):
@@ -248,7 +250,7 @@ class _Change(NamedTuple):
 
 
 def _changes(values: Sequence[float]) -> list[_Change]:
-    """Compares the end with the first 1, 2, 4, ... losses, up to a quarter: the beginning may be short or long."""
+    """Compare the end with the first 1, 2, 4, ... losses, up to a quarter: the beginning may be short or long."""
     window, noise = _end_window(len(values)), noise_of(values)
     end, counts = statistics.fmean(values[-window:]), [1]
     while 2 * counts[-1] <= len(values) // 4:
@@ -260,7 +262,7 @@ def _changes(values: Sequence[float]) -> list[_Change]:
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """The standard deviation of single values around their course, from the differences of neighbours.
+    """Return the standard deviation of single values around their trend, from the differences of neighbours.
 
     The median makes it robust against a steep beginning and a few outliers.
     """
@@ -270,11 +272,11 @@ def noise_of(values: Sequence[float]) -> float:
 
 def _still_falls(losses: Losses) -> bool:
     newest = losses[-1][0]
-    return slope_in_errors([(step, loss) for step, loss in losses if 2 * step > newest]) < STILL_FALLS
+    return slope_in_errors([(step, loss) for step, loss in losses if 2 * step > newest]) < FALLING_SLOPE_ERRORS
 
 
 def _diverged(facts: VerdictFacts) -> str | None:
-    """The loss is not finite at the end; or, where losses can be compared, it rose for good."""
+    """Return why the run diverged: the loss is not finite at the end, or it rose permanently; else None."""
     newest = [loss for _, loss in facts.losses[-5:]]
     if newest and 2 * sum(not _is_finite(loss) for loss in newest) > len(newest):
         return "the training loss is not finite"
@@ -287,22 +289,26 @@ def _diverged(facts: VerdictFacts) -> str | None:
         return None
     values = [loss for _, loss in losses]
     last = values[-max(MIN_LOSSES, len(values) // 4) :]
-    end, noise, begin = statistics.fmean(last), noise_of(last), values[0]
-    if len(last) < len(values) and min(last) > begin and end - begin > NOISES_OF_A_RISE * noise:
+    end = statistics.fmean(last)
+    noise = noise_of(last)
+    begin = values[0]
+    if len(last) < len(values) and min(last) > begin and end - begin > MIN_DIVERGENCE_NOISES * noise:
         return f"the training loss rose from {figure(begin)} to {figure(end)}"
     window = len(last)
     starts = range(0, len(values) - window + 1, max(1, window // 8))
     lowest, at = min((statistics.fmean(values[start : start + window]), start) for start in starts)
     steepest = max(_changes(values), key=lambda change: change.drop_in_errors)
     drop, rise = steepest.begin - lowest, end - lowest
-    if drop > 2 * SIGNIFICANT * steepest.error and rise > max(drop / 2, SIGNIFICANT * noise / math.sqrt(window)):
+    if drop > 2 * SIGNIFICANT_ERRORS * steepest.error and rise > max(
+        drop / 2, SIGNIFICANT_ERRORS * noise / math.sqrt(window)
+    ):
         step = losses[at + window - 1][0]
         return f"the training loss fell to {figure(lowest)} by step {step:,} and rose to {figure(end)}"
     return None
 
 
 def _learned_nothing(facts: VerdictFacts) -> str | None:
-    if any(_says_nothing_is_learned(found) for found in facts.findings if found.severity != "info"):
+    if any(_is_learned_nothing(found) for found in facts.findings if found.severity != "info"):
         return "the loss is no better than that of a constant prediction, or of shuffled targets"
     losses = _finite(facts.losses)
     if facts.step < MIN_STEPS_LEARNING or len(losses) < MIN_LOSSES or _still_falls(losses):
@@ -311,7 +317,7 @@ def _learned_nothing(facts: VerdictFacts) -> str | None:
     surest = changes[-1]
     if (guess := _is_a_guess(facts, surest)) is not None:
         return guess
-    if not facts.is_one_objective or max(change.drop_in_errors for change in changes) > SIGNIFICANT:
+    if not facts.is_one_objective or max(change.drop_in_errors for change in changes) > SIGNIFICANT_ERRORS:
         return None
     begin, end = figure(surest.begin), figure(surest.end)
     seen = [each.loss for each in _comparable(facts.evaluations)]
@@ -322,28 +328,30 @@ def _learned_nothing(facts: VerdictFacts) -> str | None:
             f"the training loss is {end} and was {begin}, which is within its noise, and the validation loss is "
             f"{figure(seen[-1])} and was {figure(seen[0])}"
         )
-    if surest.begin - surest.end + SIGNIFICANT * surest.error > MAX_UNSEEN_DROP * abs(surest.begin):
+    if surest.begin - surest.end + SIGNIFICANT_ERRORS * surest.error > MAX_HIDDEN_DROP_FRACTION * abs(surest.begin):
         return None
     return f"the training loss is {end} and was {begin}, which is within its noise"
 
 
-def _says_nothing_is_learned(found: Found) -> bool:
-    """As a finding of its own, or as a consequence of one that names the cause."""
+def _is_learned_nothing(found: Found) -> bool:
+    """Return True if the finding, or one of its consequences, is that nothing is learned."""
     return LEARNED_NOTHING_CODE in {found.code, *(each.partition(":")[0] for each in found.consequences)}
 
 
 def _is_a_guess(facts: VerdictFacts, change: _Change) -> str | None:
-    """Whether neither the training nor the validation is better than a uniform guess among the classes."""
-    if facts.chance is None or SIGNIFICANT * change.error > MAX_UNSEEN_DROP * facts.chance:
+    """Return a sentence if neither training nor validation is better than a uniform guess among the classes."""
+    if facts.chance is None or SIGNIFICANT_ERRORS * change.error > MAX_HIDDEN_DROP_FRACTION * facts.chance:
         return None
     seen = [each.loss for each in facts.evaluations]
-    if change.end < facts.chance - SIGNIFICANT * change.error or any(loss < 0.99 * facts.chance for loss in seen):
+    if change.end < facts.chance - SIGNIFICANT_ERRORS * change.error or any(
+        loss < 0.99 * facts.chance for loss in seen
+    ):
         return None
     return f"the loss is {figure(change.end)}, and that of a guess among all classes is {figure(facts.chance)}"
 
 
 def _comparable(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
-    """Evaluations on the same samples as the first one: the last may be on the whole set."""
+    """Return the evaluations on the same samples as the first one: the last may be on the full set."""
     return [each for each in evaluations if each.batches == evaluations[0].batches]
 
 
@@ -352,9 +360,9 @@ def _loss_or_infinity(seen: Evaluated) -> float:
 
 
 def _noise_of_evaluations(losses: Sequence[float]) -> float:
-    """The standard deviation of single evaluations, from second differences: a smooth course has none.
+    """Return the standard deviation of single evaluations, from second differences, which a smooth trend does not have.
 
-    The larger of two estimates: of few evaluations the median alone is often far too small.
+    Takes the larger of two estimates: for few evaluations the median alone is often far too small.
     """
     bends = [abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:])]
     if not bends:
@@ -364,14 +372,16 @@ def _noise_of_evaluations(losses: Sequence[float]) -> float:
 
 
 def _overfits(facts: VerdictFacts) -> _Claim | None:
-    """The validation loss rose after its best while the training loss fell on, both by more than their noise."""
+    """Return a claim if the validation loss rose after its best while the training loss fell, both beyond their
+    noise.
+    """
     seen = [each for each in _comparable(facts.evaluations) if _is_finite(each.loss)]
     if len(seen) < MIN_EVALUATIONS:
         return None
     losses = [each.loss for each in seen]
     at = losses.index(min(losses))
     best, rise = seen[at], min(losses[-2:]) - losses[at]  # 0 unless two evaluations followed on the best
-    if rise <= NOISES_OF_OVERFITTING * _noise_of_evaluations(losses):
+    if rise <= MIN_OVERFITTING_NOISES * _noise_of_evaluations(losses):
         return None
     if rise < MIN_RISE_OF_RANGE * (max(losses) - losses[at]):
         return None
@@ -383,7 +393,7 @@ def _overfits(facts: VerdictFacts) -> _Claim | None:
     window = min(len(then), len(now), _end_window(len(training)))
     before, after = statistics.fmean(then[-window:]), statistics.fmean(now[-window:])
     error = noise_of([loss for _, loss in training]) * math.sqrt(2 / window)
-    if before - after <= SIGNIFICANT * error or rise < MIN_RISE_OF_TRAINING_DROP * (before - after):
+    if before - after <= SIGNIFICANT_ERRORS * error or rise < MIN_RISE_OF_TRAINING_DROP * (before - after):
         return None
     text = (
         f"it overfits: the validation loss was lowest at step {best.step:,} ({figure(best.loss)}) and is "
@@ -393,7 +403,7 @@ def _overfits(facts: VerdictFacts) -> _Claim | None:
 
 
 def verdict_of(folder: RunFolder) -> RunVerdict:
-    """The verdict in the log of a run; where its newest process has written none, one on what the log has so far."""
+    """Return the verdict in the log of a run, or one on the log so far if its newest process has written none."""
     if not folder.log.is_file():
         return judge(VerdictFacts(state=state_of(folder.path, ())))
     newest = [each for each in read_end(folder.log) if isinstance(each, Started | Ended)][-1:]
@@ -417,16 +427,16 @@ def verdict_of(folder: RunFolder) -> RunVerdict:
 
 
 def losses_in(records: Iterable[Record]) -> list[tuple[int, float]]:
-    """Training losses by step."""
+    """Return the training losses by step."""
     by_step = {each.step: each.loss for each in records if isinstance(each, Step | Watched)}
     return [(step, by_step[step]) for step in sorted(by_step)]
 
 
-_OF_EVALUATIONS = ("val", "test", "eval", "held")
+_EVALUATION_NAMES = ("val", "test", "eval", "held")
 
 
 def evaluations_in(records: Iterable[Record]) -> list[Evaluated]:
-    """Evaluations of the engine, then those that a watched loop reported by ``watch.log``."""
+    """Return evaluations of the engine, then those that a watched loop reported by ``watch.log``."""
     every = tuple(records)
     logged = (_as_evaluation(each) for each in every if isinstance(each, Logged))
     seen = [each for each in every if isinstance(each, Evaluated)]
@@ -434,9 +444,9 @@ def evaluations_in(records: Iterable[Record]) -> list[Evaluated]:
 
 
 def _as_evaluation(logged: Logged) -> Evaluated | None:
-    """Figures with a loss that is named as one of validation."""
+    """Return figures with a loss whose name is that of a validation loss, as an evaluation."""
     named = [
-        name for name in logged.figures if "loss" in name.lower() and any(w in name.lower() for w in _OF_EVALUATIONS)
+        name for name in logged.figures if "loss" in name.lower() and any(w in name.lower() for w in _EVALUATION_NAMES)
     ]
     if not named:
         return None

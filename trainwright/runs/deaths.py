@@ -1,4 +1,4 @@
-"""The crash-loop guard: a run that dies in the same step again and again is not started unless the user accepts it."""
+"""The crash-loop guard: a run that repeatedly dies in the same step starts again only if the user accepts it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Record, Started, Step
 from trainwright.runs.storage import make_subfolder, storage_error
 
-CRASH_LOOP = "crash-loop"  # what --accept calls it
+CRASH_LOOP = "crash-loop"  # the name in --accept
 
 
 @dataclass(frozen=True)
 class Death:
-    """How one process died. ``time_s`` is that of its last record; ``reason`` is None without an ``Ended`` record."""
+    """The death of one process.
+
+    ``time_s`` is that of its last record; ``reason`` is None without an ``Ended`` record.
+    """
 
     pid: int
     time_s: float
@@ -34,7 +37,7 @@ class Death:
 
 
 def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list[Death]:
-    """What the log knows of the processes ``dead`` (pids), which died in ``step`` one after the other; oldest first.
+    """Return what the log contains about the processes ``dead`` (pids), which died in ``step`` in a row; oldest first.
 
     They may be fewer: a process that dies while it starts is not in the log. Processes in containers may have the same
     pid, so a process that ended well or got past the step, and every one before it, is left out.
@@ -60,7 +63,7 @@ def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list
 def write_bundle(
     folder: RunFolder, step: int, checkpoint: Path | None, records: Sequence[Record], deaths: Sequence[Death]
 ) -> Path:
-    """Writes ``bundles/step-XXXXXXXX/``: what it takes to run ``step`` again. Hard links keep it from retention.
+    """Write ``bundles/step-XXXXXXXX/``: everything needed to run ``step`` again. Hard links protect it from retention.
 
     checkpoint/     the files of the checkpoint that the run would resume from; empty when there is none
     recipe.yaml, plan.json, error.txt (if there is one)
@@ -97,7 +100,7 @@ def write_bundle(
 
 
 def _link(source: Path, target: Path) -> None:
-    """Makes a hard link, which costs no space; a copy where the file system has none."""
+    """Make a hard link, which costs no space, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -111,9 +114,10 @@ def require_no_crash_loop(
     accept: Sequence[str],
     again: Callable[[Sequence[str]], str],
 ) -> None:
-    """Raises UsageError, and writes a bundle, when the last processes of a run died in the same step by no chance.
+    """Raise UsageError, and write a bundle, when the last processes of a run died in the same step not by chance.
 
-    ``checkpoint`` is what the run would resume from; ``again`` gives the command that starts it with these ``accept``.
+    ``checkpoint`` is the one that the run would resume from; ``again`` returns the command that starts it with these
+    ``accept``.
     """
     step = lock.died_in_step
     if step is None or not lock.is_loop or CRASH_LOOP in accept:
@@ -123,11 +127,11 @@ def require_no_crash_loop(
     advice = "see what killed it (dmesg, the scheduler's log)"
     try:
         bundle = write_bundle(folder, step, checkpoint, records, deaths)
-        kept = f"what it takes to run that step again is in {bundle}"
+        kept = f"{bundle} has everything to run that step again"
         if (bundle / "error.txt").exists() and deaths and deaths[-1].reason:
-            advice = f"look at {bundle / 'error.txt'}"
+            advice = f"read {bundle / 'error.txt'}"
     except StorageError as error:
-        kept = f"nothing was kept to run that step again: {error.message}"
+        kept = f"no bundle was written to run that step again: {error.message}"
     times = "twice" if lock.deaths == 2 else f"{lock.deaths} times"
     lines = [f"  {death}" for death in deaths]
     if (unknown := lock.deaths - len(deaths)) and folder.log.is_file():
@@ -135,6 +139,6 @@ def require_no_crash_loop(
         lines.append(f"  {who} died before anything was written to the log")
     raise UsageError(
         "\n".join([f"the run died in step {step} {times} in a row:", *lines, kept]),
-        remedy=f"{advice}, mend the cause (for example data.quarantine, precision, optimizer.lr), and then "
+        remedy=f"{advice}, fix the cause (for example data.quarantine, precision, optimizer.lr), and then "
         f"`{again([*accept, CRASH_LOOP])}` starts it once more",
     )

@@ -1,4 +1,6 @@
-"""Drafts: what is written beside its place and renamed there as a whole, and what a killed process left of its own."""
+"""Drafts: files that are written beside their target and renamed, and the removal of drafts that killed
+processes left.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from functools import cache
 from pathlib import Path
 
 _NAME = re.compile(r"\..+\.(?P<pid>[1-9]\d{0,8})-(?P<place>[0-9a-f]{8})\.draft")
-_OLD_S = 24 * 3600.0
-"""A draft of another machine or container, whose processes cannot be seen, is abandoned when it is as old as this."""
+_ABANDONED_AGE_S = 24 * 3600.0
+"""Age in seconds at which a draft of another machine or container, whose processes cannot be seen, is abandoned."""
 
 
 def draft_of(path: Path) -> Path:
-    """Where this process writes ``path`` before it renames it."""
+    """Return the path where this process writes ``path`` before renaming it."""
     return path.with_name(f".{path.name}.{os.getpid()}-{_place()}.draft")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the drafts in ``folder`` of processes that are gone: a kill leaves one behind. Never raises."""
+    """Remove the drafts in ``folder`` of processes that no longer exist. Never raises."""
     with suppress(OSError):
         for path in folder.glob(".*.draft"):
             if _is_abandoned(path):
@@ -37,7 +39,7 @@ def _is_abandoned(path: Path) -> bool:
     if found["place"] == _place():
         return not _is_alive(int(found["pid"]))
     with suppress(OSError):
-        return time.time() - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > _OLD_S
+        return time.time() - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > _ABANDONED_AGE_S
     return False
 
 
@@ -46,13 +48,13 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)  # sends nothing
     except ProcessLookupError:
         return False
-    except OSError:  # that of another user
+    except OSError:  # a process of another user
         return True
     return True
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a whole folder. Never raises."""
+    """Remove a file, a link or a folder with its content. Never raises."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -62,9 +64,9 @@ def remove(path: Path) -> None:
 
 @cache
 def _place() -> str:
-    """Names the machine, and the container within it, whose process ids this process sees."""
+    """Return a name of the machine, and of the container in it, whose process ids this process sees."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         namespace = ""
     return hashlib.blake2b(f"{socket.gethostname()} {namespace}".encode(), digest_size=4).hexdigest()

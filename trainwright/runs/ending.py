@@ -1,22 +1,24 @@
-"""How a run stands: one answer for the page, the list of runs, the diagnosis and ``--json``."""
+"""The state of a run: one answer for the page, the list of runs, the diagnosis and ``--json``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainwright.runs.lock import is_held
+from trainwright.runs.lock import is_locked
 from trainwright.runs.records import Ended, Record, Started
 
-RUNNING, KILLED, UNKNOWN = "running", "killed", "no end record"
+RUNNING = "running"
+KILLED = "killed"
+UNKNOWN = "no end record"
 
 
 def state_of(path: Path, records: Iterable[Record]) -> str:
-    """finished, stopped, data_exhausted, failed, running, killed, or "no end record" where that is all that is known.
+    """Return finished, stopped, data_exhausted, failed, running, killed, or "no end record" if nothing else is known.
 
     ``records`` are those of the log of run folder ``path``, or at least its newest start and end. Without an end, the
-    lock of the folder tells a run that goes on from one that was killed; a folder that was copied without its lock
-    tells nothing.
+    lock of the folder distinguishes a run that continues from one that was killed. A folder that was copied without its
+    lock has neither.
     """
     newest = None
     for record in records:
@@ -24,5 +26,5 @@ def state_of(path: Path, records: Iterable[Record]) -> str:
             newest = record
     if isinstance(newest, Ended):
         return newest.ending
-    held = is_held(path)
+    held = is_locked(path)
     return UNKNOWN if held is None else RUNNING if held else KILLED

@@ -1,7 +1,7 @@
-"""Reads files of a run folder, which may be damaged or made to harm.
+"""Reads files of a run folder, which may be damaged or malicious.
 
-Only regular files are opened, and how much is read of one is bounded. JSON is bounded in depth and in the length of its
-numbers, and holds finite numbers and valid text only. Everything that reads a run folder reads it with these functions.
+Only regular files are opened, and the number of bytes read is limited. JSON is limited in depth and in the length of
+its numbers, and holds finite numbers and valid text only. All code that reads a run folder uses these functions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from trainwright.errors import StorageError, text_of
 from trainwright.runs.printing import readable
 
 MAX_LINE_BYTES = 2**24
-"""Of a log. The longest line that a run writes has some 100 KiB: statistics of a few thousand layers."""
+"""The maximum line length of a log. The longest lines that a run writes have about 100 KiB: statistics of a few
+thousand layers.
+"""
 
 
 class JsonLimits(NamedTuple):
-    """JsonLimits of a JSON file. ``plain``: its numbers are finite, and its text can be encoded."""
+    """Limits of a JSON file. ``plain``: its numbers are finite, and its text can be encoded."""
 
     num_bytes: int
     depth: int
@@ -36,11 +38,11 @@ class JsonLimits(NamedTuple):
 METADATA = JsonLimits(2**22, 100, 40)
 BUNDLE = JsonLimits(2**26, 200, 40)
 STATE = JsonLimits(2**28, 500, 4300, plain=False)
-"""The state of a run holds whatever the objects of the user put into it; Python itself writes at most 4300 digits."""
+"""The state of a run holds whatever the user's objects put into it; Python itself writes at most 4300 digits."""
 
 
 class UnreadableFile(StorageError):
-    """A file of a run folder is missing, no regular file, too large, or its content is not what such a file holds."""
+    """A file of a run folder is missing, not a regular file, too large, or has invalid content."""
 
     def __init__(self, path: Path, reason: str, *, remedy: str = "restore the file from a copy, or remove it") -> None:
         super().__init__(f"{path} cannot be read: {reason}", remedy=remedy)
@@ -48,17 +50,17 @@ class UnreadableFile(StorageError):
 
 
 def reason_of(error: Exception) -> str:
-    """Why a run cannot be read, in one line that can be shown."""
+    """Return why a run cannot be read, in one printable line."""
     if isinstance(error, UnreadableFile):
         return f"{error.path.name}: {error.reason}"
     return readable(text_of(error, lines=1))[:300]
 
 
 def open_file(path: Path, *, follow_links: bool = False) -> BufferedReader:
-    """Opens a regular file. Raises UnreadableFile for anything else, at once: a pipe would wait for its writer.
+    """Open a regular file. Raises UnreadableFile for anything else, at once: a pipe would wait for its writer.
 
-    A symbolic link is refused unless ``follow_links``: in a run folder of somebody else it may lead to any file of this
-    machine, whose content a report would show.
+    A symbolic link is refused unless ``follow_links``: in a foreign run folder it may lead to any file of this machine,
+    whose content a report would show.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -72,11 +74,11 @@ def open_file(path: Path, *, follow_links: bool = False) -> BufferedReader:
         return os.fdopen(fd, "rb")
     os.close(fd)
     what = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-    raise UnreadableFile(path, f"it is {what.get(stat.S_IFMT(mode), 'no regular file')}")
+    raise UnreadableFile(path, f"it is {what.get(stat.S_IFMT(mode), 'not a regular file')}")
 
 
 def read_text(path: Path, *, max_bytes: int = METADATA.num_bytes, follow_links: bool = False) -> str:
-    """Reads a UTF-8 text. Raises UnreadableFile."""
+    """Read a UTF-8 text. Raises UnreadableFile."""
     with open_file(path, follow_links=follow_links) as file:
         content = _content(path, file, max_bytes)
     try:
@@ -86,14 +88,14 @@ def read_text(path: Path, *, max_bytes: int = METADATA.num_bytes, follow_links: 
 
 
 def read_end_of_text(path: Path, max_bytes: int) -> str:
-    """Reads the last ``max_bytes`` of a text; bytes that are not UTF-8 are replaced. Raises UnreadableFile."""
+    """Read the last ``max_bytes`` of a text; bytes that are not UTF-8 are replaced. Raises UnreadableFile."""
     with open_file(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
         return file.read(max_bytes).decode("utf-8", errors="replace")
 
 
 def read_json(path: Path, limits: JsonLimits = METADATA, *, follow_links: bool = False) -> Any:
-    """Reads a JSON file. Raises UnreadableFile, also for what breaks the ``limits``."""
+    """Read a JSON file. Raises UnreadableFile, also if it exceeds the ``limits``."""
     text = read_text(path, max_bytes=limits.num_bytes, follow_links=follow_links)
     try:
         return parse_json(text, limits)
@@ -102,7 +104,7 @@ def read_json(path: Path, limits: JsonLimits = METADATA, *, follow_links: bool =
 
 
 def parse_json(text: str, limits: JsonLimits = METADATA) -> Any:
-    """Returns the value of a JSON text. Raises ValueError, also for what breaks the ``limits``."""
+    """Return the value of a JSON text. Raises ValueError, also if it exceeds the ``limits``."""
     try:
         value = _decoder(limits).decode(text)
     except json.JSONDecodeError as error:
@@ -115,7 +117,7 @@ def parse_json(text: str, limits: JsonLimits = METADATA) -> Any:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yields lines with their newlines; the beginning of one longer than MAX_LINE_BYTES is the last."""
+    """Yield lines with their newlines; the beginning of a line longer than MAX_LINE_BYTES is the last."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
         if is_too_long(line):
@@ -123,20 +125,20 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def is_too_long(line: bytes) -> bool:
-    """Whether ``lines_of`` has cut this line off."""
+    """Return True if ``lines_of`` has cut this line off."""
     return len(line) >= MAX_LINE_BYTES and not line.endswith(b"\n")
 
 
 def _content(path: Path, file: BinaryIO, max_bytes: int) -> bytes:
-    size = os.fstat(file.fileno()).st_size  # of a sparse file, too, which takes no space on the disk
+    size = os.fstat(file.fileno()).st_size  # also for a sparse file, which takes no space on the disk
     if size <= max_bytes:
         try:
-            content = file.read(min(size + 2**16, max_bytes) + 1)  # it may grow; Python allocates what is asked for
+            content = file.read(min(size + 2**16, max_bytes) + 1)  # it may grow; Python allocates the requested size
         except OSError as error:
             raise UnreadableFile(path, error.strerror or str(error), remedy=_remedy(error)) from error
         if len(content) <= max_bytes:
             return content
-    raise UnreadableFile(path, f"it has more than {max_bytes:,} bytes, which is no file of a run")
+    raise UnreadableFile(path, f"it has more than {max_bytes:,} bytes, too many for a file of a run")
 
 
 def _remedy(error: Exception) -> str:
@@ -178,7 +180,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _readable(value: Any) -> Any:
-    """Replaces lone surrogates, which JSON can spell and no encoding can write."""
+    """Replace lone surrogates, which JSON can express and no encoding can write."""
     if isinstance(value, str):
         return readable(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The findings of a run folder: one list, which terminal, page, list of runs, diagnosis and ``--json`` all show.
+"""The findings of a run folder: one list for terminal, page, list of runs, diagnosis and ``--json``.
 
 The log is the only source. A finding is written in full whenever it is new or its text changes, and withdrawn when it
 no longer holds, so the latest record with a code is the finding.
@@ -16,13 +16,13 @@ Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 Stage = Literal["input", "label", "forward", "loss", "backward", "clip", "update", "buffers", "loop"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-"""The parts of a step, in their order: what goes wrong first causes what goes wrong later."""
+"""The parts of a step, in their order: a fault in an earlier part causes faults in later ones."""
 
 
 def rank(found: Found) -> tuple[int, bool, float, int]:
-    """The sort key of findings, the first cause first.
+    """Return the sort key of findings, the first cause first.
 
-    By severity; then those that name a cause before those that only say what is wrong; then by confidence, in steps of
+    By severity; then findings that name a cause before those that only name a symptom; then by confidence, in steps of
     a tenth; then by the part of the step.
     """
     return (
@@ -44,7 +44,7 @@ class FindingsFold:
         self._by_code: dict[str, Found] = {}
 
     def take(self, record: Record) -> None:
-        """Adds the next record; kinds that say nothing about findings are ignored."""
+        """Add the next record; kinds that do not concern findings are ignored."""
         if isinstance(record, Started):
             self._by_code.clear()
         elif isinstance(record, Found):
@@ -54,12 +54,12 @@ class FindingsFold:
 
     @property
     def findings(self) -> list[Found]:
-        """Each in its latest wording, the first cause first."""
+        """The findings in their latest wording, the first cause first."""
         return sorted(self._by_code.values(), key=rank)
 
 
 def findings_in(records: Iterable[Record]) -> list[Found]:
-    """The findings that the records of a log hold, the first cause first."""
+    """Return the findings in the records of a log, the first cause first."""
     fold = FindingsFold()
     for record in records:
         fold.take(record)
@@ -79,11 +79,11 @@ class FindingsWriter:
         return sorted(self._by_code.values(), key=rank)
 
     def get(self, code: str) -> Found | None:
-        """The finding with this code, if there is one."""
+        """Return the finding with this code, if there is one."""
         return self._by_code.get(code)
 
     def update(self, findings: Iterable[Found], step: int) -> None:
-        """Replaces all findings. ``step`` is the newest step, noted where a finding is withdrawn."""
+        """Replace all findings. ``step`` is the newest step, which is recorded when a finding is withdrawn."""
         before, self._by_code = self._by_code, {each.code: each for each in findings}
         for code in before.keys() - self._by_code.keys():
             self._write(Withdrawn(time_s=time.time(), code=code, step=step))

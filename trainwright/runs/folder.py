@@ -1,4 +1,4 @@
-"""The run folder, which holds everything of a run; two processes never create the same one."""
+"""The run folder, which holds all files of a run; two processes never create the same one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainwright.errors import UsageError
 from trainwright.runs.json_values import strict
 from trainwright.runs.storage import make_subfolder, storage_error, write_atomically
 
-_SIGNS = ("log.jsonl", "plan.json")
-"""Either makes a folder a run folder. A ``recipe.yaml`` alone does not: people keep theirs in the project's root."""
-_BEGUN = ("recipe.yaml", "lock")
-"""Both are there before any other file of a run that has only just begun."""
+_RUN_FILES = ("log.jsonl", "plan.json")
+"""Either file makes a folder a run folder. A ``recipe.yaml`` alone does not: it may be in the project's root."""
+_STARTING_FILES = ("recipe.yaml", "lock")
+"""Both exist before any other file of a run that has just begun."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunFolder:
-        """Creates ``root/name``, or ``root/name-2`` and so on when that exists.
+        """Create ``root/name``, or ``root/name-2`` and so on if that exists.
 
         mkdir is atomic: two processes that start at the same time get two folders. Raises UsageError for an invalid
         name, StorageError when the folder cannot be created.
@@ -88,12 +88,12 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """The run folder at ``path``. Raises UsageError, with suggestions, where there is none."""
+        """Return the run folder at ``path``. Raises UsageError, with suggestions, if there is none."""
         path = Path(path)
         if _is_run(path):
             return cls(path)
         what = "holds no run" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
-        meant = _meant(path)
+        meant = _similar_runs(path)
         there = ", ".join(map(str, _newest(path.parent)))
         remedy = f"give a run folder, such as {there}" if there else "give a run folder: runs/<name>"
         if meant:
@@ -101,7 +101,7 @@ class RunFolder:
         raise UsageError(f"{path} {what}", remedy=remedy)
 
     def write_text(self, name: str, text: str) -> Path:
-        """Writes ``name`` (relative to the folder) atomically; what is written survives a power failure.
+        """Write ``name`` (relative to the folder) atomically; the file survives a power failure.
 
         Raises StorageError when the disk is full or the folder may not be written.
         """
@@ -117,19 +117,21 @@ class RunFolder:
         return path
 
     def write_json(self, name: str, value: object) -> Path:
-        """Writes ``value`` (plain values and dataclasses) as indented strict JSON, as ``write_text`` does."""
+        """Write ``value`` (plain values and dataclasses) as indented strict JSON, as ``write_text`` does."""
         return self.write_text(name, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
 
 
 def _is_run(path: Path) -> bool:
     try:
-        return any((path / sign).is_file() for sign in _SIGNS) or all((path / sign).is_file() for sign in _BEGUN)
-    except OSError:  # it may not be searched: whoever opens it says so
+        return any((path / sign).is_file() for sign in _RUN_FILES) or all(
+            (path / sign).is_file() for sign in _STARTING_FILES
+        )
+    except OSError:  # it may not be searched: opening it reports the error
         return path.is_dir()
 
 
 def runs_in(root: Path) -> list[Path]:
-    """The run folders in ``root``, by name; none where it cannot be read."""
+    """Return the run folders in ``root``, by name; none if it cannot be read."""
     try:
         return sorted(child for child in root.iterdir() if _is_run(child))
     except OSError:  # does not exist, not a folder, or not readable
@@ -137,11 +139,11 @@ def runs_in(root: Path) -> list[Path]:
 
 
 def _written_ns(run: Path) -> int:
-    return max((run / sign).stat().st_mtime_ns for sign in (*_SIGNS, *_BEGUN) if (run / sign).exists())
+    return max((run / sign).stat().st_mtime_ns for sign in (*_RUN_FILES, *_STARTING_FILES) if (run / sign).exists())
 
 
-def _meant(path: Path) -> list[Path]:
-    """Runs that ``path`` may have meant: one around it, those in it, or those with a similar name."""
+def _similar_runs(path: Path) -> list[Path]:
+    """Return runs that ``path`` may have meant: one around it, those in it, or those with a similar name."""
     around = [parent for parent in path.parents if _is_run(parent)][:1]
     inside = _newest(path)
     siblings = {run.name: run for run in runs_in(path.parent)}
@@ -150,5 +152,5 @@ def _meant(path: Path) -> list[Path]:
 
 
 def _newest(root: Path) -> list[Path]:
-    """The three runs in a folder that were written last."""
+    """Return the three runs in a folder that were written last."""
     return sorted(runs_in(root), key=_written_ns, reverse=True)[:3]

@@ -1,6 +1,6 @@
 """The identity of a run: a random number in its folder, which each of its checkpoints carries.
 
-Two runs may keep their checkpoints in one folder, by links to a larger disk. Each deletes and replaces its own only.
+Two runs may store their checkpoints in one folder, by links to a larger disk. Each deletes and replaces only its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME = "run-id"
 
 
 def identity_of(folder: RunFolder) -> str:
-    """Returns the identity of a run; "" for one that has none, or whose file cannot be read."""
+    """Return the identity of a run; "" if it has none, or its file cannot be read."""
     try:
         text = read_text(folder.path / NAME).strip()
     except UnreadableFile:
@@ -24,13 +24,13 @@ def identity_of(folder: RunFolder) -> str:
 
 
 def ensure_identity(folder: RunFolder) -> str:
-    """Returns the identity of a run, and gives it one where it has none. Raises StorageError."""
+    """Return the identity of a run, creating it if it has none. Raises StorageError."""
     identity = identity_of(folder) or secrets.token_hex(8)
-    keep_identity(folder, identity)
+    write_identity(folder, identity)
     return identity
 
 
-def keep_identity(folder: RunFolder, identity: str) -> None:
-    """Writes the identity of a run unless its folder has it. Raises StorageError."""
+def write_identity(folder: RunFolder, identity: str) -> None:
+    """Write the identity of a run unless its folder has it. Raises StorageError."""
     if identity_of(folder) != identity:
         folder.write_text(NAME, f"{identity}\n")

@@ -1,4 +1,4 @@
-"""What JSON can hold, as types; and NaN and infinity, which it cannot hold, spelled as strings."""
+"""Types of JSON values, and the string forms of NaN and infinity, which JSON lacks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
-"""A value that JSON can hold, of any nesting: for what is written, sent or passed on."""
+"""A JSON value of any nesting, for what is written, sent or passed on."""
 
 Facts: TypeAlias = dict[str, Any]
-"""A JSON object that was read, whose reader knows the type of each field by its name: the values of one experiment,
-one row of them. Python cannot check these types; this alias is the one place that says so.
+"""A JSON object that was read, and whose reader knows the type of each field by its name: the values of one
+experiment, or one row of them. Python cannot check these types; this alias is the only place that declares them.
 """
 
 Event: TypeAlias = tuple[str, Any]
-"""One event of a watched step as it is recorded: its kind, then a value that the kind defines (None where none)."""
+"""One recorded event of an observed step: its kind, then a value that the kind defines (None if it has none)."""
 
 NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""The floats that JSON does not have, by the strings that stand for them."""
+"""The floats that JSON lacks, by the strings that represent them."""
 
 
 @overload
@@ -31,7 +31,7 @@ def strict(value: object) -> JsonValue: ...
 
 
 def strict(value: object) -> Any:
-    """``value`` as strict JSON can hold it: NaN and infinity spelled out, dataclasses and mappings as objects."""
+    """Convert ``value`` to strict JSON values: NaN and infinity as strings, dataclasses and mappings as objects."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):
@@ -40,11 +40,11 @@ def strict(value: object) -> Any:
         return [strict(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value  # whatever else it is, the encoder accepts or refuses it
+    return value  # the encoder accepts or refuses anything else
 
 
 def plain(value: object) -> Any:
-    """The inverse of ``strict`` for what ``json.loads`` returned: NaN and infinity are numbers again."""
+    """Invert ``strict`` for a result of ``json.loads``: NaN and infinity become numbers again."""
     if isinstance(value, str):
         return NOT_IN_JSON.get(value, value)
     if isinstance(value, list):

@@ -1,14 +1,13 @@
-"""The lock of a run folder: only one process trains in it at a time, and the lock file records the step it died in.
+"""The lock of a run folder: one process trains in it at a time, and the lock file records the step in which it died.
 
 ``<run>/lock`` is one line of JSON, padded to a fixed size, which ``cat`` shows:
-
     {"excused": false, "pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step":              417,
      "starting": false, "died_in_step": null, "dead": [], "sure": 0}
 
-The lock is an flock, which belongs to one open file description. The kernel releases it when the process ends, in
-whatever way. Unlike a POSIX record lock, it is not released when something else in the process reads and closes the
-file (a copy of the run folder, a tracker that uploads it). The price: a forked child (a data worker) inherits it and
-could outlive the process, so each child closes it first. The file is never deleted.
+The lock is an flock, which belongs to one open file description. The kernel releases it when the process ends for any
+reason. Unlike a POSIX record lock, it is not released when something else in the process reads and closes the file (a
+copy of the run folder, a tracker that uploads it). The price: a forked child (a data worker) inherits it and could
+outlive the process, so each child closes it first. The file is never deleted.
 """
 
 from __future__ import annotations
@@ -27,31 +26,32 @@ from typing import NamedTuple
 
 from trainwright.errors import StorageError, UsageError
 from trainwright.runs.files import UnreadableFile, open_file, parse_json
-from trainwright.runs.storage import open_own, storage_error
+from trainwright.runs.storage import open_for_writing, storage_error
 
-SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
-STEP_SIZE = 16  # of the number of the step, which mostly is all that is new in the line
-MOST_DEAD = 8  # pids that are kept of a series of deaths
-MANY_DEATHS = 4
-"""Deaths in one step in a row that are no chance, even of processes that had only just started."""
-FEW_STEPS = 8
-"""A process that has finished fewer steps has only just started: a kill hits one of so few by chance."""
+LINE_BYTES = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
+STEP_FIELD_BYTES = 16  # bytes of the step number, usually the only part of the line that changes
+MAX_PIDS_KEPT = 8  # recorded pids of a series of deaths
+MIN_DEATHS_OF_LOOP = 4
+"""Consecutive deaths in one step that cannot be chance, even for processes that had just started."""
+STARTUP_STEPS = 8
+"""A process that has finished fewer steps has just started: kills in the same step may then be chance."""
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without -o flock, some FUSE and NFS mounts
 # The line begins with one of these. A signal handler writes only this part, and ``beat`` only the rest: neither
 # overwrites the other, whenever the signal comes.
 _COUNTED, _EXCUSED = b'{"excused": false, ', b'{"excused": true,  '
 
-_held: dict[tuple[int, int], RunLock] = {}  # by device and inode, which are the same for every path
+_locks: dict[tuple[int, int], RunLock] = {}  # by device and inode, which are the same for every path
 
 
 @dataclass(frozen=True)
 class Holder:
     """The content of the lock file: the process that holds the lock, or held it last.
 
-    ``step`` is in progress (None: no step was begun, or all ended well); ``excused`` means that the process was asked
-    to stop during it, ``starting`` that it has finished few steps and raised no error. ``died_in_step`` is the step in
-    which the processes ``dead`` (pids) died before, one after the other, and ``sure`` is for how many of them, after
-    the first, that is no chance; all are reset when a later step begins.
+    ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process was asked to stop
+    during it. ``starting``: it has finished few steps and raised no error. ``died_in_step`` is the step in which the
+    processes ``dead`` (pids) died before in a row, and ``sure`` counts those of them, after the first, whose death
+    there
+    cannot be chance; all are reset when a later step begins.
     """
 
     pid: int
@@ -66,7 +66,7 @@ class Holder:
 
 
 class DeathsInStep(NamedTuple):
-    """Processes ``dead`` (pids, the last of them) that died in ``step`` one after the other; see Holder."""
+    """Processes ``dead`` (the last pids) that died in ``step`` in a row; see Holder."""
 
     step: int | None = None
     dead: tuple[int, ...] = ()
@@ -74,20 +74,21 @@ class DeathsInStep(NamedTuple):
 
 
 class RunLock:
-    """The training process holds it from ``acquire`` to ``release``; forked children do not.
+    """The lock that the training process holds from ``acquire`` to ``release``; forked children do not hold it.
 
     ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well; ``dead`` are
-    the pids of the processes that died in it in a row, the last one last (at most the last 8). ``is_loop``: it is more
-    than chance that they died in the same step. ``exclusive`` is False where the file system has no locks: then nothing
-    keeps a second process out.
+    the pids of the processes that died in it in a row, the last one last (at most 8). ``is_loop``: that they died in
+    the
+    same step cannot be chance. ``exclusive`` is False if the file system has no locks: then nothing prevents a second
+    process.
     """
 
     def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:
         self._fd, self._identity = fd, _identity(fd)
-        self._row = _row_left_by(before)
+        self._row = _deaths_before(before)
         self.died_in_step, self.dead, _ = self._row
-        self._written: tuple[DeathsInStep, bool] | None = None  # what all but the step follows from
-        self.is_loop = self._row.sure > 0 or self.deaths >= MANY_DEATHS
+        self._written: tuple[DeathsInStep, bool] | None = None  # the values that determine everything but the step
+        self.is_loop = self._row.sure > 0 or self.deaths >= MIN_DEATHS_OF_LOOP
         self._step: int | None = None
         self._first_step: int | None = None
         self.exclusive = exclusive
@@ -101,12 +102,12 @@ class RunLock:
 
     @property
     def deaths(self) -> int:
-        """How many processes in a row died in ``died_in_step``, at most ``MOST_DEAD``."""
+        """The number of processes in a row that died in ``died_in_step``, at most ``MAX_PIDS_KEPT``."""
         return len(self.dead)
 
     @classmethod
     def acquire(cls, path: Path) -> RunLock:
-        """Takes the lock of the run folder ``path``.
+        """Take the lock of the run folder ``path``.
 
         Raises UsageError when a process (this one included) already trains there, StorageError when the file cannot
         be opened or written.
@@ -115,22 +116,22 @@ class RunLock:
         file = path / "lock"
         with contextlib.ExitStack() as undo:
             try:
-                fd = open_own(file, os.O_RDWR)
+                fd = open_for_writing(file, os.O_RDWR)
                 undo.callback(os.close, fd)
-                if _identity(fd) in _held:
+                if _identity(fd) in _locks:
                     remedy = "wait until it is done there, or start another run"
-                    raise UsageError(f"{path} is being trained by this very process", remedy=remedy)
+                    raise UsageError(f"this process already trains in {path}", remedy=remedy)
                 exclusive = _lock(fd, path)
                 lock = cls(fd, _holder(fd), exclusive=exclusive)
-                os.pwrite(fd, _COUNTED + lock._rest(_padded(None), starting=False), 0)
+                os.pwrite(fd, _COUNTED + lock._line_after_flag(_pad_step(None), starting=False), 0)
             except OSError as error:
                 raise storage_error(error, file, "write") from error
-            _held[lock._identity] = lock
+            _locks[lock._identity] = lock
             undo.pop_all()
         return lock
 
     def beat(self, step: int) -> None:
-        """Records that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
+        """Record that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
         if self.died_in_step is not None and step > self.died_in_step:
             self._row = DeathsInStep()
         if self._first_step is None:
@@ -138,7 +139,7 @@ class RunLock:
         self._write(step)
 
     def excuse(self) -> None:
-        """Records that this process was asked to stop: if it is killed now, the step is not at fault.
+        """Record that this process was asked to stop: if it is killed now, the step is not at fault.
 
         A signal handler may call it at any time. Never raises.
         """
@@ -146,11 +147,11 @@ class RunLock:
             os.pwrite(self._fd, _EXCUSED, 0)
 
     def forget_step(self) -> None:
-        """Records that no step is in progress: if the process ends now, no step is at fault. Never raises."""
+        """Record that no step is in progress: if the process ends now, no step is at fault. Never raises."""
         self._write(None)
 
     def release(self, clean: bool) -> None:
-        """Releases the lock; a second call does nothing. ``clean``: the run ended well, and no death is recorded."""
+        """Release the lock; a second call does nothing. ``clean``: the run ended well, and no death is recorded."""
         if self._fd < 0:
             return
         if clean:
@@ -159,15 +160,15 @@ class RunLock:
         elif self._step is not None:
             self._first_step = None
             self._write(self._step)
-        del _held[self._identity]
+        del _locks[self._identity]
         fd, self._fd = self._fd, -1  # before it is closed: a signal handler must not write to a reused descriptor
-        with contextlib.suppress(OSError):  # a network mount that has gone: the kernel releases the lock all the same
-            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a program that is just being started has the descriptor too
+        with contextlib.suppress(OSError):  # the network mount is gone: the kernel releases the lock anyway
+            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a program that is being started has the descriptor too
         with contextlib.suppress(OSError):
             os.close(fd)
 
     def require_place(self, path: Path) -> None:
-        """Raises StorageError unless ``path`` is still the folder of this lock, or that folder was deleted.
+        """Raise StorageError unless ``path`` is still the folder of this lock, or that folder was deleted.
 
         A folder that was renamed or unmounted takes its open files along.
         """
@@ -186,7 +187,7 @@ class RunLock:
         )
 
     def _now_at(self) -> str:
-        """Where the folder is now, as far as the system says."""
+        """Return the current place of the folder as text, if the system reports it."""
         try:
             now = Path(f"/proc/self/fd/{self._fd}").readlink()
             seen = now.lstat()
@@ -195,41 +196,45 @@ class RunLock:
         return f", its log is in {now.parent}" if (seen.st_dev, seen.st_ino) == self._identity else ""
 
     def _write(self, step: int | None) -> None:
-        self._step, first, number = step, self._first_step, _padded(step)
-        starting = step is not None and first is not None and step < first + FEW_STEPS
+        self._step = step
+        first = self._first_step
+        number = _pad_step(step)
+        starting = step is not None and first is not None and step < first + STARTUP_STEPS
         follows_from = self._row, starting
         try:
             if self._written == follows_from:
                 os.pwrite(self._fd, number, self._step_at)
                 return
-            os.pwrite(self._fd, self._rest(number, starting=starting), len(_COUNTED))
+            os.pwrite(self._fd, self._line_after_flag(number, starting=starting), len(_COUNTED))
             self._written = follows_from
         except OSError:
             pass
 
-    def _rest(self, number: bytes, *, starting: bool) -> bytes:
-        """The line after the part that says whether the process is excused."""
+    def _line_after_flag(self, number: bytes, *, starting: bool) -> bytes:
+        """Return the line after the part that records whether the process is excused."""
         row = self._row
         died = f'"died_in_step": {json.dumps(row.step)}, "dead": {list(row.dead)}, "sure": {row.sure}}}'
         after = f', "starting": {json.dumps(starting)}, {died}'.encode()
-        return (self._before_step + number + after).ljust(SIZE - len(_COUNTED) - 1) + b"\n"
+        return (self._before_step + number + after).ljust(LINE_BYTES - len(_COUNTED) - 1) + b"\n"
 
 
 class NoLock:
-    """Of a rank that writes nothing to the run folder: the first rank holds the lock."""
+    """The lock of a rank that writes nothing to the run folder: the first rank holds the real lock."""
 
     def beat(self, step: int) -> None: ...
 
 
-def is_held(path: Path) -> bool | None:
-    """Whether a process trains in the run folder ``path``. None: there is no lock file, or no locks on that disk."""
+def is_locked(path: Path) -> bool | None:
+    """Return True if a process trains in the run folder ``path``; None without a lock file, or without locks on that
+    disk.
+    """
     try:
         file = open_file(path / "lock")
     except UnreadableFile:
         return None
     fd = file.fileno()
     try:
-        if _identity(fd) in _held:
+        if _identity(fd) in _locks:
             return True
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -240,11 +245,11 @@ def is_held(path: Path) -> bool | None:
     return False
 
 
-def _row_left_by(before: Holder | None) -> DeathsInStep:
-    """The step in which the processes before this one died, and which.
+def _deaths_before(before: Holder | None) -> DeathsInStep:
+    """Return the step in which the processes before this one died, and their pids.
 
-    A kill from outside says nothing of the step, and hardly ever hits the same one by chance; but for that of a process
-    that has only just started. To raise an error in the same step is no chance.
+    A kill from outside does not blame the step, and rarely hits the same step by chance, except for a process that has
+    just started. An error raised in the same step is not chance.
     """
     if before is None:
         return DeathsInStep()
@@ -252,25 +257,25 @@ def _row_left_by(before: Holder | None) -> DeathsInStep:
         return DeathsInStep(before.died_in_step, before.dead, before.sure)
     if before.step != before.died_in_step:
         return DeathsInStep(before.step, (before.pid,))
-    return DeathsInStep(before.step, (*before.dead, before.pid)[-MOST_DEAD:], before.sure + (not before.starting))
+    return DeathsInStep(before.step, (*before.dead, before.pid)[-MAX_PIDS_KEPT:], before.sure + (not before.starting))
 
 
 @cache
 def _close_in_forked_children() -> None:
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _leave_to_the_parent() -> None:
-    """Closes the inherited descriptors without releasing the lock, which belongs to the parent."""
-    for lock in _held.values():
+def _close_inherited() -> None:
+    """Close the inherited descriptors without releasing the lock, which belongs to the parent."""
+    for lock in _locks.values():
         os.close(lock._fd)
         lock._fd = -1
-    _held.clear()
+    _locks.clear()
 
 
-def _padded(step: int | None) -> bytes:
-    """A step as JSON, always as long: another number is written in its place."""
-    return b"null".rjust(STEP_SIZE) if step is None else b"%*d" % (STEP_SIZE, step)
+def _pad_step(step: int | None) -> bytes:
+    """Return a step as JSON of constant length, so that another number can be written in its place."""
+    return b"null".rjust(STEP_FIELD_BYTES) if step is None else b"%*d" % (STEP_FIELD_BYTES, step)
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -279,7 +284,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _lock(fd: int, path: Path) -> bool:
-    """Takes the flock; False where the file system has no locks. Raises UsageError when another process holds it."""
+    """Take the flock; False if the file system has no locks. Raises UsageError when another process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -292,9 +297,9 @@ def _lock(fd: int, path: Path) -> bool:
 
 
 def _holder(fd: int) -> Holder | None:
-    """The content of the file; None when it is new or not valid."""
+    """Return the content of the file; None when it is new or not valid."""
     try:
-        fields = parse_json(os.pread(fd, SIZE, 0).decode())
+        fields = parse_json(os.pread(fd, LINE_BYTES, 0).decode())
         holder = Holder(**{**fields, "dead": tuple(fields["dead"])})
     except (ValueError, TypeError, KeyError):
         return None
@@ -313,6 +318,6 @@ def _busy(path: Path, holder: Holder | None) -> UsageError:
     where = "" if holder.host == socket.gethostname() else f" on {holder.host}"
     return UsageError(
         f"{path} is being trained by process {holder.pid} (on host {holder.host} since {holder.since}{step})",
-        # SIGINT, for what else makes a run save is a setting of its recipe
+        # SIGINT, because the other signals that make a run save are set in its recipe
         remedy=f"wait for it, stop it (kill -INT {holder.pid}{where} saves and ends it), or start another run",
     )

@@ -1,4 +1,4 @@
-"""Where a run came from: code, packages, machine, data, seeds. Never fails: what is not known is null."""
+"""Records the origin of a run: code, packages, machine, data, seeds. Never fails: what is unknown is null."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainwright.runs.secrets import masked
 T = TypeVar("T")
 _Definition = FunctionType | type[object]
 
-# What changes the numbers of a run. The hash covers every installed package besides.
+# Packages that change the numbers of a run. The hash covers every installed package.
 _PACKAGES = (
     *("trainwright", "torch", "numpy", "safetensors", "triton", "torchvision", "torchaudio", "torchao"),
     *("transformers", "peft", "datasets", "tokenizers", "accelerate", "bitsandbytes", "scikit-learn"),
@@ -37,12 +37,12 @@ _VARIABLES = re.compile(
 )
 _FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|(^|_)API|KEY", re.IGNORECASE)
-_WHICH_REPOSITORY = re.compile(
+_REPOSITORY_VARIABLES = re.compile(
     r"GIT_(DIR|COMMON_DIR|WORK_TREE|PREFIX|INDEX_FILE|NAMESPACE|OBJECT_DIRECTORY|ALTERNATE_OBJECT_DIRECTORIES|SHALLOW_FILE"
     r"|GRAFT_FILE|REPLACE_REF_BASE|EXTERNAL_DIFF)$"
 )
 _NO_FILE = ("__main__", "trainwright")  # modules whose file is not hashed
-_LIVE = "live"  # stands for the module in the name of an object that was handed over in Python
+_LIVE = "live"  # the module name of an object that was passed in Python
 
 
 def provenance(
@@ -54,29 +54,29 @@ def provenance(
     modules: Sequence[str] = (),
     live: Iterable[object] = (),
 ) -> dict[str, JsonValue]:
-    """Plain values for provenance.json. ``folder`` is the user's working directory (None: the current one).
+    """Return plain values for provenance.json. ``folder`` is the user's working directory (None: the current one).
 
     ``modules`` are the imported modules of the run's code, see ``modules_of``. ``live`` are the objects that train:
     their classes and functions may be defined elsewhere, often in ``__main__``.
     """
     return {
         "command": masked(list(command)),
-        "working_directory": _known(lambda: str((folder or Path.cwd()).resolve())),
-        "git": _known(lambda: _git_state(folder or Path.cwd())),
+        "working_directory": _or_none(lambda: str((folder or Path.cwd()).resolve())),
+        "git": _or_none(lambda: _git_state(folder or Path.cwd())),
         "sources": sources(modules, live),
         "python": sys.version.split()[0],
-        "platform": _known(platform.platform),
-        "hostname": _known(socket.gethostname),
-        "packages": _known(_packages),
+        "platform": _or_none(platform.platform),
+        "hostname": _or_none(socket.gethostname),
+        "packages": _or_none(_packages),
         "environment": environment(os.environ),
-        "driver": _known(_driver),
+        "driver": _or_none(_driver),
         "data": dict(data_fingerprints),
         "seeds": dict(seeds),
     }
 
 
 def modules_of(recipe: Mapping[str, object]) -> list[str]:
-    """The modules that a recipe names as ``use: module:callable``; objects that were made in Python have none."""
+    """Return the modules that a recipe names as ``use: module:callable``; objects made in Python have none."""
     uses = [use for part in _parts(recipe) if isinstance(use := part.get("use"), str) and ":" in use]
     return sorted({use.partition(":")[0] for use in uses} - {_LIVE})
 
@@ -89,37 +89,38 @@ def _parts(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
 
 
 def sources(modules: Sequence[str], live: Iterable[object] = ()) -> dict[str, str | None]:
-    """The sha256 of the file of each module, and of the source of each class and function of ``live`` in no such file.
+    """Return the sha256 of the file of each module, and of the source of each class and function of ``live`` in other
+    files.
 
-    Null where there is no source. What Trainwright, Python or an installed package defines is left out, as their
-    versions are recorded. Of ``__main__`` only the objects that train count: the rest starts and resumes runs.
+    Null if there is no source. Definitions of Trainwright, Python or an installed package are left out, because their
+    versions are recorded. In ``__main__`` only the objects that train count: the rest starts and resumes runs.
     """
-    files = {m: _known(partial(_file_sha256, m)) for m in sorted(modules) if m.partition(".")[0] not in _NO_FILE}
+    files = {m: _or_none(partial(_file_sha256, m)) for m in sorted(modules) if m.partition(".")[0] not in _NO_FILE}
     texts: dict[str, set[str]] = {}
     for each in dict.fromkeys(chain.from_iterable(map(_definitions, live))):
         if each.__module__ not in files:
-            text = _known(partial(_source, each))
+            text = _or_none(partial(_source, each))
             texts.setdefault(f"{each.__module__}.{each.__qualname__}", set()).add(text or "")
     return files | {name: None if "" in found else _sha256("".join(sorted(found))) for name, found in texts.items()}
 
 
 def module_of(thing: object) -> str | None:
-    """The module that defines the class or function of a live object; None if it is not the user's code."""
+    """Return the module that defines the class or function of a live object; None if it is not the user's code."""
     return next((each.__module__ for each in _definitions(thing)[:1]), None)
 
 
 def _definitions(thing: object) -> list[_Definition]:
-    """``thing`` itself if it is a function, else its class and base classes; only those that are the user's code."""
+    """Return ``thing`` if it is a function, else its class and base classes; only those in the user's code."""
     while isinstance(thing, partial):
         thing = thing.func
     if inspect.ismethod(thing):
         thing = thing.__self__
     classes = (thing if inspect.isclass(thing) else type(thing)).__mro__
-    return [each for each in ([thing] if inspect.isfunction(thing) else classes) if _is_own(each.__module__)]
+    return [each for each in ([thing] if inspect.isfunction(thing) else classes) if _is_user_module(each.__module__)]
 
 
 @cache
-def _is_own(module: str | None) -> bool:
+def _is_user_module(module: str | None) -> bool:
     if module in (None, "__main__"):  # ``python -m`` an installed notebook server runs the user's code too
         return True
     if module.partition(".")[0] in (*sys.stdlib_module_names, "trainwright"):
@@ -129,15 +130,15 @@ def _is_own(module: str | None) -> bool:
 
 
 def _source(thing: _Definition) -> str:
-    """The source of a class or function. Raises where there is none."""
+    """Return the source of a class or function. Raises if there is none."""
     if inspect.isclass(thing):
         try:
             return inspect.getsource(thing)
-        except (OSError, TypeError):  # typed into a notebook: its methods can be found all the same
+        except (OSError, TypeError):  # defined in a notebook: its methods can still be found
             return "".join(inspect.getsource(each) for each in vars(thing).values() if inspect.isfunction(each))
     if thing.__name__ != "<lambda>":
         return inspect.getsource(thing)
-    text = "".join(inspect.findsource(thing)[0])  # the line that it stands in may well be that of ``tw.fit``
+    text = "".join(inspect.findsource(thing)[0])  # its line may be that of the ``tw.fit`` call
     lambdas = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Lambda)]
     here = [each for each in lambdas if each.lineno == thing.__code__.co_firstlineno]
     return "".join(ast.get_source_segment(text, each) or "" for each in here)
@@ -153,7 +154,7 @@ def _sha256(text: str) -> str:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that can change a run's numbers or speed, by name; nothing that looks like a secret."""
+    """Return the variables that can change a run's numbers or speed, by name; nothing that looks like a secret."""
     return {
         name: masked(value)
         for name, value in sorted(variables.items())
@@ -161,8 +162,8 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _known(read: Callable[[], T]) -> T | None:
-    """The result of ``read``, or None: an error in here must not stop a training."""
+def _or_none(read: Callable[[], T]) -> T | None:
+    """Return the result of ``read``, or None: an error here must not stop a training run."""
     try:
         return read()
     except Exception:
@@ -170,10 +171,10 @@ def _known(read: Callable[[], T]) -> T | None:
 
 
 def _git_state(folder: Path) -> dict[str, JsonValue] | None:
-    """Commit, dirty flag (counts untracked files), hash of uncommitted changes; None outside a git tree.
+    """Return commit, dirty flag (counts untracked files), and hash of uncommitted changes; None outside a git tree.
 
-    Nothing is run that the configuration of that repository names. Git has no switch against its filters, so where it
-    names any, only the commit is known. What is uncommitted inside a submodule is not looked at.
+    No command from the repository's configuration is run. Git has no switch to disable its filters, so if it configures
+    any, only the commit is known. Uncommitted changes in submodules are ignored.
     """
     if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
         return None
@@ -197,7 +198,7 @@ def _git_state(folder: Path) -> dict[str, JsonValue] | None:
 
 
 def _has_no_filters(folder: Path) -> bool:
-    """Whether the repository itself names no command that content passes through; those of the user may run."""
+    """Return True if the repository configures no filter commands; those of the user's configuration may run."""
     listed = _git(folder, "config", "--list", "--show-scope", "--includes", "--name-only", "-z")
     if listed is None:  # a git before 2.26
         return False
@@ -209,19 +210,20 @@ def _has_no_filters(folder: Path) -> bool:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree.
+    """Return git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree.
 
-    It runs no hook and no monitor of the repository, and fetches nothing. Variables that say which repository is meant
-    (a git hook that starts a training has them) are left out: it is the one around ``folder``.
+    It runs no hook and no monitor of the repository, and fetches nothing. Variables that select a repository (a git
+    hook
+    that starts a training run has them) are removed: it is always the one around ``folder``.
     """
     answer = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if not _WHICH_REPOSITORY.match(name)}
+        env={name: value for name, value in os.environ.items() if not _REPOSITORY_VARIABLES.match(name)}
         | {"GIT_OPTIONAL_LOCKS": "0", "GIT_ALLOW_PROTOCOL": "none", "LC_ALL": "C"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=20,  # a huge tree on a network mount: better no answer than a start that waits
+        timeout=20,  # a huge tree on a network mount must not delay the start
         check=False,
     )
     return answer.stdout if answer.returncode == 0 else None
@@ -229,7 +231,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 @cache
 def _packages() -> dict[str, JsonValue]:
-    """Read once: what is installed while a process runs does not change what it has imported."""
+    """Return the installed packages, read once: later installations do not change what this process has imported."""
     found = (_name_and_version(dist) for dist in importlib.metadata.distributions())
     installed = {_normal(name): version for name, version in found if name}
     every = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
@@ -241,9 +243,11 @@ def _packages() -> dict[str, JsonValue]:
 
 
 def _name_and_version(dist: importlib.metadata.Distribution) -> tuple[str, str]:
-    """As ``dist.metadata`` gives them, which parses all of each README: 0.1 s of each start for a hundred packages."""
+    """Return both from the raw metadata; ``dist.metadata`` parses each README: 0.1 s per start for a hundred
+    packages.
+    """
     text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
-    fields = dict(reversed(_FIELD.findall(text.partition("\n\n")[0])))  # of several, the first counts
+    fields = dict(reversed(_FIELD.findall(text.partition("\n\n")[0])))  # the first of several applies
     return fields.get("Name", ""), fields.get("Version", "")
 
 
@@ -252,7 +256,7 @@ def _normal(name: str) -> str:
 
 
 def _driver() -> str:
-    """The NVIDIA driver's version. Raises when there is none."""
+    """Return the NVIDIA driver's version. Raises when there is none."""
     import pynvml
 
     pynvml.nvmlInit()

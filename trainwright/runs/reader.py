@@ -1,4 +1,4 @@
-"""Reads log.jsonl of a run that ended or still runs; a torn last line is no error."""
+"""Reads log.jsonl of a run that has ended or still runs; an incomplete last line is not an error."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from trainwright.runs.records import (
 )
 
 T = TypeVar("T")
-FIRST, END_BYTES = 64, 256 * 2**10
-MOST = 8192
-"""Lines that ``read_newest`` keeps about: some 20 MB."""
+FIRST_RECORDS_KEPT, END_BYTES = 64, 256 * 2**10
+MAX_LINES_KEPT = 8192
+"""The number of lines that ``read_newest`` keeps: about 20 MB."""
 
 
 @dataclass(frozen=True)
 class LogContents:
-    """The content of a log. ``broken_lines`` counts the lines that hold no record, except a torn last one.
+    """The content of a log. ``broken_lines`` counts the lines that hold no record, except an incomplete last one.
 
     A line longer than ``files.MAX_LINE_BYTES`` is broken, and what follows it is not read.
 
     ``torn``: the last line was cut off (a kill, a full disk). ``unknown`` counts the records of kinds that only another
-    version knows.
+    version supports.
     """
 
     records: tuple[Record, ...]
@@ -49,13 +49,13 @@ class LogContents:
 
 
 def read(path: Path | str) -> LogContents:
-    """Reads every record. Raises UsageError when there is no such log."""
+    """Read every record. Raises UsageError when there is no such log."""
     with _open(Path(path)) as file:
-        return decoded(lines_of(file))
+        return decode_lines(lines_of(file))
 
 
-def decoded(lines: Iterable[bytes]) -> LogContents:
-    """The records of lines of a log, each with its newline."""
+def decode_lines(lines: Iterable[bytes]) -> LogContents:
+    """Return the records of lines of a log, each with its newline."""
     records: list[Record] = []
     broken_lines, torn = 0, False
     for line in lines:
@@ -70,16 +70,20 @@ def decoded(lines: Iterable[bytes]) -> LogContents:
 
 
 def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContents:
-    """Reads the records of the newest process of the run that are of these ``kinds``; of long runs not every step.
+    """Read the records of these ``kinds`` of the newest process of the run. In long runs not every step is kept.
 
-    A log of any length is read in memory for about ``MOST`` lines: the lines of other kinds are left out, steps are
-    thinned as they come, and what is left is decoded at the end. Lines that hold no record, or an unknown one, are
-    counted in the whole log. Raises UsageError when there is no such log.
+    A log of any length is read in memory for about ``MAX_LINES_KEPT`` lines: lines of other kinds are left out, steps
+    are
+    thinned as they come, and the rest is decoded at the end. Lines that hold no record, or an unknown one, are counted
+    in
+    the complete log. Raises UsageError when there is no such log.
     """
     wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
     others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
     lines: list[bytes] = []
-    broken_lines, torn, unknown = 0, False, 0
+    broken_lines = 0
+    torn = False
+    unknown = 0
     with _open(Path(path)) as file:
         for line in lines_of(file):
             if line.startswith(_beginning(Started)):
@@ -87,41 +91,44 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
             if line.startswith(wanted):
                 lines.append(line)
             elif not (line.startswith(others) and line.endswith(b"}\n")):
-                odd = decoded([line])
+                odd = decode_lines([line])
                 lines += [line] if any(isinstance(each, kinds) for each in odd.records) else []
-                broken_lines, torn, unknown = broken_lines + odd.broken_lines, odd.torn, unknown + odd.unknown
-            if len(lines) > MOST:
+                broken_lines = broken_lines + odd.broken_lines
+                torn = odd.torn
+                unknown = unknown + odd.unknown
+            if len(lines) > MAX_LINES_KEPT:
                 lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
-    found = decoded(lines)
+    found = decode_lines(lines)
     return LogContents(found.records, broken_lines + found.broken_lines, torn or found.torn, unknown)
 
 
 def read_end(path: Path | str) -> tuple[Record, ...]:
-    """Reads the records in the last 256 KiB of a log. Raises UsageError when there is no such log."""
+    """Read the records in the last 256 KiB of a log. Raises UsageError when there is no such log."""
     with _open(Path(path)) as file:
         file.seek(0, os.SEEK_END)
         begin = max(0, file.tell() - END_BYTES)
         file.seek(begin)
         lines = file.readlines()
-    return decoded(lines[1:] if begin else lines).records  # the first may be cut off
+    return decode_lines(lines[1:] if begin else lines).records  # the first may be cut off
 
 
 def read_begin_s(path: Path | str) -> float | None:
-    """Reads the unix time at which the run began: of the first start in the log. None: its begin holds none.
+    """Read the Unix time of the first start in the log; None if the beginning of the log holds none.
 
-    The times of files are no such time: a resume writes them again, and so does a copy. Raises UsageError when there is
-    no such log.
+    File times do not give it: a resume writes the files again, and so does a copy. Raises UsageError when there is no
+    such log.
     """
     with _open(Path(path)) as file:
-        first = decoded(file.read(END_BYTES).splitlines(keepends=True)[:100]).records
+        first = decode_lines(file.read(END_BYTES).splitlines(keepends=True)[:100]).records
     return next((each.time_s for each in first if isinstance(each, Started) and each.time_s > 0), None)
 
 
 def read_course(path: Path | str) -> tuple[Record, ...]:
-    """Reads what happened to a run over all its processes, without the telemetry and without the facts of the doctor.
+    """Read the course of a run over all its processes, without telemetry and without the facts of the doctor.
 
-    What a resume went back over is left out. Of long runs not every step is read. Raises UsageError when there is no
-    such log.
+    Steps that a resume went back over are left out. In long runs not every step is read. Raises UsageError when there
+    is
+    no such log.
     """
     kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Skipped, Step, Watched)))
     of_steps = tuple(map(_beginning, (Step, Watched)))
@@ -130,18 +137,18 @@ def read_course(path: Path | str) -> tuple[Record, ...]:
         for line in lines_of(file):
             if line.startswith(kinds):
                 lines.append(line)
-            if len(lines) > MOST:
+            if len(lines) > MAX_LINES_KEPT:
                 lines = _without_half(lines, lambda each: each.startswith(of_steps))
     course: list[Record] = []
-    for record in decoded(lines).records:
+    for record in decode_lines(lines).records:
         if isinstance(record, Started):
             resumed_at = record.step
-            course = [each for each in course if not isinstance(each, _OF_STEPS) or each.step <= resumed_at]
+            course = [each for each in course if not isinstance(each, _STEP_RECORDS) or each.step <= resumed_at]
         course.append(record)
     return tuple(course)
 
 
-_OF_STEPS = (Step, Watched, Evaluated, Logged)
+_STEP_RECORDS = (Step, Watched, Evaluated, Logged)
 
 
 def _beginning(kind: type[Record]) -> bytes:
@@ -149,14 +156,16 @@ def _beginning(kind: type[Record]) -> bytes:
 
 
 def without_half_of_the_steps(records: list[Record]) -> list[Record]:
-    """Returns the records without every other step of their older half; the first 64 records stay."""
+    """Return the records without every other step of their older half; the first 64 records stay."""
     return _without_half(records, lambda record: isinstance(record, Watched))
 
 
 def _without_half(items: list[T], is_step: Callable[[T], bool]) -> list[T]:
     half = len(items) // 2
     return [
-        each for index, each in enumerate(items) if index < FIRST or index >= half or index % 2 or not is_step(each)
+        each
+        for index, each in enumerate(items)
+        if index < FIRST_RECORDS_KEPT or index >= half or index % 2 or not is_step(each)
     ]
 
 
@@ -168,13 +177,15 @@ def follow(
     poll_s: float = 0.5,
     idle_s: float = float("inf"),
 ) -> Iterator[Record]:
-    """Yields every record of a log from its start, then each new one as it is written.
+    """Yield every record of a log from its start, then each new one as it is written.
 
     Ends when the last line is ``Ended``, or when nothing is written for ``idle_s`` seconds by ``clock``. Raises
     UsageError when there is no such log.
     """
     with _open(Path(path)) as file:
-        ended, unfinished, last_s = False, b"", clock()
+        ended = False
+        unfinished = b""
+        last_s = clock()
         while True:
             line = unfinished + file.readline(MAX_LINE_BYTES)
             if line.endswith(b"\n"):
@@ -191,7 +202,7 @@ def follow(
 
 
 def steps(records: Iterable[Record]) -> list[Step]:
-    """The steps that led to the run's present state, in order, each step once.
+    """Return the steps that led to the run's present state, in order, each step once.
 
     A resume repeats the steps after its checkpoint: the last record of a step counts. Steps after the resume point
     that were not trained again do not belong to the present state, and are left out.

@@ -1,8 +1,8 @@
-"""The records of log.jsonl, one for each line, as frozen values.
+"""The records of log.jsonl, one per line, as frozen values.
 
 A line is strict JSON (jq reads it). JSON has no NaN and no infinity, so they are written as the strings "NaN",
 "Infinity" and "-Infinity", and become floats again in every field that holds floats. ``kind`` is the lower-case class
-name. What a newer version wrote stays readable: an unknown kind becomes ``Unknown``, an unknown field is ignored.
+name. Logs of a newer version stay readable: an unknown kind becomes ``Unknown``, an unknown field is ignored.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from trainwright.runs.files import parse_json
 from trainwright.runs.json_values import NOT_IN_JSON, Event, Facts, JsonValue, plain, strict
 from trainwright.runs.secrets import masked
 
-FORMAT_VERSION = 1  # of the run folder as a whole
+FORMAT_VERSION = 1  # of the run folder
 
 PlainValue = typing.Annotated[JsonValue, "plain"]
 Events = typing.Annotated[Sequence[Event], "plain"]
 Values = typing.Annotated[Facts, "plain"]
-"""JSON of any nesting, read back by ``plain``: the strings that stand for NaN and infinity become floats again."""
+"""JSON of any nesting, read back by ``plain``: the strings for NaN and infinity become floats again."""
 
 T = TypeVar("T")
 
 _Decoder = Callable[[object], object]
-"""Reads one JSON value as the type of a field. Raises ValueError where it is of another type."""
+"""Decodes one JSON value as the type of a field. Raises ValueError if it has another type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base of all records. ``time_s`` is unix time."""
+    """Base of all records. ``time_s`` is Unix time."""
 
     time_s: float
 
@@ -47,7 +47,7 @@ class Started(Record):
     """A process started or resumed the run at ``step``.
 
     ``died_in_step`` is the step in which the process before it died, if it did; ``accepted`` are the objections to
-    this start that the user overruled. ``settings`` are those of the header: value, and who decided it.
+    this start that the user overruled. ``settings`` are those of the header: value and origin.
     """
 
     step: int
@@ -65,9 +65,11 @@ class Started(Record):
 class Step(Record):
     """One optimizer step. ``samples``, ``tokens`` and ``skipped`` (steps) count from the start of the run.
 
-    ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order. Where the
-    run is counted in seconds, ``fractions`` are the shares of it that were used when each step since the last record
-    began: the learning rates follow from them.
+    ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order. If the run
+    is
+    limited in seconds, ``fractions`` are the fractions of the run that were used at the start of each step since the
+    last
+    record; the learning rates are computed from them.
     """
 
     step: int
@@ -90,7 +92,7 @@ class Step(Record):
 class Evaluated(Record):
     """The validation loss and metrics after ``step`` steps.
 
-    ``batches`` is their number where they are a fixed part of the validation set, 0 for the whole set.
+    ``batches`` is their number if they are a fixed part of the validation set, 0 for the full set.
     """
 
     step: int
@@ -117,7 +119,7 @@ class Saved(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class NotSaved(Record):
-    """A checkpoint that was due could not be written; training went on. ``reason`` ends with its remedy."""
+    """A due checkpoint could not be written; training went on. ``reason`` ends with its remedy."""
 
     step: int
     reason: str
@@ -142,7 +144,7 @@ class OutOfMemory(OomReport, Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantined(Record):
-    """Samples that could not be read were left out of ``step`` and of all that follow."""
+    """Samples that could not be read were left out of ``step`` and of all later steps."""
 
     step: int
     sample_ids: tuple[int, ...]
@@ -151,7 +153,7 @@ class Quarantined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(Record):
-    """One optimizer step as the recorder saw it: the order of its events, and a few numbers.
+    """One optimizer step as recorded: the order of its events, and a few numbers.
 
     ``events`` are ``[kind, value]`` in their order. ``loss`` is the mean of the losses that backward was called on,
     without a loss scale.
@@ -167,7 +169,7 @@ class Watched(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Logged(Record):
-    """Figures that a watched loop has told by ``watch.log``."""
+    """Figures that a watched loop reported by ``watch.log``."""
 
     step: int
     figures: dict[str, float]
@@ -175,7 +177,7 @@ class Logged(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Examined(Record):
-    """The outcome of an experiment on the replay of ``step``, or of a probe of what is watched."""
+    """The outcome of an experiment on the replay of ``step``, or of a probe of the watched program."""
 
     step: int
     experiment: str
@@ -184,10 +186,11 @@ class Examined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Unexamined(Record):
-    """At the end of a run: experiments and trials of remedies that found no time.
+    """At the end of a run: experiments and trials of remedies that had no time.
 
-    Examinations took ``examined_s`` seconds beside ``trained_s`` seconds of training, both by the clock.
-    ``bundle`` is the folder of the last steps, from which they can run later: ``step-00000320``; None: it was not kept.
+    Examinations took ``examined_s`` seconds beside ``trained_s`` seconds of training, both in wall-clock time.
+    ``bundle`` is the folder of the last steps, from which they can run later: ``step-00000320``; None if it was not
+    saved.
     """
 
     step: int
@@ -199,7 +202,7 @@ class Unexamined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a finding points at; None: not known, or does not apply. ``source`` is a line: ``file.py:42``."""
+    """The place of a finding; None: unknown, or does not apply. ``source`` is a line: ``file.py:42``."""
 
     module: str | None = None
     op: str | None = None
@@ -231,8 +234,8 @@ class Tried:
 class Found(Record):
     """A finding, in full: a later record with the same ``code`` replaces it (``runs/findings.py``).
 
-    ``severity`` is critical, warning or info; ``sure`` is between 0 and 1. ``stage`` is the part of a step that it is
-    about; "" in logs of older versions. ``names_cause``: it says why, and not only what is wrong.
+    ``severity`` is critical, warning or info; ``sure`` is between 0 and 1. ``stage`` is the part of a step that it
+    concerns; "" in logs of older versions. ``names_cause``: it states the cause, and not only the symptom.
     """
 
     code: str
@@ -251,7 +254,7 @@ class Found(Record):
     names_cause: bool = True
 
     def __repr__(self) -> str:
-        """In one line: a list of findings is printed."""
+        """Return one line, because lists of findings are printed."""
         return f"<{self.severity}: {self.code} (step {self.step}): {self.symptom}>"
 
 
@@ -277,7 +280,7 @@ class Replayed(Record):
 class RunVerdict:
     """The outcome of a run: the gravest word that applies (``report/verdict.py`` lists them), and one sentence.
 
-    ``best_step`` is the step with the best validation loss, where the run went on for too long after it.
+    ``best_step`` is the step with the best validation loss, if the run went on for too long after it.
     """
 
     word: str
@@ -305,7 +308,8 @@ class Ended(Record):
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(Record):
     """Readings by name: of the host (``host/...``), of a GPU by its NVML index (``gpu0/...``), of torch's allocator by
-    its torch index (``cuda0/...``). Units are in the names.
+    its
+    torch index (``cuda0/...``). Units are in the names.
     """
 
     step: int
@@ -316,9 +320,10 @@ class Telemetry(Record):
 class Layers(Record):
     """Statistics by layer of one step, in the order of ``layers``, which only the first record of a process names.
 
-    ``grad_norm`` is before clipping; ``update_ratio`` is the norm of the update by that of the weights. ``act_*`` are
-    of some elements of what the layer returned; ``act_log2`` has for each layer the index of its first bin and then
-    per cent of the elements by power of two, where bin 0 is 2**-24 and less.
+    ``grad_norm`` is before clipping; ``update_ratio`` is the norm of the update divided by that of the weights.
+    ``act_*``
+    are over some elements of the layer's output; ``act_log2`` has for each layer the index of its first bin and then
+    the percentage of elements by power of two, where bin 0 is 2**-24 and less.
     """
 
     step: int
@@ -332,7 +337,7 @@ class Layers(Record):
 
 
 OUTPUT_GRAD_LOG2 = range(-48, 8)
-"""Powers of two by which gradients of outputs are counted."""
+"""Powers of two of the histogram of output gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +346,7 @@ class OutputGrads(Record):
 
     ``layers`` are the names of the modules, in the first record of a process only. ``norm`` is without the loss scale
     and before clipping; NaN: no gradient reached the module. ``log2`` has for each module the index of its first bin
-    and then per cent of the elements by power of two, where bin 0 is 2**-48 and less.
+    and then the percentage of elements by power of two, where bin 0 is 2**-48 and less.
     """
 
     step: int
@@ -352,7 +357,7 @@ class OutputGrads(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown(Record):
-    """A kind that this version does not know. ``fields`` is the line without ``kind`` and ``time_s``."""
+    """A kind that this version does not support. ``fields`` is the line without ``kind`` and ``time_s``."""
 
     kind: str
     fields: Facts
@@ -389,7 +394,7 @@ _MAY_HOLD_SECRET = re.compile("://|token|auth|bearer|passw|pwd|passphrase|secret
 
 
 def to_json(record: Record) -> str:
-    """One line without its newline, in ASCII, so that no text of the user can break the line or the encoding."""
+    """Return one line without its newline, in ASCII, so that no text of the user can break the line or the encoding."""
     if isinstance(record, Unknown):
         line = {"kind": record.kind, "time_s": record.time_s, **record.fields}
     else:
@@ -405,7 +410,7 @@ def to_json(record: Record) -> str:
 
 
 def from_json(line: str) -> Record:
-    """The record of one line. Raises ValueError if it is not one."""
+    """Return the record of one line. Raises ValueError if it is not one."""
     fields = parse_json(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("a record is a JSON object with a 'kind'")
@@ -416,7 +421,10 @@ def from_json(line: str) -> Record:
 
 
 def _fields_of(value: object) -> dict[str, object]:
-    """The fields of a dataclass, for the encoder. A tensor has a ``__dict__`` too, and would be logged as ``{}``."""
+    """Return the fields of a dataclass, for the encoder.
+
+    A tensor has a ``__dict__``, too, and would be logged as ``{}``.
+    """
     if dataclasses.is_dataclass(value):
         return vars(value)
     raise TypeError(f"a record holds plain numbers, strings and containers, not {type(value).__name__}")
@@ -427,7 +435,7 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_fiel
 
 
 def construct(cls: type[T], fields: object) -> T:
-    """A dataclass of the JSON that ``strict`` made of it. Raises ValueError where it is of another."""
+    """Return a dataclass from the JSON that ``strict`` made of it. Raises ValueError for other JSON."""
     if not isinstance(fields, dict):
         raise ValueError(f"{cls.__name__} is a JSON object, not {fields!r}")
     decoders = _decoders(typing.cast(type, cls))
@@ -444,7 +452,7 @@ def _decoders(cls: type) -> dict[str, _Decoder]:
 
 
 def _decoder(hint: object) -> _Decoder:
-    """How to read JSON as ``hint``, one of the types that fields of records have."""
+    """Return the decoder of JSON for ``hint``, one of the types of record fields."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return plain

@@ -12,15 +12,15 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 MASK = "<masked>"
 
-_ALWAYS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
-"""Words of a key that name a secret wherever they stand."""
-_AT_THE_END = {"token", "auth", "authorization", "bearer"}
-_KINDS_OF_KEY = {"api", "access", "secret", "private", "account", "auth", "service", "encryption", "signing", "ssh"}
-_OF_A_VOCABULARY = {
+_SECRET_WORDS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
+"""Words that make a key name a secret at any position."""
+_SECRET_LAST_WORDS = {"token", "auth", "authorization", "bearer"}
+_KEY_PREFIXES = {"api", "access", "secret", "private", "account", "auth", "service", "encryption", "signing", "ssh"}
+_VOCABULARY_WORDS = {
     *("pad", "eos", "bos", "unk", "cls", "sep", "mask", "start", "end", "stop", "special", "image", "audio", "video"),
     *("first", "last", "next", "new", "prompt", "separator", "per"),
 }
-"""``pad_token`` is a part of a vocabulary."""
+"""Words before ``token`` that make the key part of a vocabulary, such as ``pad_token``."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 _USER_OF_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)")
@@ -34,30 +34,33 @@ _HEADER = re.compile(rf"(?P<before>(?P<key>{_KEY}):\s+)\S[^\n]*")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key names a secret: ``hf_token``, ``apiKey``, ``db-password``; not ``tokenizer`` or ``pad_token``."""
+    """Return True if a key names a secret:
+
+    ``hf_token``, ``apiKey``, ``db-password``; not ``tokenizer`` or ``pad_token``.
+    """
     words = [each.lower() for each in _WORD.findall(key)]
     if not words:
         return False
     before = words[-2] if len(words) > 1 else ""
-    if words[-1] in _AT_THE_END:
-        return before not in _OF_A_VOCABULARY
-    return bool(_ALWAYS & {*words}) or (words[-1] == "key" and before in _KINDS_OF_KEY)
+    if words[-1] in _SECRET_LAST_WORDS:
+        return before not in _VOCABULARY_WORDS
+    return bool(_SECRET_WORDS & {*words}) or (words[-1] == "key" and before in _KEY_PREFIXES)
 
 
 def masked(value: T) -> T:
-    """Returns a copy of a text, or of nested mappings and lists, with MASK in the place of every secret."""
+    """Return a copy of a text, or of nested mappings and lists, with MASK in place of every secret."""
     if isinstance(value, str):
-        return cast(T, _masked_text(value))
+        return cast(T, _mask_text(value))
     if isinstance(value, Mapping):
-        return cast(T, {key: _hidden(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
+        return cast(T, {key: _mask_all(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
     if isinstance(value, list | tuple):
-        before = ("", *value[:-1])  # of a command line: --token VALUE
+        before = ("", *value[:-1])  # in a command line: --token VALUE
         return cast(T, type(value)(_after(option, each) for option, each in zip(before, value)))
     return value
 
 
 def masked_paths(value: object, path: str = "") -> Iterator[str]:
-    """Yields the dotted paths of nested mappings and lists at which something is masked."""
+    """Yield the dotted paths of nested mappings and lists at which something is masked."""
     if isinstance(value, str) and MASK in value:
         yield path
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -67,23 +70,23 @@ def masked_paths(value: object, path: str = "") -> Iterator[str]:
 
 def _after(option: object, value: object) -> object:
     is_value_of_secret = isinstance(option, str) and option.startswith("-") and "=" not in option and is_secret(option)
-    return _hidden(value) if is_value_of_secret else masked(value)
+    return _mask_all(value) if is_value_of_secret else masked(value)
 
 
-def _hidden(value: object) -> object:
-    """Masks every text and number in the value of a key that names a secret."""
+def _mask_all(value: object) -> object:
+    """Mask every text and number in the value of a key that names a secret."""
     if isinstance(value, Mapping):
-        return {key: _hidden(each) for key, each in value.items()}
+        return {key: _mask_all(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_hidden(each) for each in value]
+        return [_mask_all(each) for each in value]
     return MASK if (isinstance(value, str) and value) or type(value) in (int, float) else value
 
 
-def _masked_text(text: str) -> str:
+def _mask_text(text: str) -> str:
     if "@" in text:
         text = _USER_OF_URL.sub(MASK, text)
     if "=" in text or ":" in text:
-        text = _NAMED_VALUE.sub(_with_masked_value, text)
+        text = _NAMED_VALUE.sub(_mask_value, text)
         header = _HEADER.fullmatch(text)
         if header and is_secret(header["key"]):
             return f"{header['before']}{MASK}"
@@ -92,11 +95,11 @@ def _masked_text(text: str) -> str:
     return text
 
 
-def _with_masked_value(found: re.Match[str]) -> str:
+def _mask_value(found: re.Match[str]) -> str:
     before, value = found["before"], found["value"]
     if value == "...":  # as a remedy writes it
         return found[0]
     if not is_secret(found["assigned"] or found["mapped"]):
-        return before + _NAMED_VALUE.sub(_with_masked_value, value)  # --set=data.args.token=VALUE
+        return before + _NAMED_VALUE.sub(_mask_value, value)  # --set=data.args.token=VALUE
     quote = value[0] if value[0] in "\"'" else ""
     return f"{before}{quote}{MASK}{quote}"

@@ -1,4 +1,4 @@
-"""The shapes of the JSON files of a run folder, as far as they are read: a file of another shape is refused as a whole.
+"""Schemas of the JSON files of a run folder, for the parts that are read. A file with another schema is refused.
 
 Values may be of any size, and fields that another version adds are kept.
 """
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from trainwright.runs.files import UnreadableFile, read_json
 
 Number = int | float | Literal["NaN", "Infinity", "-Infinity"]
-"""As ``json_values.strict`` writes it."""
+"""A number as ``json_values.strict`` writes it."""
 
 
 class FileShape(BaseModel):
-    """Base of all shapes. Nothing is converted: ``"5"`` is no number."""
+    """Base of all schemas. Nothing is converted: ``"5"`` is not a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -26,14 +26,14 @@ ShapeT = TypeVar("ShapeT", bound=FileShape)
 
 
 class ExtentShape(FileShape):
-    """How long a run is planned: ``steps`` or ``seconds``."""
+    """The planned length of a run: ``steps`` or ``seconds``."""
 
     steps: int | None = None
     seconds: Number | None = None
 
 
 class PlanNote(FileShape):
-    """Why something was planned as it is."""
+    """A decision of the plan and its reason."""
 
     topic: str = ""
     choice: str = ""
@@ -62,7 +62,7 @@ class GitState(FileShape):
 
 
 class Packages(FileShape):
-    """What was installed."""
+    """The installed packages."""
 
     versions: dict[str, str]
     count: int
@@ -77,7 +77,10 @@ class LaunchShape(FileShape):
 
 
 class ObjectsShape(FileShape):
-    """How the objects of a run of ``tw.fit`` are made again: by ``function``; else ``reason`` says why not."""
+    """The recipe for rebuilding the objects of a ``tw.fit`` run:
+
+    ``function``; else ``reason`` states why it is impossible.
+    """
 
     function: str | None
     reason: str
@@ -146,7 +149,7 @@ class ModuleTimeShape(FileShape):
 
 
 class ProfileFactsShape(FileShape):
-    """What was measured of a step."""
+    """The measurements of a step."""
 
     steps: int
     step_s: float
@@ -159,7 +162,7 @@ class ProfileFactsShape(FileShape):
 
 
 class ProfileVerdictShape(FileShape):
-    """What bounds a step, and why."""
+    """The bottleneck of a step, and the evidence."""
 
     headline: str
     evidence: list[str]
@@ -175,14 +178,14 @@ class ProfileFile(FileShape):
 
 
 class CrashLoopFile(FileShape):
-    """bundle.json of a run that died in one step again and again."""
+    """bundle.json of a run that repeatedly died in one step."""
 
     step: int
     checkpoint: str | None = None
 
 
 def read_as(path: Path, shape: type[ShapeT]) -> ShapeT:
-    """Reads a JSON file of this shape. Raises UnreadableFile for any other."""
+    """Read a JSON file with this schema. Raises UnreadableFile for any other."""
     try:
         return shape.model_validate(read_json(path))
     except ValidationError as error:
@@ -192,5 +195,5 @@ def read_as(path: Path, shape: type[ShapeT]) -> ShapeT:
 
 
 def read_object(path: Path, shape: type[ShapeT]) -> dict[str, Any]:
-    """Reads a JSON file of this shape as it was written. Raises UnreadableFile for any other."""
+    """Read a JSON file with this schema as it was written. Raises UnreadableFile for any other."""
     return read_as(path, shape).model_dump(exclude_unset=True)

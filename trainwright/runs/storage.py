@@ -1,4 +1,4 @@
-"""Translates operating-system errors on the run folder into a sentence with a remedy."""
+"""Converts operating-system errors on the run folder to a sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ _MEANING = {
         "check the disk (dmesg) or the network mount",
     ),
     errno.ESTALE: ("the network mount has gone stale", "mount it again"),
-    errno.ELOOP: ("it is a symbolic link", "remove that link: a run writes to files of its own only"),
+    errno.ELOOP: ("it is a symbolic link", "remove that link: a run writes only to its own files"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter name"),
 }
 
 
 def storage_error(error: OSError, path: Path, doing: str) -> StorageError:
-    """The error to raise when ``doing`` (a verb such as "write") failed on ``path``."""
+    """Return the error to raise when ``doing`` (a verb such as "write") failed on ``path``."""
     what, remedy = _MEANING.get(error.errno or 0, (error.strerror or str(error), "check the disk and the path"))
     return StorageError(f"cannot {doing} {path}: {what}", remedy=remedy)
 
 
-def open_own(path: Path, flags: int) -> int:
-    """Opens or creates a file of a run folder for writing, and returns its descriptor. No link is followed.
+def open_for_writing(path: Path, flags: int) -> int:
+    """Open or create a file of a run folder for writing, and return its descriptor. No link is followed.
 
-    Raises OSError, and StorageError for what is no file (a device such as /dev/null may be meant) or has another name:
-    what is written would reach a file elsewhere.
+    Raises OSError. Raises StorageError for what is not a file (a device such as /dev/null is allowed) or has another
+    hard
+    link, because writes would reach a file elsewhere.
     """
-    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last one for a pipe that nobody reads
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK for a pipe that nobody reads
     fd = os.open(path, flags, 0o644)
     seen = os.fstat(fd)
     is_file = stat.S_ISREG(seen.st_mode) or stat.S_ISCHR(seen.st_mode)
@@ -55,18 +56,18 @@ def open_own(path: Path, flags: int) -> int:
         return fd
     os.close(fd)
     if not is_file:
-        raise StorageError(f"cannot write {path}: it is no regular file", remedy="move it away")
+        raise StorageError(f"cannot write {path}: it is not a regular file", remedy="move it away")
     raise StorageError(
         f"cannot write {path}: it is a hard link, so another file would be written too",
-        remedy=f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}",
+        remedy=f"make it a separate file: cp {path} {path}.new && mv {path}.new {path}",
     )
 
 
 def make_subfolder(path: Path) -> None:
-    """Makes a folder inside of a run folder. Raises OSError, and StorageError where a link has its place.
+    """Make a folder inside of a run folder. Raises OSError, and StorageError if there is a link in its place.
 
-    A link may lead anywhere: in a run folder of somebody else, to a folder of the user's own. Checkpoints, which are
-    large, are the exception: their folder may be a link to another disk.
+    A link may lead anywhere: in a foreign run folder, to a folder of the user. Checkpoints, which are large, are the
+    exception: their folder may be a link to another disk.
     """
     path.mkdir(exist_ok=True)
     if path.is_symlink():
@@ -77,13 +78,13 @@ def make_subfolder(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Writes a text file as a whole. Raises StorageError. A ``durable`` one survives a power failure.
+    """Write a complete text file. Raises StorageError. A ``durable`` file survives a power failure.
 
     A link at its place, or at that of the draft, is replaced and not followed.
     """
     draft = draft_of(path)
     try:
-        draft.unlink(missing_ok=True)  # of an earlier process with the same id
+        draft.unlink(missing_ok=True)  # left by an earlier process with the same id
         with draft.open("x", encoding="utf-8", newline="\n") as file:  # follows no link
             file.write(text)
             if durable:
@@ -99,7 +100,7 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Makes a rename in ``path`` survive a power failure."""
+    """Make a rename in ``path`` survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -108,7 +109,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def deleted_error(path: Path) -> StorageError:
-    """The error for a file that was deleted while it was open: writes to it would succeed and be lost."""
+    """Return the error for a file that was deleted while it was open: writes to it would succeed and be lost."""
     return StorageError(
         f"cannot write {path}: the file or its folder was deleted while the run was writing to it",
         remedy="resume from the newest checkpoint that is left, or start the run in another folder",

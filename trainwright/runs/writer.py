@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from trainwright.runs.records import Record, to_json
-from trainwright.runs.storage import deleted_error, open_own, storage_error
+from trainwright.runs.storage import deleted_error, open_for_writing, storage_error
 
 
 class LogWriter:
@@ -19,14 +19,14 @@ class LogWriter:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
-            self._fd = open_own(self.path, os.O_RDWR | os.O_APPEND)
+            self._fd = open_for_writing(self.path, os.O_RDWR | os.O_APPEND)
             # A kill in the middle of a line leaves it without a newline; the next record must begin a new line.
             self._line_is_open = _last_byte(self._fd) not in (b"", b"\n")
         except OSError as error:
             raise storage_error(error, self.path, "open") from error
 
     def write(self, record: Record) -> None:
-        """Appends one line. After a StorageError the writer stays usable: space may be freed."""
+        """Append one line. After a StorageError the writer stays usable: space may be freed."""
         line = to_json(record).encode("ascii") + b"\n"
         if self._line_is_open:
             line = b"\n" + line
@@ -43,14 +43,14 @@ class LogWriter:
         self._line_is_open = False
 
     def sync(self) -> None:
-        """Waits until every record is on the disk (milliseconds)."""
+        """Wait until every record is on the disk (milliseconds)."""
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise storage_error(error, self.path, "write") from error
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing. Raises StorageError: a network mount may write only now."""
+        """Close the file; a second call does nothing. Raises StorageError: a network mount may write only now."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return

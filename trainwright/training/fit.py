@@ -24,7 +24,7 @@ from trainwright.errors import UsageError, require_choice
 from trainwright.monitoring.signals import hand_over
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
-from trainwright.recipe.resolve import imported
+from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
 from trainwright.training.arguments import naming_remedies, require_known
@@ -313,7 +313,7 @@ def _fit_objects(
     loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
-    is_seeded = "seed" in loaded.asked
+    is_seeded = "seed" in loaded.stated
     parts = Parts(
         model,
         train_data,
@@ -354,7 +354,7 @@ def _by_name(val: object) -> dict[str, object]:
 
 def _unwrapped(model: nn.Module, judge: str | Callable[..., object], data: object, argument: str) -> Unwrapped:
     if judge in LOSSES:
-        judge = imported(LOSSES[str(judge)].factory)
+        judge = import_factory(LOSSES[str(judge)].factory)
     if judge is not no_loss and not isinstance(judge, str):
         data = ready_if_batches(data, model, judge, argument)
     try:

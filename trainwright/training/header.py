@@ -44,7 +44,7 @@ class _Origins:
         """The origin of the setting ``name``, which any of these paths, or one below, would decide."""
         if any(_covers(path, each) for each in self.loaded.by_plan for path in paths):
             return "planned"
-        stated = self.loaded.asked if self.before is None else self.loaded.overridden
+        stated = self.loaded.stated if self.before is None else self.loaded.overridden
         if any(_covers(path, each) for each in stated for path in paths):
             return "asked"
         if self.before is not None:

@@ -18,7 +18,7 @@ from trainwright.distributed import SOLO
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.guard import LARGEST_TABLE
 from trainwright.plan.explain import EXAMINATIONS
-from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, with_dry_run
+from trainwright.plan.make import Note, Plan, ResumedValues, RunFacts, choose_precision, with_dry_run
 from trainwright.plan.memory import memory_bytes
 from trainwright.plan.reading import ReadingPace
 from trainwright.plan.run_time import (
@@ -26,9 +26,9 @@ from trainwright.plan.run_time import (
     affordable_batches,
     evaluation_note,
     evaluations,
-    foretold,
+    predicted_seconds,
+    skips_full_evaluation,
     training_time_s,
-    without_whole,
 )
 from trainwright.plan.trace.local_device import known_device
 from trainwright.plan.trace.peak_pace import peak_samples_s
@@ -71,7 +71,7 @@ class Tried(NamedTuple):
     peak_samples_s: float | None = None
 
 
-def measure(job: Job, data: OpenedData, facts: RunFacts, kept: Kept, asked: str | None) -> Job:
+def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, asked: str | None) -> Job:
     """Returns the job with what a dry run of its first batch measures; its state is as it was.
 
     All ranks that compute together must call it; of those that do not only the first one measures. ``kept`` is what a
@@ -192,7 +192,7 @@ class Timed(NamedTuple):
     evaluation_cost: EvaluationCost | None = None
 
 
-def _with_times(job: Job, reading: ReadingPace, kept: Kept) -> Timed:
+def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
     """Returns how long the run takes, and how much of the validation set is evaluated in its course."""
     plan = job.plan
     if plan.step_s is None:
@@ -202,19 +202,19 @@ def _with_times(job: Job, reading: ReadingPace, kept: Kept) -> Timed:
     cost = _evaluation_cost(paced, job)
     evaluated = _with_evaluations(paced, job, cost, kept)
     seconds = {
-        **foretold(evaluated, cost, used=until_of(evaluated)(job.state)),
+        **predicted_seconds(evaluated, cost, used=until_of(evaluated)(job.state)),
         **_of_examinations(evaluated, job),
     }
     return Timed(replace(evaluated, seconds=seconds), cost)
 
 
-def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: Kept) -> Plan:
+def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: ResumedValues) -> Plan:
     """Returns the plan with the number of batches that each evaluation of the run's course can afford."""
     if cost is None or job.recipe.evaluation.batches is not None or kept.evaluate_batches is not None:
         return plan
     within_s = job.loaded.within_s
     limited = replace(plan, evaluate_batches=affordable_batches(plan, cost, within_s))
-    whole = plan.evaluates_whole and not (within_s is not None and without_whole(limited, cost, within_s))
+    whole = plan.evaluates_whole and not (within_s is not None and skips_full_evaluation(limited, cost, within_s))
     decided = replace(limited, evaluates_whole=whole)
     notes = [evaluation_note(decided, cost)] if decided.evaluate_batches else []
     return replace(decided, notes=(*plan.notes, *notes))

@@ -23,7 +23,7 @@ from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule
 from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
-from trainwright.recipe.resolve import find, imported, make, parameters_of
+from trainwright.recipe.resolve import find, import_factory, make, parameters_of
 
 CROSS_ENTROPIES = ("cross_entropy", "language_model", "hf_causal_lm")
 """Losses in the box whose mean is the logarithm of the perplexity."""
@@ -82,7 +82,7 @@ def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
         if ask.use == "perplexity" and not ask.args and loaded.recipe.loss.use in CROSS_ENTROPIES:
             found[ask.shown_name] = LossPerplexity()
         elif ask.use in METRICS:
-            accepted = parameters_of(imported(METRICS[ask.use].factory))
+            accepted = parameters_of(import_factory(METRICS[ask.use].factory))
             stated = {name: value for name, value in stated_by(loss).items() if name in accepted}
             found[ask.shown_name] = make(ask.use, {**stated, **ask.args}, METRICS, path, loaded.source)
         else:

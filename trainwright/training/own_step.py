@@ -42,7 +42,7 @@ def require_loss(parts: Parts | None, verb: str) -> None:
 def require_own_step_fits(loaded: Loaded, ranks: int) -> None:
     """Raises UsageError for what a recipe asks of the step that the engine cannot do within one of the user's own."""
     recipe, clip = loaded.recipe, loaded.recipe.optimizer.clip
-    asks_to_clip = any(path.startswith("optimizer.clip") for path in loaded.asked)
+    asks_to_clip = any(path.startswith("optimizer.clip") for path in loaded.stated)
     for wrong, words, remedy in (
         (ranks > 1, f"it runs in {ranks} processes", "run it in one, or give a loss instead"),
         (

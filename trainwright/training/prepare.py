@@ -38,11 +38,11 @@ from trainwright.errors import DataError, UsageError
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import read_machine
-from trainwright.plan.make import Kept, Note, Plan, RunFacts, make_plan
+from trainwright.plan.make import Note, Plan, ResumedValues, RunFacts, make_plan
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.parallel import solve_layout
 from trainwright.plan.trace.local_device import local_device, nominal_cpu
-from trainwright.plan.trace.resolve import Resolved, is_for, left_open, resolve, resolved_before
+from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.resolve import parameters_of
 from trainwright.training.alike import begin_alike, first_of, require_same_data
@@ -86,7 +86,7 @@ class Planned:
 
     plan: Plan
     facts: RunFacts
-    kept: Kept
+    kept: ResumedValues
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def plan_run(resolved: Resolved, parts: Parts, asked: Asked, hardware: Hardware)
     found = gather_facts(parts, hardware.device, hardware.machine, _threads(recipe, earlier, hardware), quarantine)
     with at_recipe(loaded, ""):
         facts = with_epoch_counted(found, parts.train, recipe, asked.say)
-        kept = earlier.what_was_planned(recipe, facts, solve_layout(recipe, ranks).data) if earlier else Kept()
+        kept = earlier.what_was_planned(recipe, facts, solve_layout(recipe, ranks).data) if earlier else ResumedValues()
         plan = first_of(asked.world, make_plan(recipe, facts, ranks=ranks, kept=kept))
     return Planned(plan, facts, kept)
 
@@ -332,9 +332,9 @@ def _logits(
 
 def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
-    if not left_open(loaded.recipe, ranks):
+    if not has_open_settings(loaded.recipe, ranks):
         return Resolved(loaded)
     if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
-        return resolved_before(loaded, kept)
+        return read_resolved(loaded, kept)
     with at_recipe(loaded, "model"):
         return resolve(loaded, memory, parts=parts, ranks=ranks)

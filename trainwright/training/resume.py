@@ -23,7 +23,7 @@ from trainwright.distributed import Launch
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
 from trainwright.plan.batch import batch_of
-from trainwright.plan.make import Kept, RunFacts, Spent, SwaPlan, choose_precision
+from trainwright.plan.make import ResumedValues, RunFacts, Spent, SwaPlan, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Duration, Recipe, load
 from trainwright.recipe.resolve import LIVE
@@ -101,7 +101,7 @@ class Earlier:
             return cast(PrecisionName, self.run_metadata["plan"]["precision"])
         return choose_precision(requested, facts.device, facts.low_precision, {})[0]
 
-    def what_was_planned(self, recipe: Recipe, facts: RunFacts, ranks: int = 1) -> Kept:
+    def what_was_planned(self, recipe: Recipe, facts: RunFacts, ranks: int = 1) -> ResumedValues:
         """Numbers of the first plan that stay where the recipe has not changed them.
 
         They are shares of the run (warm-up, ``keep_every``) or progress. Computed again for a longer run they would
@@ -109,7 +109,7 @@ class Earlier:
         """
         then, now, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
         batch = batch_of(recipe.batch, facts.own_batches, ranks=ranks)
-        return Kept(
+        return ResumedValues(
             self._warmup(recipe) if now["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
             then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
             Spent(**then.get("spent", {})) if batch.size == then["batch"]["size"] else _spent(self.checkpoint),

@@ -38,11 +38,11 @@ from trainwright.monitoring.saving_together import SavingTogether
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.monitoring.terminal import Console
-from trainwright.plan.explain import corrected, preflight
+from trainwright.plan.explain import describe_corrected_end, preflight
 from trainwright.recipe import Loaded, require_unmasked
 from trainwright.report.findings import exit_code
 from trainwright.report.pages.report import leave_report
-from trainwright.report.server.serve import serve_beside
+from trainwright.report.server.serve import serve_in_background
 from trainwright.report.text import Ending, closing
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import ensure_identity
@@ -155,7 +155,7 @@ def _lead(
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     if start.serve:
-        serve_beside(folder, progress.print)
+        serve_in_background(folder, progress.print)
     world.agree(folder)
     return _run(job, Stage(folder, lock, ensure_identity(folder), progress, signals, world, earlier), extras)
 
@@ -305,7 +305,7 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
     if foretold_s is not None and job.loaded.within_s is None:
         yield EndTime(
             progress.left_s,
-            lambda step_s, left_s, now_s: corrected(step_s, foretold_s, left_s, now_s),
+            lambda step_s, left_s, now_s: describe_corrected_end(step_s, foretold_s, left_s, now_s),
             progress.say,
         )
 

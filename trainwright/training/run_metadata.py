@@ -17,7 +17,7 @@ from trainwright.recipe import Recipe, dump_masked
 from trainwright.runs.drafts import remove_leftovers
 from trainwright.runs.files import read_text
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import keep_identity
+from trainwright.runs.identity import write_identity
 from trainwright.runs.lock import RunLock
 from trainwright.runs.provenance import module_of, modules_of, provenance
 from trainwright.runs.secrets import masked
@@ -97,7 +97,7 @@ def keep_there(
         if not folder.recipe.exists():
             folder.path.mkdir(parents=True, exist_ok=True)
             lay_down(folder, job)
-            keep_identity(folder, identity)
+            write_identity(folder, identity)
             say(f"{folder.path} was deleted while training: its metadata is written again")
 
     return look

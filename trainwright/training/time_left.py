@@ -7,7 +7,7 @@ from dataclasses import replace
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.until import ByTheClock, Until
 from trainwright.monitoring.remaining import Measured
-from trainwright.plan.run_time import EvaluationCost, foretold, training_time_s
+from trainwright.plan.run_time import EvaluationCost, predicted_seconds, training_time_s
 from trainwright.training.job import ENDING_S, Job, is_watched, until_of
 from trainwright.watching.budget import predicted_end_s, predicted_s
 
@@ -20,7 +20,7 @@ def left_over(job: Job, measured: Measured, state: TrainState, until: Until, sav
     if isinstance(until, ByTheClock):
         return until.left_s
     plan = replace(job.plan, step_s=max(measured.step_s, 1e-9))
-    left = foretold(plan, _evaluation_cost(job, measured), used=until_of(plan)(state))
+    left = predicted_seconds(plan, _evaluation_cost(job, measured), used=until_of(plan)(state))
     steps_left = left["training"] / max(measured.step_s, 1e-9)
     beside_s = steps_left * measured.beside_s + (ENDING_S if save_s is None else save_s)
     examinations_s = _examinations_s(job, measured, steps_left) if is_watched(job) else 0.0

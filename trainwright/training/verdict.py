@@ -11,7 +11,7 @@ from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.monitoring.step_log import StepLog
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe.catalog import LOSSES
-from trainwright.report.pages.log import LogSoFar
+from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Ended, Evaluated, Found, Logged, RunVerdict
@@ -26,7 +26,7 @@ def verdict_on(
     job: Job, folder: RunFolder, ended: Ended, log: StepLog, *, findings: Sequence[Found], examined: bool, saved: bool
 ) -> RunVerdict:
     """Judges a run by its whole log, earlier processes included."""
-    course = LogSoFar(folder.log)
+    course = IncrementalLog(folder.log)
     course.advance()
     return judge(
         VerdictFacts(

@@ -1,4 +1,4 @@
-"""Runs of a recipe with other settings, each in a process and a run folder of its own. Does not import torch."""
+"""Runs a recipe with other settings, each in a separate process and run folder. Does not import torch."""
 
 from trainwright.trials.trial import Trial, TrialProcess, read_trial, run_trial
 

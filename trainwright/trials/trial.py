@@ -1,4 +1,4 @@
-"""One trial: ``trainwright train RECIPE --set ...`` in a process of its own, and what its run folder says of it."""
+"""One trial: ``trainwright train RECIPE --set ...`` in a separate process, and its result from the run folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from trainwright.runs.findings import findings_in
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import read_course
 from trainwright.runs.records import Ended, Evaluated, Found, Record, Started, Step
-from trainwright.trials.child import STOPPED
+from trainwright.trials.child import EXIT_STOPPED
 
 GRACE_S = 60.0
-"""From SIGTERM to SIGKILL: the step in progress and its checkpoint."""
+"""Seconds from SIGTERM to SIGKILL, for the step in progress and its checkpoint."""
 OUTPUT_BYTES = 20_000
-"""The end of the output of a trial that is read for the reason of a failure."""
-_PLACE = ("folder", "name")
-_START = (
+"""The bytes at the end of a trial's output that are read for the reason of a failure."""
+_FOLDER_KEYS = ("folder", "name")
+_CHILD_PROGRAM = (
     "import sys; sys.argv[0] = 'trainwright'\n"
     "from trainwright.trials.child import end_with; end_with({parent})\n"
     "from trainwright.cli import main; main()"
@@ -42,17 +42,17 @@ class Trial:
     """The result of one trial, read from its run folder.
 
     Args:
-        folder: The run folder. It may not exist, where the recipe was refused.
+        folder: The run folder. It may not exist if the recipe was refused.
         settings: The overrides that the trial was started with, as ``path=value``.
         ended: finished, stopped, data_exhausted, failed, running, killed, or "not started".
         reason: Why it ended; the error of a trial that failed.
-        steps: Optimizer steps that were taken.
+        steps: Number of completed optimizer steps.
         losses: Training losses as logged, by step.
         evaluations: Evaluations on the validation set, in their order.
         step_seconds: Seconds of each logged step.
         spans: The first and the last time in the log of each process of the run, in seconds since the epoch.
         peak_bytes: The largest memory use that was logged.
-        skipped: Updates that were not made.
+        skipped: Number of skipped updates.
         findings: Findings of the doctor, the first cause first.
     """
 
@@ -82,22 +82,22 @@ class Trial:
 
     @property
     def val_loss(self) -> float:
-        """The last validation loss; NaN where there is none."""
+        """The last validation loss; NaN if there is none."""
         return self.evaluations[-1].loss if self.evaluations else math.nan
 
     @property
     def step_s(self) -> float:
-        """The median time of a logged step; NaN where there is none."""
+        """The median time of a logged step; NaN if there is none."""
         return statistics.median(self.step_seconds) if self.step_seconds else math.nan
 
 
 def output_of(folder: Path) -> Path:
-    """The file with what the process of a trial printed. It is beside the run folder, which the trial creates."""
+    """Return the file with the output of a trial's process. It is beside the run folder, which the trial creates."""
     return folder.with_name(f"{folder.name}.out")
 
 
 def read_trial(folder: Path) -> Trial:
-    """Reads the run folder of a trial, which may still run. Of a long run not every step is read."""
+    """Read the run folder of a trial, which may still run. In a long run not every step is read."""
     run = RunFolder(folder)
     records = read_course(run.log) if os.path.lexists(run.log) else ()
     starts = [each for each in records if isinstance(each, Started)]
@@ -137,7 +137,7 @@ class TrialProcess:
         environ: Mapping[str, str] | None = None,
         keep_open: Iterable[int] = (),
     ) -> None:
-        """Starts the trial, or resumes it where ``folder`` holds a run.
+        """Start the trial, or resume it if ``folder`` holds a run.
 
         Args:
             recipe: The recipe.
@@ -147,9 +147,9 @@ class TrialProcess:
             environ: The environment; None: that of this process.
             keep_open: File descriptors that the child inherits.
 
-        Raises StorageError where the folder around it cannot be written.
+        Raises StorageError if the parent folder cannot be written.
         """
-        self.folder, self._asked_s = folder, math.inf
+        self.folder, self._stop_requested_s = folder, math.inf
         words = ["train", str(recipe)]
         is_resumed = _can_resume(folder)
         if is_resumed:
@@ -166,7 +166,7 @@ class TrialProcess:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with output_of(folder).open("ab" if is_resumed else "wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START.format(parent=os.getpid()), *words],
+                    [sys.executable, "-c", _CHILD_PROGRAM.format(parent=os.getpid()), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -178,30 +178,33 @@ class TrialProcess:
             raise StorageError(f"cannot start a trial in {folder}: {error}", remedy="choose another folder") from None
 
     def poll(self) -> int | None:
-        """The exit code; None: it runs. A process that was asked to stop and did not is killed after ``GRACE_S``."""
+        """Return the exit code; None if it runs.
+
+        A process that does not stop when requested is killed after ``GRACE_S``.
+        """
         code = self._process.poll()
-        if code is None and time.monotonic() - self._asked_s > GRACE_S:
+        if code is None and time.monotonic() - self._stop_requested_s > GRACE_S:
             self.kill()
         return code
 
-    def ask_to_stop(self) -> None:
-        """Asks the run to save after the step in progress, and to stop. Does nothing when it was asked before."""
-        if self._asked_s == math.inf:
-            self._asked_s = time.monotonic()
+    def request_stop(self) -> None:
+        """Request that the run saves after the step in progress and stops. Does nothing if it was requested before."""
+        if self._stop_requested_s == math.inf:
+            self._stop_requested_s = time.monotonic()
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the process and those that it started, such as data workers."""
+        """End the process and those that it started, such as data workers."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, limit_s: float = math.inf) -> int:
-        """Returns the exit code. After ``limit_s`` seconds the run is asked to stop."""
+        """Return the exit code. After ``limit_s`` seconds the run is stopped."""
         end_s = time.monotonic() + limit_s
         while (code := self.poll()) is None:
             if time.monotonic() > end_s:
-                self.ask_to_stop()
+                self.request_stop()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(min(0.5, max(0.01, end_s - time.monotonic())))
         return code
@@ -209,13 +212,13 @@ class TrialProcess:
     def read(self) -> Trial:
         """Read the result from the run folder, after the process has ended."""
         trial = read_trial(self.folder)
-        if self._asked_s != math.inf and trial.ended in ("killed", "no end record"):
+        if self._stop_requested_s != math.inf and trial.ended in ("killed", "no end record"):
             name = signal.Signals(-code).name if (code := self._process.returncode) < 0 else "SIGTERM"
             return replace(trial, ended="stopped", reason=f"{name} before it had saved")
         if self._process.returncode in (1, 2) and not trial.is_over:  # the rest of a run was refused
             return replace(trial, ended="failed", reason=_error(self.folder))
-        if trial.ended == "failed" and not trial.steps and self._process.returncode in (STOPPED, -signal.SIGTERM):
-            return Trial(self.folder, (), "not started")  # it was asked to stop before there was anything to save
+        if trial.ended == "failed" and not trial.steps and self._process.returncode in (EXIT_STOPPED, -signal.SIGTERM):
+            return Trial(self.folder, (), "not started")  # it was stopped before there was anything to save
         return trial
 
 
@@ -228,10 +231,10 @@ def run_trial(
     limit_s: float = math.inf,
     environ: Mapping[str, str] | None = None,
 ) -> Trial:
-    """Trains a recipe with ``settings`` in a process of its own, and returns what its run folder says.
+    """Train a recipe with ``settings`` in a separate process, and return the result from its run folder.
 
-    A run in ``folder`` that is over is only read; one that is not is resumed. After ``limit_s`` seconds the run saves
-    and stops. An exception here, such as KeyboardInterrupt, stops it too. Arguments are those of `TrialProcess`.
+    A finished run in ``folder`` is only read; an unfinished one is resumed. After ``limit_s`` seconds the run saves and
+    stops. An exception here, such as KeyboardInterrupt, stops it too. Arguments are those of `TrialProcess`.
     """
     before = read_trial(folder) if _can_resume(folder) else None
     if before is not None and before.is_over:
@@ -240,7 +243,7 @@ def run_trial(
     try:
         process.wait(limit_s)
     except BaseException:
-        process.ask_to_stop()
+        process.request_stop()
         process.wait()
         raise
     return process.read()
@@ -252,19 +255,19 @@ def _can_resume(folder: Path) -> bool:
 
 
 def _remove_draft(folder: Path) -> None:
-    """Removes an incomplete run folder, left by a process that was killed early. It has no checkpoint."""
+    """Remove an incomplete run folder, left by a process that was killed early. It has no checkpoint."""
     if not folder.exists():
         return
     run = RunFolder(folder)
     if not folder.is_dir() or folder.is_symlink() or os.path.lexists(run.log) or run.checkpoints.exists():
-        raise UsageError(f"{folder} is no run that can be resumed", remedy="move it away, or choose another folder")
+        raise UsageError(f"{folder} is not a run that can be resumed", remedy="move it away, or choose another folder")
     shutil.rmtree(folder)
 
 
 def _settings_in(command: Sequence[str]) -> tuple[str, ...]:
     pairs = itertools.pairwise(command)
     settings = (word for option, word in pairs if option == "--set")
-    return tuple(each for each in settings if each.partition("=")[0] not in _PLACE)
+    return tuple(each for each in settings if each.partition("=")[0] not in _FOLDER_KEYS)
 
 
 def _spans(records: Sequence[Record]) -> tuple[tuple[float, float], ...]:
@@ -278,7 +281,7 @@ def _spans(records: Sequence[Record]) -> tuple[tuple[float, float], ...]:
 
 
 def _error(folder: Path) -> str:
-    """The error that a trial without a log printed: the text after the last ``error:``."""
+    """Return the error that a trial without a log printed: the text after the last ``error:``."""
     with suppress(UnreadableFile):
         text = read_end_of_text(output_of(folder), OUTPUT_BYTES)
         _, found, error = text.rpartition("error: ")

@@ -19,7 +19,7 @@ from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.folder import RunFolder
 
-AFTER = 50
+WARMUP_STEPS = 50
 """Steps before a profile begins, unless it is said: the watch looks closely more often at first."""
 TRACE, NAME = "profile.json.gz", "profile.json"
 
@@ -69,7 +69,7 @@ def begin_at(profile: bool | int) -> int | None:
         return None
     if not isinstance(profile, int) or profile < 1:
         raise UsageError(f"profile is {profile!r}", remedy="give True, or the number of the step after which it begins")
-    return AFTER if profile is True else profile
+    return WARMUP_STEPS if profile is True else profile
 
 
 def leave_profile(probe: ProfileProbe, folder: RunFolder | None) -> list[str]:

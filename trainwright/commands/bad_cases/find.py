@@ -21,7 +21,7 @@ from trainwright.engine.loss import Loss
 from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import load
 from trainwright.recipe.resolve import find
-from trainwright.report.bad_cases import NAME, BadCase, BadCases, LossSlice, ShownSample
+from trainwright.report.bad_cases import NAME, BadCase, BadCases, LossSlice, SamplePreview
 from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
 from trainwright.training.result import Result
@@ -203,7 +203,7 @@ def _slices(scores: Scores, groups: Groups, names: Sequence[str]) -> Iterator[Lo
         yield from slices_of("label", [names[each] if each >= 0 else "none" for each in scores.label.tolist()], scores)
 
 
-def _shown(batches: EvaluationBatches, ids: Sequence[int]) -> dict[int, ShownSample]:
+def _shown(batches: EvaluationBatches, ids: Sequence[int]) -> dict[int, SamplePreview]:
     found = samples_of(batches, ids)
     side = next((side for most, side in SIDES if len(found) <= most), SIDES[-1][1])
     return {each: shown_sample(found[each], batches.steps.dataset, side=side) for each in ids if each in found}

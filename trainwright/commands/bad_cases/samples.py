@@ -18,7 +18,7 @@ from trainwright.checkpoint.cursor import Cursor, MicroBatch
 from trainwright.data.fetch import AnyDataset, Failed, Fetch, Key
 from trainwright.data.loading import EvaluationBatches
 from trainwright.data.ready import ReadyBatches
-from trainwright.report.bad_cases import ShownSample
+from trainwright.report.bad_cases import SamplePreview
 
 MOST_TEXT = 300
 MOST_COLUMNS = 40
@@ -90,7 +90,7 @@ def class_names(dataset: AnyDataset, count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> ShownSample:
+def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> SamplePreview:
     """The inputs of a sample as a picture of at most ``side`` pixels each way, as a text, or as a table."""
     inputs = inputs_of(sample)
     if isinstance(inputs, Mapping):
@@ -100,21 +100,21 @@ def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> ShownSamp
     if isinstance(inputs, np.ndarray):
         inputs = torch.from_numpy(np.ascontiguousarray(inputs))
     if isinstance(inputs, str):
-        return ShownSample("text", inputs[:MOST_TEXT])
+        return SamplePreview("text", inputs[:MOST_TEXT])
     if isinstance(inputs, Mapping):
-        return ShownSample("table", _cells({str(key): each for key, each in inputs.items()}))
+        return SamplePreview("table", _cells({str(key): each for key, each in inputs.items()}))
     if not isinstance(inputs, Tensor):
-        return ShownSample("other", type(inputs).__name__)
+        return SamplePreview("other", type(inputs).__name__)
     inputs = inputs.detach().cpu()
     if (image_HWC := _channels_last(inputs)) is not None:
-        return ShownSample("image", " x ".join(map(str, inputs.shape)), _encoded(_pixels(image_HWC, side)))
+        return SamplePreview("image", " x ".join(map(str, inputs.shape)), _encoded(_pixels(image_HWC, side)))
     if inputs.dim() == 1 and not inputs.is_floating_point() and inputs.dtype != torch.bool:
-        return ShownSample("text", _decoded(inputs, known_of(dataset, "decode"))[:MOST_TEXT])
+        return SamplePreview("text", _decoded(inputs, known_of(dataset, "decode"))[:MOST_TEXT])
     if inputs.dim() <= 1:
         names = known_of(dataset, "inputs")
         names = names if isinstance(names, Sequence) and len(names) == inputs.numel() else range(inputs.numel())
-        return ShownSample("table", _cells(dict(zip(map(str, names), inputs.flatten().tolist(), strict=True))))
-    return ShownSample("other", f"a tensor of shape {tuple(inputs.shape)}")
+        return SamplePreview("table", _cells(dict(zip(map(str, names), inputs.flatten().tolist(), strict=True))))
+    return SamplePreview("other", f"a tensor of shape {tuple(inputs.shape)}")
 
 
 def _decoded(ids: Tensor, decode: object) -> str:

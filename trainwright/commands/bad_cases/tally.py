@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.report.bad_cases import ConfidenceBin, Confused
+from trainwright.report.bad_cases import ConfidenceBin, ConfusedPair
 
 BINS = 15
 """As in Guo et al. 2017."""
@@ -61,13 +61,13 @@ class Tally:
             return None
         return float(np.abs(self._sure - self._right).sum() / self.count)
 
-    def confused(self, names: Sequence[str]) -> Iterator[Confused]:
+    def confused(self, names: Sequence[str]) -> Iterator[ConfusedPair]:
         """The pairs that were confused most often."""
         wrong = self.confusion * ~np.eye(len(self.confusion), dtype=np.bool_)
         for place in np.argsort(-wrong, axis=None, kind="stable")[:MOST_SHOWN]:
             label, predicted = divmod(int(place), len(wrong))
             if wrong[label, predicted]:
-                yield Confused(names[label], names[predicted], int(wrong[label, predicted]))
+                yield ConfusedPair(names[label], names[predicted], int(wrong[label, predicted]))
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:

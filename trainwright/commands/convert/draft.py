@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainwright.recipe import METRICS, Recipe
-from trainwright.recipe.showing import shown
+from trainwright.recipe.formatting import format_value
 from trainwright.runs.secrets import MASK, is_secret
 
 KeyOutcome = Literal["taken", "no meaning", "not supported"]
@@ -185,7 +185,7 @@ def whole(value: object) -> object:
 
 def text_of(key: str, value: object) -> str:
     """A value for a row, in which a secret is masked."""
-    return MASK if is_secret(key) and value else shown(value)
+    return MASK if is_secret(key) and value else format_value(value)
 
 
 def best(name: str) -> dict[str, object]:

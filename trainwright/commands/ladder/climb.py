@@ -47,7 +47,7 @@ from trainwright.commands.ladder.rungs import (
 from trainwright.errors import UsageError
 from trainwright.recipe import Loaded, dump_masked, load
 from trainwright.runs.files import UnreadableFile, parse_json, read_text
-from trainwright.runs.lock import is_held
+from trainwright.runs.lock import is_locked
 from trainwright.runs.provenance import modules_of
 from trainwright.runs.storage import write_atomically
 from trainwright.trials import read_trial, run_trial
@@ -265,7 +265,7 @@ class _Climb:
     def _wait_for(self, folder: Path) -> None:
         """Waits for a run that a killed process of this ladder has left: it saves after its step, and ends."""
         end_s = time.monotonic() + STARTUP_S + COMPILE_S
-        while is_held(folder) and time.monotonic() < end_s:
+        while is_locked(folder) and time.monotonic() < end_s:
             time.sleep(POLL_S)
 
     def _recipe_file(self) -> Path:
@@ -348,7 +348,7 @@ class _Climb:
         """Writes the best recipe, with a comment at each line that somebody has decided."""
         own = own_length(self._loaded.recipe, held.factor)
         loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **own})])
-        notes = dict.fromkeys(self._loaded.asked, "of the recipe")
+        notes = dict.fromkeys(self._loaded.stated, "of the recipe")
         notes |= dict.fromkeys(self._loaded.overridden, "--set")
         notes |= notes_of(self._rows, {"precision": BASELINE, "model.compile": BASELINE, **held.decided})
         notes |= dict.fromkeys(own, f"ladder, {held.name}: as many samples as before")

@@ -184,7 +184,7 @@ class _Control:
         if code is not None or self._sweep.pruner != "none" or not has_value:
             self._report(running.trial, running.values)
         if running.trial.pruned_at is not None:
-            running.process.ask_to_stop()
+            running.process.request_stop()
         if code is not None:
             self._running.remove(running)
             self._finish(running.trial, running.values, running.process.read())
@@ -231,7 +231,7 @@ class _Control:
 
     def _stop_all(self) -> None:
         for each in self._running:
-            each.process.ask_to_stop()
+            each.process.request_stop()
 
     def _is_over(self) -> bool:
         elapsed_s, budget = time.monotonic() - self._began_s, self._sweep.budget

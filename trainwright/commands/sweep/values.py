@@ -8,7 +8,7 @@ from pathlib import Path
 from trainwright.commands.sweep.spec import TRAIN_LOSS, VALIDATION_LOSS
 from trainwright.errors import UsageError
 from trainwright.runs.files import open_file
-from trainwright.runs.reader import decoded
+from trainwright.runs.reader import decode_lines
 from trainwright.runs.records import Evaluated, Record, Step
 
 AVERAGED_RECORDS = 10
@@ -32,7 +32,7 @@ class ValueReader:
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]
         self._position += len(text)
-        found = [self._of(each) for each in decoded(text.splitlines(keepends=True)).records]
+        found = [self._of(each) for each in decode_lines(text.splitlines(keepends=True)).records]
         return [each for each in found if each is not None]
 
     def _of(self, record: Record) -> tuple[int, float] | None:

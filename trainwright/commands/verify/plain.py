@@ -38,7 +38,7 @@ from trainwright.monitoring.terminal import Console
 from trainwright.optim.own import Factory, takes_first
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
-from trainwright.recipe.resolve import find, imported
+from trainwright.recipe.resolve import find, import_factory
 from trainwright.runs.folder import RunFolder
 from trainwright.training.fit import OptimizerLike, fit
 from trainwright.training.made_by import ORDER, returned_by
@@ -242,7 +242,7 @@ def _run(objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]
 
 def _loss_of(loss: object, device: torch.device) -> Callable[[nn.Module, Any], Loss | Tensor]:
     if isinstance(loss, str):
-        loss = imported(LOSSES[loss].factory) if loss in LOSSES else find(loss, {}, "loss", WHERE)
+        loss = import_factory(LOSSES[loss].factory) if loss in LOSSES else find(loss, {}, "loss", WHERE)
         loss = loss() if isinstance(loss, type) else loss
     if isinstance(loss, nn.Module):
         loss.to(device)
@@ -268,7 +268,7 @@ def _optimizers(objects: _Objects, model: nn.Module, state: TrainState) -> list[
                 remedy="give the optimizer itself",
             )
         fused = {"fused": True} if any(group.get("fused") for group in state.optimizer.param_groups) else {}
-        made: object = imported(row.factory)(parameters, **fused)
+        made: object = import_factory(row.factory)(parameters, **fused)
     else:
         factory: Factory = find(given, {}, "optimizer", WHERE) if isinstance(given, str) else given  # type: ignore[assignment]
         made = factory(model if takes_first(factory, "model") else parameters)

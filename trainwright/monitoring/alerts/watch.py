@@ -17,7 +17,7 @@ from trainwright.monitoring.alerts.channels import Channel, NotDeliveredError
 from trainwright.monitoring.alerts.rules import Alert, AlertRules, Batcher, RuleState
 from trainwright.runs.files import UnreadableFile, lines_of, open_file
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.reader import decoded
+from trainwright.runs.reader import decode_lines
 from trainwright.runs.records import Record
 
 POLL_S = 1.0
@@ -152,7 +152,7 @@ class NewRecords:
                     break  # read again when it is complete
                 lines.append(line)
                 self._at += len(line)
-        yield from decoded(lines).records
+        yield from decode_lines(lines).records
 
 
 def _free_bytes(path: Path) -> int | None:

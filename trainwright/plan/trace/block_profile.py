@@ -1,4 +1,4 @@
-"""What each block of a model computes in a forward pass, and what of it backward needs, under fake tensors."""
+"""Profiles the forward pass of each block of a model, and the part of it that backward needs, under fake tensors."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class BlockOp:
 class BlockProfile:
     """The forward pass of one block.
 
-    ``whole`` are the bytes that backward needs without activation checkpointing, by storage. With it, when no output
-    is kept, backward computes the first ``needed`` of ``ops`` again and needs none of the rest. ``num_calls`` counts
-    views too.
+    ``whole`` are the bytes by storage that backward needs without activation checkpointing. With checkpointing that
+    keeps
+    no output, backward recomputes the first ``needed`` of ``ops``; the rest is not needed. ``num_calls`` includes
+    views.
     """
 
     ops: list[BlockOp] = field(default_factory=list)
@@ -51,18 +52,19 @@ class BlockProfile:
 
     @property
     def computed_again(self) -> list[BlockOp]:
-        """What backward computes again when no output is kept."""
+        """The operators that backward recomputes when no output is kept."""
         return self.ops[: self.needed]
 
 
-class ForwardSeen(Exception):
-    """Ends the step of a BlockSurvey after its first forward pass; the rest is of no use."""
+class ForwardDone(Exception):
+    """Ends the step of a BlockSurvey after its first forward pass."""
 
 
 class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the first forward pass of the objects of ``make``; it fills ``blocks`` and their ``paths``.
+    """Records the first forward pass of the objects of ``make``; fills ``blocks`` and their ``paths``.
 
-    The loss then raises ``ForwardSeen``: watching holds tensors longer, so the step would not be the plain one.
+    The loss then raises ``ForwardDone``: recording holds tensors longer, so the rest of the step would not be
+    realistic.
     """
 
     def __init__(self, make: Callable[[torch.device], TracedObjects]) -> None:
@@ -73,22 +75,22 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open: list[BlockProfile] = []
         self._indices: list[Counter[str]] = []
         self._known: set[int] = set()  # storages that are held with and without checkpointing
-        self._alive: list[torch.UntypedStorage] = []  # so that no storage gets the number of another
+        self._alive: list[torch.UntypedStorage] = []  # keeps storages alive, so that no address is reused
 
     def make(self, device: torch.device) -> TracedObjects:
-        """The objects, with a loss that is watched at its first call and ends the step."""
+        """Return the objects, with a loss that records its first call and then ends the step."""
         objects = self._make(device)
         inner = as_loss_fn(objects.loss)
 
         def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
-            with self._watching(model):
+            with self._recording(model):
                 inner(model, batch)
-            raise ForwardSeen
+            raise ForwardDone
 
         return replace(objects, loss=loss)
 
     @contextmanager
-    def _watching(self, model: nn.Module) -> Iterator[None]:
+    def _recording(self, model: nn.Module) -> Iterator[None]:
         blocks = find_blocks(model)
         self.blocks = [BlockProfile() for _ in blocks]
         names = {id(module): path for path, module in model.named_modules()}
@@ -100,7 +102,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave, always_call=True))
         try:
-            with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
+            with self, torch.autograd.graph.saved_tensors_hooks(self._on_saved, lambda tensor: tensor):
                 yield
         finally:
             for handle in handles:
@@ -116,7 +118,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open.pop()
         self._indices.pop()
 
-    def _saved(self, tensor: Tensor) -> Tensor:
+    def _on_saved(self, tensor: Tensor) -> Tensor:
         if self._open:
             block = self._open[-1]
             block.needed = len(block.ops)
@@ -161,7 +163,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _forbid_keeping(ops: Sequence[BlockOp], changed: Sequence[Tensor]) -> None:
-    """Outputs that a later operator changes in place must not be kept."""
+    """Forbid keeping outputs that a later operator changes in place."""
     touched = {storage_number(tensor) for tensor in changed}
     for op in ops:
         if op.storages & touched:

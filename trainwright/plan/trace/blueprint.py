@@ -1,4 +1,4 @@
-"""From a recipe to what a traced step needs: model, loss, optimizer and one micro-batch under fake tensors."""
+"""Builds what a traced step needs from a recipe: model, loss, optimizer and one micro-batch under fake tensors."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from trainwright.plan.trace.traced_step import TracedObjects
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 from trainwright.recipe.resolve import find, parameters_of
 
-SAMPLES_READ = 16
-"""Samples that are read; where they differ in size, the largest is planned with."""
+MAX_SAMPLES_READ = 16
+"""The number of samples that are read. If they differ in size, the largest is used."""
 NEEDS_MEMORY = (
     "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
     "`trainwright batch-size RECIPE`"
 )
-LEAST_SAMPLES = 2
-"""Samples of the smaller of two traces: with one, some copies become views."""
+MIN_TRACED_SAMPLES = 2
+"""Samples in the smaller of two traces. With one sample, some copies become views."""
 
 
 def whole(model: nn.Module) -> None:
-    """Leaves the model as it is."""
+    """Leave the model unchanged."""
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a recipe names, of which only the data is real. ``live`` is a model that was passed in Python, and
-    ``optimizer`` one that was, several, or what makes them.
+    """The objects that a recipe names; only the data is real.
 
-    ``part`` is done to each new model: it may leave what one rank computes of it.
+    ``live`` is a model passed in Python. ``optimizer`` is an optimizer passed in Python, or several, or a factory.
+    ``part`` is applied to each new model and may reduce it to the part that one rank computes.
     """
 
     loaded: Loaded
@@ -70,7 +70,7 @@ class Blueprint:
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """The number of parameters, and of those that are trained."""
+        """The number of parameters, and of trained parameters."""
         with fake_tensors():
             model = self.model(torch.device("cpu"))
             sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -78,7 +78,7 @@ class Blueprint:
 
     @cached_property
     def classes(self) -> int | None:
-        """Rows of the output head where the loss can be computed in chunks, else None."""
+        """Rows of the output head if the loss can be computed in chunks, else None."""
         target = getattr(self.loss, "func", self.loss)
         if "chunked" not in parameters_of(target):
             return None
@@ -88,14 +88,14 @@ class Blueprint:
         return None if head is None else len(head.weight)
 
     def chunked(self, samples: int, device: Device) -> bool:
-        """Whether a run on ``device`` computes the logits of a micro-batch of so many samples in chunks."""
+        """Return True if a run on ``device`` computes the logits of a micro-batch of ``samples`` in chunks."""
         setting, plain_up_to = self.loaded.recipe.loss.chunked, self.plain_up_to(device)
         if plain_up_to is None:
             return setting is True and self.classes is not None
         return samples > plain_up_to
 
     def plain_up_to(self, device: Device) -> int | None:
-        """How many samples the whole logits fit the device for; None where that is not left to the plan."""
+        """Return the number of samples whose full logits fit the device; None if the plan does not decide this."""
         if self.classes is None or self.loaded.recipe.loss.chunked != "auto":
             return None
         return self._room_for_logits(device) // logits_bytes(self.targets, self.classes)
@@ -114,21 +114,21 @@ class Blueprint:
 
     @property
     def targets(self) -> int:
-        """Targets of one sample, such as its tokens."""
+        """Targets per sample, such as its tokens."""
         tensors = [leaf for leaf in tree_leaves(self.sample) if isinstance(leaf, Tensor)]
         return tensors[-1].numel() if tensors else 1
 
     def sizes(self, *, chunked: bool) -> tuple[int, int]:
-        """Samples of the two traces. In chunks: so many that each chunk has its full size."""
+        """Return the samples of the two traces. With chunks, enough that each chunk has its full size."""
         if not chunked or self.classes is None:
-            return LEAST_SAMPLES, 2 * LEAST_SAMPLES
-        least = max(LEAST_SAMPLES, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * self.targets * self.classes)))
+            return MIN_TRACED_SAMPLES, 2 * MIN_TRACED_SAMPLES
+        least = max(MIN_TRACED_SAMPLES, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * self.targets * self.classes)))
         return least, 2 * least
 
     def traced_objects(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
-        """The objects of one step; its micro-batch is ``samples`` times the same sample.
+        """Return the objects of one step; its micro-batch is one sample repeated ``samples`` times.
 
-        To be called under fake tensors.
+        Call it under fake tensors.
         """
         model = self.model(device)
         loss = partial(self.loss, chunked=chunked) if self.classes is not None else self.loss
@@ -136,7 +136,7 @@ class Blueprint:
         return TracedObjects(model, loss, self._optimizer(model), data)
 
     def model(self, device: torch.device) -> nn.Module:
-        """The model as it is trained, before activation checkpointing. To be called under fake tensors."""
+        """Return the model as it is trained, before activation checkpointing. Call it under fake tensors."""
         recipe, model = self.loaded.recipe, self.bare_model(device)
         if recipe.model.lora is not None:
             with at_recipe(self.loaded, "model.lora"):
@@ -148,11 +148,11 @@ class Blueprint:
         return model if model.training else model.train()
 
     def bare_model(self, device: torch.device) -> nn.Module:
-        """The model before adapters are added and weights are frozen. To be called under fake tensors."""
+        """Return the model before adapters are added and weights are frozen. Call it under fake tensors."""
         return self._built() if self.live is None else fake_copy(self.live, device)
 
     def _built(self) -> nn.Module:
-        """Raises UsageError for a model that can be built, but not under fake tensors."""
+        """Build the model. Raises UsageError if it can be built, but not under fake tensors."""
         try:
             model = build_model(self.loaded, self.train)[0]
         except RecipeError as error:
@@ -174,7 +174,7 @@ class Blueprint:
             factory = find(section.use, {}, "optimizer", self.loaded.source)
         args = dict(section.args)
         if optimizer_row(section.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
-            args["fused"] = True  # as on a GPU; make_optimizer does not know the simulated one
+            args["fused"] = True  # as on a GPU; make_optimizer does not recognize the simulated one
         register_missing_kernels()
         with at_recipe(self.loaded, "optimizer"):
             return make_optimizer(
@@ -188,7 +188,7 @@ class Blueprint:
             )
 
     def _copied_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizers that were passed, over the parameters of ``model`` and without a state."""
+        """Return copies of the user's optimizers over the parameters of ``model``, without state."""
         assert self.live is not None
         parts = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         given = [require_optimizer(each) for each in parts]
@@ -199,7 +199,7 @@ class Blueprint:
 
 
 def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
-    """Reads samples of the training set. ``parts`` are live objects that were handed over in Python, not prepared yet.
+    """Read samples of the training set. ``parts`` are live objects that were passed in Python, not prepared yet.
 
     Raises RecipeError for what cannot be built, DataError when no sample can be read.
     """
@@ -212,7 +212,7 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
 
 
 def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy whose parameters and buffers are fake tensors on ``device``; to be called under fake tensors."""
+    """Return a copy whose parameters and buffers are fake tensors on ``device``. Call it under fake tensors."""
     copies: dict[int, Tensor] = {}
     for parameter in model.parameters():
         fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
@@ -223,7 +223,7 @@ def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _largest_sample(train: Unwrapped, left_out: Collection[int]) -> object:
-    """Of the first samples that can be read the one with most values."""
+    """Return the sample with most values among the first samples that can be read."""
     found: list[tuple[int, int, object]] = []
     for sample in _first_samples(train.dataset, left_out):
         leaves = tree_leaves(sample)
@@ -238,4 +238,4 @@ def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection
         return iter([dataset.first_row()])
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return islice(iter(dataset), 1)
-    return first_samples(dataset, SAMPLES_READ, left_out)
+    return first_samples(dataset, MAX_SAMPLES_READ, left_out)

@@ -1,4 +1,4 @@
-"""A simulation of CUDA's caching allocator: the segments that it takes from the device and never gives back.
+"""Simulates CUDA's caching allocator: the segments that it reserves on the device and never returns.
 
 The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings: sizes up to 1 MiB come
 from segments of 2 MiB; up to 10 MiB from those of 20 MiB; larger ones get a segment of their own, rounded up to 2 MiB.
@@ -39,7 +39,7 @@ class CachingAllocator:
         self._count = 0
 
     def allocate(self, size: int) -> AllocatorBlock:
-        """A block of at least ``size`` bytes, a multiple of 512."""
+        """Return a block of at least ``size`` bytes, a multiple of 512."""
         small = size <= SMALL
         pool = self._free[small]
         place = bisect_left(pool, (size, -1))
@@ -51,7 +51,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: AllocatorBlock) -> None:
-        """Frees the block and merges it with free neighbours."""
+        """Free the block and merge it with free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
                 pool = self._free[other.small]
@@ -74,7 +74,9 @@ class CachingAllocator:
 
     def _split(self, block: AllocatorBlock, size: int) -> None:
         rest = self._block(block.size - size, block.small)
-        rest.before, rest.after, rest.free = block, block.after, True
+        rest.before = block
+        rest.after = block.after
+        rest.free = True
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
@@ -95,7 +97,10 @@ class CachingAllocator:
 def reserved_bytes(
     before: Iterable[tuple[int, int]], changes: Iterable[tuple[list[int], list[tuple[int, int]]]]
 ) -> int:
-    """Bytes reserved after a step. A storage is (number, bytes); a change is the numbers freed, then what is made."""
+    """Return the bytes reserved after a step.
+
+    A storage is (number, bytes). A change is the numbers of the freed storages, then the storages that are made.
+    """
     allocator, held = CachingAllocator(), {}
     for number, size in before:
         held[number] = allocator.allocate(size)

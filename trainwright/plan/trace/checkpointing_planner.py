@@ -1,10 +1,10 @@
-"""The planner of activation checkpointing: what each block keeps so that a step's peak stays within a budget.
+"""Plans activation checkpointing: chooses what each block keeps so that a step's peak stays within a budget.
 
-Each block has a ladder of levels, from keeping only its input to keeping all activations; the order of the outputs is
-by the seconds that it takes to compute them again for each byte. All blocks start at the lowest level. What a block
-keeps is held while the loss and all later blocks run backward, so it may keep more as long as no such moment exceeds
-the budget. The steps that save most seconds for each byte go first, and among equal ones the last block. The moments
-come from a trace of the whole step, and each choice is traced again: only its traced peak counts.
+Each block has a ladder of levels, from keeping only its input to keeping all activations. Outputs are ordered by
+recomputation seconds per byte. All blocks start at the lowest level. What a block keeps is held while the loss and all
+later blocks run backward, so it may keep more as long as no such moment exceeds the budget. The levels that save most
+seconds per byte are raised first; among equal ones the last block. The moments come from a trace of the complete step,
+and each choice is traced again: only its traced peak counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from trainwright.plan.call_trace import Trace
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardSeen
+from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardDone
 from trainwright.plan.trace.traced_step import TracedObjects
 
 Keep = tuple[str, ...] | None
@@ -29,7 +29,7 @@ Rungs = tuple[int, ...]
 
 
 class TraceFn(Protocol):
-    """``partial(trace_step, device=..., precision=..., accumulation=...)``."""
+    """The type of ``partial(trace_step, device=..., precision=..., accumulation=...)``."""
 
     def __call__(
         self, make: Callable[[torch.device], TracedObjects], /, *, checkpointing: Checkpointing | None = None
@@ -38,7 +38,7 @@ class TraceFn(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates of a device, and seconds of the host for each operator, checkpointed block and watched operator.
+    """Rates of a device, and host seconds for each operator, checkpointed block and observed operator.
 
     To keep some outputs of a block, each of its operators passes through Python. A device that works while the host
     continues (``overlaps``) hides that time, unless its operators are small.
@@ -52,11 +52,11 @@ class Speed:
     watch_s: float = 1e-5
 
     def seconds(self, op: BlockOp) -> float:
-        """Seconds of the device for one call, by the roofline."""
+        """Return the device seconds of one call, by the roofline."""
         return max(op.flops / self.flops_per_s, op.moved / self.bytes_per_s)
 
     def together(self, device_s: float, host_s: float) -> float:
-        """Seconds until both the device and the host are done."""
+        """Return the seconds until both the device and the host are done."""
         return max(device_s, host_s) if self.overlaps else device_s + host_s
 
 
@@ -88,7 +88,10 @@ class Candidate:
 
 
 def levels(block: BlockProfile, speed: Speed) -> list[Level]:
-    """The levels of a block, from least memory to least time. What saves most seconds for a byte is kept first."""
+    """Return the levels of a block, from least memory to least time.
+
+    Outputs that save most seconds per byte come first.
+    """
     worth = [(op, speed.seconds(op)) for op in block.computed_again if op.keepable and op.num_bytes]
     worth.sort(key=lambda pair: pair[1] / pair[0].num_bytes, reverse=True)
     again_s, forward_s = (sum(map(speed.seconds, ops)) for ops in (block.computed_again, block.ops))
@@ -102,11 +105,11 @@ def levels(block: BlockProfile, speed: Speed) -> list[Level]:
         held, again_s = held + op.num_bytes, again_s - seconds
         kept.append(op.site)
         ladder.append(Level(tuple(kept), held, speed.together(forward_s + again_s, watched_s) - plain_s))
-    return _undominated(ladder, Level(None, sum(block.whole.values()), 0.0))
+    return _drop_dominated(ladder, Level(None, sum(block.whole.values()), 0.0))
 
 
-def _undominated(ladder: Sequence[Level], whole: Level) -> list[Level]:
-    """Without the levels that cost more of both memory and time than another."""
+def _drop_dominated(ladder: Sequence[Level], whole: Level) -> list[Level]:
+    """Return the levels without those that cost more memory and more time than another."""
     found: list[Level] = []
     for level in ladder:
         if level.held < whole.held and (not found or level.extra_s < found[-1].extra_s):
@@ -115,7 +118,7 @@ def _undominated(ladder: Sequence[Level], whole: Level) -> list[Level]:
 
 
 def hull(ladder: Sequence[Level]) -> list[int]:
-    """Indices of the levels on the lower convex hull of seconds over bytes."""
+    """Return the indices of the levels on the lower convex hull of seconds over bytes."""
     found: list[int] = []
     for index, level in enumerate(ladder):
         while len(found) > 1 and _gain(ladder[found[-2]], ladder[found[-1]]) <= _gain(ladder[found[-2]], level):
@@ -125,12 +128,12 @@ def hull(ladder: Sequence[Level]) -> list[int]:
 
 
 def _gain(lower: Level, upper: Level) -> float:
-    """Seconds saved for each further byte."""
+    """Return the seconds saved per additional byte."""
     return (lower.extra_s - upper.extra_s) / max(1, upper.held - lower.held)
 
 
 def peaks_by_block(trace: Trace, paths: Sequence[str]) -> list[int]:
-    """The peak bytes while each block runs backward; last, that of the forward pass and the loss."""
+    """Return the peak bytes while each block runs backward; the last entry is the peak of forward pass and loss."""
     peaks = [0] * (len(paths) + 1)
     blocks: dict[str, int | None] = {}
     reached = len(paths)
@@ -149,7 +152,7 @@ def peaks_by_block(trace: Trace, paths: Sequence[str]) -> list[int]:
 
 
 def _block_of(module: str, paths: Sequence[str]) -> int | None:
-    """The index of the block that the module is in, None outside of all."""
+    """Return the index of the block that contains the module, or None."""
     return next((i for i, path in enumerate(paths) if f"{module}.".startswith(f"{path}.")), None)
 
 
@@ -165,7 +168,7 @@ class CheckpointingPlanner:
     ) -> None:
         survey = BlockSurvey(make)
         self._make, self._trace = make, trace
-        with suppress(ForwardSeen):
+        with suppress(ForwardDone):
             trace(survey.make)
         none = trace(make)
         speed = speed or (CPU if none.device == "cpu" else GPU)
@@ -175,20 +178,20 @@ class CheckpointingPlanner:
         top = tuple(len(ladder) - 1 for ladder in self._ladders)
         self.none = Candidate(Checkpointing.none(len(top)), none, 0.0, top)
         self._seen = {top: self.none}
-        self.every = self._traced((0,) * len(top))
+        self.every = self._trace_rungs((0,) * len(top))
 
     def choose(self, budget_bytes: int, *, most_traces: int = 4) -> Candidate:
-        """The choice of least time whose traced peak is within the budget; that of least memory when there is none."""
+        """Return the fastest choice whose traced peak is within the budget, or the one with least memory if none is."""
         if self.none.peak_bytes <= budget_bytes:
             return self.none
         best, margin = self.every, 0
         if best.peak_bytes > budget_bytes:
             return best
         for _ in range(most_traces):
-            rungs = self._raised(best, budget_bytes - margin)
+            rungs = self._raise_levels(best, budget_bytes - margin)
             if rungs == best.rungs:
                 break
-            candidate = self._traced(rungs)
+            candidate = self._trace_rungs(rungs)
             if candidate.peak_bytes > budget_bytes:
                 margin += candidate.peak_bytes - budget_bytes
             elif candidate.extra_s < best.extra_s:
@@ -196,20 +199,20 @@ class CheckpointingPlanner:
         return best
 
     def frontier(self, points: int = 9) -> list[Candidate]:
-        """Choices from least memory to least time, none worse than another in both. Costs one trace for each point."""
+        """Return the Pareto front from least memory to least time. Costs one trace per point."""
         low, high = self.every.peak_bytes, self.none.peak_bytes
         found = [self.every, self.none]
         for index in range(points - 1):
             budget = low + (high - low) * index // (points - 1)
             start = max((each for each in found if each.peak_bytes <= budget), key=lambda each: each.peak_bytes)
-            found.append(self._traced(self._raised(start, budget)))
+            found.append(self._trace_rungs(self._raise_levels(start, budget)))
         front: list[Candidate] = []
         for candidate in sorted(found, key=lambda each: (each.peak_bytes, each.extra_s)):
             if not front or candidate.extra_s < front[-1].extra_s:
                 front.append(candidate)
         return front
 
-    def _traced(self, rungs: Rungs) -> Candidate:
+    def _trace_rungs(self, rungs: Rungs) -> Candidate:
         if rungs not in self._seen:
             picked = [ladder[rung] for ladder, rung in zip(self._ladders, rungs, strict=True)]
             checkpointing = Checkpointing(tuple(level.keep for level in picked))
@@ -217,8 +220,10 @@ class CheckpointingPlanner:
             self._seen[rungs] = Candidate(checkpointing, trace, sum(level.extra_s for level in picked), rungs)
         return self._seen[rungs]
 
-    def _raised(self, start: Candidate, budget: int) -> Rungs:
-        """The highest levels that the moments of ``start`` leave room for: along the hulls, then what still fits."""
+    def _raise_levels(self, start: Candidate, budget: int) -> Rungs:
+        """Return the highest levels that the moments of ``start`` leave room for: along the hulls, then what still
+        fits.
+        """
         rungs = list(start.rungs)
         room = [budget - peak for peak in peaks_by_block(start.trace, self._paths)]
         stuck: set[int] = set()
@@ -232,7 +237,7 @@ class CheckpointingPlanner:
         return tuple(rungs)
 
     def _steps(self) -> list[tuple[float, int, int]]:
-        """(-seconds for each byte, block, level), the best first; among equal ones the last block first."""
+        """Return (-seconds per byte, block, level), the best first; among equal ones the last block first."""
         steps = [
             (-_gain(ladder[lower], ladder[upper]), block, upper)
             for block, (ladder, best) in enumerate(zip(self._ladders, self._hulls, strict=True))
@@ -241,7 +246,7 @@ class CheckpointingPlanner:
         return sorted(steps, key=lambda step: (step[0], -step[1], step[2]))
 
     def _raise(self, rungs: list[int], room: list[int], block: int, rung: int) -> bool:
-        """Takes the block to the level if all later moments have room for it; returns whether they have."""
+        """Raise the block to the level if all later moments have room for it; return True if they have."""
         ladder = self._ladders[block]
         more = ladder[rung].held - ladder[rungs[block]].held
         if more > min(room[block + 1 :]):

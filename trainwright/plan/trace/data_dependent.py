@@ -1,4 +1,4 @@
-"""Answers for operators whose result depends on values, which fake tensors lack: a number, or the largest shape."""
+"""Results of operators that depend on values, which fake tensors lack: a number, or the largest shape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ aten = torch.ops.aten
 
 
 def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpResult:
-    """Calls the operator; where the result depends on values, returns the most expensive one.
+    """Call the operator. If the result depends on values, return the most expensive one.
 
     A number that is read (``.item()``) is False or 1: a step is not skipped, a norm is clipped, a weight counts.
     ``nonzero`` and masks select every element. Raises UsageError for other operators whose result depends on values.
     """
     packet = op._overloadpacket
-    if packet is aten._grouped_mm:  # fake tensors take bf16 alone, kernels other types as well
+    if packet is aten._grouped_mm:  # fake tensors accept only bf16, kernels also other types
         return _grouped_product(*args, **kwargs)
     try:
         result = op(*args, **kwargs)
@@ -43,14 +43,17 @@ def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpRes
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows (N, I) by matrices (E, I, O): (N, O). Two matrices whose common dimension is divided into E: (E, I, O)."""
+    """Return the product of rows (N, I) and matrices (E, I, O): (N, O).
+
+    For two matrices whose common dimension is divided into E groups, the result is (E, I, O).
+    """
     groups = [len(offs)] if offs is not None and a.dim() == b.dim() == 2 else []
     groups = [len(a)] if a.dim() == b.dim() == 3 else groups
     return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)
 
 
 def _in_dtype_of(x: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The gradient of ``x`` has its dtype; fake tensors give it that of the weight, which is fp32 under autocast."""
+    """Give the gradient of ``x`` its dtype; fake tensors use the weight's, which is fp32 under autocast."""
     first = grads[0]
     return (first if first is None or first.dtype is x.dtype else first.to(x.dtype), *grads[1:])
 
@@ -66,7 +69,7 @@ def _every_position(mask: Tensor) -> Tensor:
 
 
 def _masks_as_positions(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Each mask among the indices as one index of positions for each of its dimensions."""
+    """Replace each mask among the indices by one index of positions for each of its dimensions."""
     positions: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -1,4 +1,4 @@
-"""Fake tensors on a device that need not be present, and what is private to torch about them."""
+"""Fake tensors on a device that need not be present, and the private torch functions that they need."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from trainwright.plan.trace.simulated_lstm import simulated_lstm
 DeviceName = Literal["cpu", "cuda"]
 Data = TypeVar("Data")
 UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What fake tensors raise for an operator whose result depends on values, or that they do not know."""
+"""The exceptions of fake tensors for operators that are unknown or whose result depends on values."""
 
 
 class AutogradNode(Protocol):
-    """A node of the autograd graph, as far as it is read here. ``_sequence_nr`` is private to torch."""
+    """The part of an autograd node that is read here. ``_sequence_nr`` is private to torch."""
 
     @property
     def next_functions(self) -> tuple[tuple[AutogradNode | None, int], ...]: ...
@@ -42,9 +42,9 @@ class AutogradNode(Protocol):
 
 
 def simulated_device(name: str) -> torch.device:
-    """The device that stands for ``name``: tensors made on it under ``fake_tensors`` hold no memory.
+    """Return the device that stands for ``name``: tensors made on it under ``fake_tensors`` hold no memory.
 
-    ``cuda`` is itself where there is a GPU, else a simulated one. Raises UsageError for any other name.
+    ``cuda`` is the real device if there is a GPU, else a simulated one. Raises UsageError for any other name.
     """
     require_choice("the simulated device", name, ("cpu", "cuda"))
     if name == "cuda" and not torch.cuda.is_available():
@@ -54,9 +54,9 @@ def simulated_device(name: str) -> torch.device:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """A context in which every new tensor is fake: it has shape, dtype, strides and device, but no values.
+    """Enter a context in which every new tensor is fake: it has shape, dtype, strides and device, but no values.
 
-    The random state is restored: operators draw from the generators all the same.
+    The random state is restored, because operators draw from the generators even so.
     """
     own = nn.Module._apply
     nn.Module._apply = _ModuleApply().apply  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         key = "CUDA" if torch.cuda.is_available() else "PrivateUse1"
         mode = _Mode(allow_non_fake_inputs=True)
         with preserved_rng(), warnings.catch_warnings(), simulated_lstm(key), mode:
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy reads it
             yield mode
     finally:
         nn.Module._apply = own  # type: ignore[method-assign]
@@ -72,32 +72,36 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: object) -> FakeTensorMode:
-        """Without this, a copied parameter belongs to another mode, and each view of it gets its own storage."""
+        """Return self.
+
+        A copied parameter would otherwise belong to another mode, and each view of it get its own storage.
+        """
         return self
 
 
 def without_fake_tensors() -> AbstractContextManager[object]:
-    """A context in which new tensors are real ones again."""
+    """Enter a context in which new tensors are real again."""
     return unset_fake_temporarily()
 
 
 class _ModuleApply:
     """``Module._apply`` for fake tensors, which ``Module.to`` and the like call.
 
-    torch's own swaps the contents of two tensors, which it refuses for fake ones. Here parameters are replaced; tied
-    ones stay tied within one call.
+    torch's version swaps the contents of two tensors, which it refuses for fake ones. Here parameters are replaced;
+    tied
+    parameters stay tied within one call.
     """
 
     def __init__(self) -> None:
-        self._moved: dict[tuple[int, int], tuple[object, nn.Parameter, nn.Parameter]] = {}
-        moved = self.moved
+        self._replacements: dict[tuple[int, int], tuple[object, nn.Parameter, nn.Parameter]] = {}
+        replace_parameter = self.replace_parameter
 
         def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             for child in module.children() if recurse else ():
                 child._apply(fn)  # type: ignore[no-untyped-call]
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = moved(fn, parameter)
+                    module._parameters[name] = replace_parameter(fn, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
@@ -105,21 +109,21 @@ class _ModuleApply:
 
         self.apply = apply
 
-    def moved(self, fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter that takes the place of ``parameter``; the same one for the same arguments."""
+    def replace_parameter(self, fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that replaces ``parameter``; the same one for the same arguments."""
         key = (id(fn), id(parameter))
-        if key not in self._moved:
+        if key not in self._replacements:
             with torch.no_grad():
                 changed = fn(parameter)
             new = parameter if changed is parameter else nn.Parameter(changed, parameter.requires_grad)
-            self._moved[key] = (fn, parameter, new)  # both are kept, so that no other object gets their id
-        return self._moved[key][2]
+            self._replacements[key] = (fn, parameter, new)  # both are kept, so that no other object gets their id
+        return self._replacements[key][2]
 
 
 def fake_batch(data: Data, device: torch.device) -> Data:
-    """A copy of ``data``, nested in any way, with a fake tensor on ``device`` for each real one.
+    """Copy ``data``, nested in any way, with a fake tensor on ``device`` for each real one.
 
-    To be called under ``fake_tensors``.
+    Call it under ``fake_tensors``.
     """
 
     def fake(tensor: Tensor) -> Tensor:
@@ -130,36 +134,36 @@ def fake_batch(data: Data, device: torch.device) -> Data:
 
 
 def current_node() -> AutogradNode | None:
-    """The autograd node that is running, None outside a backward pass."""
+    """Return the autograd node that is running, or None outside a backward pass."""
     node: AutogradNode | None = torch._C._current_autograd_node()
     return node
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running on this thread."""
+    """Return True if a backward pass is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def next_sequence_number() -> int:
-    """The sequence number that the next autograd node of this thread gets; they rise by one."""
+    """Return the sequence number of the next autograd node of this thread; they rise by one."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def forget_casts() -> None:
-    """Empties autocast's cache of weights in low precision, as autocast does when the forward pass is over."""
+    """Empty autocast's cache of weights in low precision, as autocast does at the end of the forward pass."""
     CASTS.clear()
 
 
 def use_foreach(optimizer: Optimizer) -> None:
-    """Sets ``foreach``, which torch's optimizers choose on CUDA; for fake tensors they would choose the loop."""
+    """Set ``foreach`` as torch's optimizers do on CUDA; for fake tensors they would choose the loop."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True
 
 
 def untraceable(error: Exception) -> UsageError:
-    """The error that names the operator whose result depends on values."""
+    """Return the error that names the operator whose result depends on values."""
     operator = getattr(error, "func", None) or error
     return UsageError(
         f"the step cannot be simulated: the result of {operator} depends on the values of its input",

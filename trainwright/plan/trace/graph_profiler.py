@@ -23,7 +23,7 @@ _HAS_HOOKS, _IS_NONE = "hooks have already been set", "with value None"
 
 
 class GraphProfiler:
-    """Watches one forward pass of ``model``; ``read`` then profiles the graph that it made. To be used once.
+    """Observes one forward pass of ``model``; ``read`` then profiles its autograd graph. Use it once.
 
     Costs hooks at each module call, and keeps the inputs of modules alive until it is closed.
     """
@@ -36,16 +36,16 @@ class GraphProfiler:
         self.inputs: dict[str, dict[int, Tensor]] = {}
         self._end = 0  # the sequence number of the first node after the model
         handles = self.paths.handles
-        handles += [m.register_forward_pre_hook(self._entered, with_kwargs=True) for m in model.modules()]
-        handles += [m.register_forward_hook(self._left, prepend=True) for m in model.modules()]
+        handles += [m.register_forward_pre_hook(self._on_enter, with_kwargs=True) for m in model.modules()]
+        handles += [m.register_forward_hook(self._on_leave, prepend=True) for m in model.modules()]
 
-    def _entered(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def _on_enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         path = self.paths.stack[-1]
         self.calls[path] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.inputs.setdefault(path, {}).update({t.untyped_storage()._cdata: t.detach() for t in tensors})
 
-    def _left(self, module: nn.Module, args: object, output: object) -> None:
+    def _on_leave(self, module: nn.Module, args: object, output: object) -> None:
         if module is self.model:
             self._end = next_sequence_number()
         first = next((leaf for leaf in tree_leaves(_values(output)) if isinstance(leaf, Tensor)), None)
@@ -53,7 +53,8 @@ class GraphProfiler:
             self.outputs.setdefault(self.paths.stack[-1], tuple(first.shape))
 
     def read(self, loss: Tensor, data: object, resident: Iterable[Tensor] = ()) -> GraphProfile:
-        """The profile of the forward pass that ends in ``loss``. ``resident`` are further tensors that always exist.
+        """Return the profile of the forward pass that ends in ``loss``. ``resident`` are further tensors that always
+        exist.
 
         The graph stays usable: the backward pass can still run.
         """
@@ -61,12 +62,12 @@ class GraphProfiler:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         nodes = _in_order(loss)
         places = {node: index for index, node in enumerate(nodes)}
-        with _disable_current_modes():  # else a number that is saved as a tensor reaches the hooks as a number
+        with _disable_current_modes():  # otherwise a number saved as a tensor reaches the hooks as a number
             profiled = tuple(self._node(node, places, names, storages) for node in nodes)
         return GraphProfile(tuple(self._modules(storages)), profiled)
 
     def close(self) -> None:
-        """Removes the hooks and releases the tensors."""
+        """Remove the hooks and release the tensors."""
         self.paths.close()
         self.inputs.clear()
 
@@ -78,7 +79,7 @@ class GraphProfiler:
         if isinstance(variable, Tensor):
             name = names.get(id(variable), "(input)")
             return Node("AccumulateGrad", name.rpartition(".")[0] if name in names.values() else "", (), inputs, name)
-        tensors, hidden = _saved(node)
+        tensors, hidden = _saved_tensors(node)
         saved = tuple(storages.saved(name, tensor) for name, tensor in tensors)
         return Node(node.name(), self._module(node._sequence_nr()), saved, inputs, "", hidden)
 
@@ -109,7 +110,7 @@ class GraphProfiler:
 
 
 class _Storages:
-    """Numbers storages in the order in which they are met, and knows the role of each. Keeps them alive."""
+    """Numbers storages in the order of their first use, with the role of each. Keeps them alive."""
 
     def __init__(self, model: nn.Module, data: object, resident: Iterable[Tensor]) -> None:
         self._numbers: dict[int, int] = {}
@@ -126,7 +127,7 @@ class _Storages:
                 self._roles.setdefault(self._number(tensor), role)
 
     def saved(self, name: str, tensor: Tensor) -> SavedTensor:
-        """The record of a saved tensor that autograd calls ``name``."""
+        """Return the record of a tensor that autograd saved as ``name``."""
         number = self._number(tensor)
         return SavedTensor(name, number, tensor.untyped_storage().nbytes(), self._roles.get(number, "activations"))
 
@@ -138,7 +139,7 @@ class _Storages:
 
 
 def _in_order(loss: Tensor) -> list[AutogradNode]:
-    """All nodes that ``loss`` depends on: in the order of the forward pass, then those that accumulate gradients."""
+    """Return all nodes that ``loss`` depends on in the order of the forward pass, gradient accumulators last."""
     found: dict[AutogradNode, None] = {}
     waiting: list[AutogradNode | None] = [loss.grad_fn]
     while waiting:
@@ -149,11 +150,11 @@ def _in_order(loss: Tensor) -> list[AutogradNode]:
     return sorted(found, key=lambda node: math.inf if hasattr(node, "variable") else node._sequence_nr())
 
 
-def _saved(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
-    """The saved tensors of a node, by name; and how many of them saved-tensor hooks have packed.
+def _saved_tensors(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
+    """Return the saved tensors of a node by name, and the number of those that saved-tensor hooks have packed.
 
     Reading ``_saved_*`` would unpack them, and so run a checkpointed block again. A hook that is set on a saved tensor
-    gets the tensor without unpacking; torch refuses it where there is one already.
+    gets the tensor without unpacking; torch refuses it if there is one already.
     """
     found: list[tuple[str, Tensor]] = []
     hidden = 0
@@ -181,5 +182,5 @@ def _identity(packed: Tensor) -> Tensor:
 
 
 def _values(output: object) -> object:
-    """The values of a ModelOutput, which not every version of torch treats as a pytree."""
+    """Return the values of a ModelOutput, which not every version of torch treats as a pytree."""
     return tuple(output.values()) if isinstance(output, dict) else output

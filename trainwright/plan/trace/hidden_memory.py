@@ -1,6 +1,6 @@
-"""Memory that fake tensors do not show: what kernels allocate inside, and buffers whose size a library decides.
+"""Memory that fake tensors do not show: allocations inside kernels, and buffers sized by a library.
 
-Each row of the tables describes one operator: by its real size, or by a bound.
+Each row of the tables gives one operator's real size, or a bound.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from trainwright.plan.call_trace import Unseen
+from trainwright.plan.call_trace import HiddenBytes
 from trainwright.plan.trace import simulated_lstm
 from trainwright.plan.trace.fake_tensors import DeviceName
 from trainwright.plan.trace.kernel_memory import Rows, flops_per_row, measure_kernel_memory
@@ -24,9 +24,9 @@ aten = torch.ops.aten
 class HiddenMemory(NamedTuple):
     """Bytes of one call that its outputs do not show.
 
-    ``scratch`` lives only inside the call; ``workspace`` is what its last output holds beyond its visible size.
-    ``bound`` is the largest size possible where ``scratch`` and ``workspace`` are not exact, None where that is
-    unknown too or they are exact; ``why`` then says the reason.
+    ``scratch`` lives only inside the call; ``workspace`` is held by its last output beyond the visible size. If these
+    are
+    not exact, ``why`` gives the reason and ``bound`` the largest possible size, None if unknown.
     """
 
     scratch: int = 0
@@ -39,50 +39,53 @@ Rule = Callable[[OperatorCall], HiddenMemory]
 
 
 def hidden_memory(device: DeviceName, call: OperatorCall) -> HiddenMemory | None:
-    """What a call holds that its outputs do not show, None for nothing."""
+    """Return the memory of a call that its outputs do not show, or None for none."""
     rule = RULES[device].get(call.op._overloadpacket)
     if rule is None and device == "cuda":
         rule = CUDA_BY_NAME.get(call.op._schema.name)
     return rule(call) if rule is not None else None
 
 
-def hidden_in_every_step(device: DeviceName) -> tuple[Unseen, ...]:
-    """What every step on the device holds beside its tensors."""
-    return CUDA_ALWAYS if device == "cuda" else ()
+def hidden_in_every_step(device: DeviceName) -> tuple[HiddenBytes, ...]:
+    """Return the memory that every step on the device holds beside its tensors."""
+    return CUDA_STEP_MEMORY if device == "cuda" else ()
 
 
 def _convolution(call: OperatorCall) -> HiddenMemory:
-    """oneDNN computes in a blocked layout: it copies input, weight and output, with padded channels."""
-    x, weight, transposed = call.args[0], call.args[1], call.args[6]
+    """Measure oneDNN's blocked copies of input, weight and output, with padded channels."""
+    x = call.args[0]
+    weight = call.args[1]
+    transposed = call.args[6]
     positions = (x if transposed else call.result).shape[2:]
-    return _measured(aten.convolution.default, call, Rows((0,), flops_per_row(positions, weight)))
+    return _measure(aten.convolution.default, call, Rows((0,), flops_per_row(positions, weight)))
 
 
 def _convolution_backward(call: OperatorCall) -> HiddenMemory:
-    """First the gradient of the input, then, beside it, that of the weight: each from blocked copies."""
-    grad, x, weight, transposed = call.args[0], call.args[1], call.args[2], call.args[7]
+    """Measure the blocked copies for the gradient of the input, and then of the weight."""
+    grad = call.args[0]
+    x = call.args[1]
+    weight = call.args[2]
+    transposed = call.args[7]
     positions = (x if transposed else grad).shape[2:]
-    return _measured(aten.convolution_backward.default, call, Rows((0, 1), 2 * flops_per_row(positions, weight)))
+    return _measure(aten.convolution_backward.default, call, Rows((0, 1), 2 * flops_per_row(positions, weight)))
 
 
 def _lstm(call: OperatorCall) -> HiddenMemory:
-    """oneDNN's workspace for the backward pass, one per layer and direction, and its copies. A row is a position."""
+    """Measure oneDNN's workspace for backward, one per layer and direction, and its copies. A row is a position."""
     x_TBD, w_input, w_hidden = call.args[:3]
-    return _measured(
-        aten.mkldnn_rnn_layer.default, call, Rows((0,), flops_per_row(x_TBD.shape[1:2], w_input, w_hidden))
-    )
+    return _measure(aten.mkldnn_rnn_layer.default, call, Rows((0,), flops_per_row(x_TBD.shape[1:2], w_input, w_hidden)))
 
 
 def _lstm_backward(call: OperatorCall) -> HiddenMemory:
-    """Blocked copies of the weights and the gradients, and the gradients of the gates in fp32."""
+    """Measure blocked copies of the weights and the gradients, and the gradients of the gates in fp32."""
     x_TBD, w_input, w_hidden = call.args[:3]
     places = tuple(place for place in (0, 7, 10) if call.args[place] is not None)
     rows = Rows(places, 2 * flops_per_row(x_TBD.shape[1:2], w_input, w_hidden))
-    return _measured(aten.mkldnn_rnn_layer_backward.default, call, rows)
+    return _measure(aten.mkldnn_rnn_layer_backward.default, call, rows)
 
 
-def _measured(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
-    """What ``op`` allocates on this CPU for such arguments; a bound where that cannot be measured."""
+def _measure(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
+    """Return the memory that ``op`` allocates on this CPU for these arguments, or a bound if it cannot be measured."""
     found = measure_kernel_memory(op, call.args, rows)
     if found is None:
         copies = 2 * sum(nbytes(tensor) for tensor in tensors_in(call.args))
@@ -94,26 +97,26 @@ def _measured(op: OpOverload, call: OperatorCall, rows: Rows) -> HiddenMemory:
     return HiddenMemory(found.scratch, workspace)
 
 
-def _copied(call: OperatorCall) -> HiddenMemory:
-    """The operator works on dense tensors, and copies others."""
+def _copies(call: OperatorCall) -> HiddenMemory:
+    """Return the copies of inputs that are not dense, because the operator works on dense tensors."""
     return HiddenMemory(sum(nbytes(tensor) for tensor in tensors_in(call.args) if not tensor.is_contiguous()))
 
 
 def _mean(call: OperatorCall) -> HiddenMemory:
-    """The mean of a 16-bit tensor is computed from a copy in fp32."""
+    """Return the fp32 copy from which the mean of a 16-bit tensor is computed."""
     x = call.args[0]
     return HiddenMemory(4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0)
 
 
 def _matmul(call: OperatorCall) -> HiddenMemory:
-    """In 16 bits oneDNN packs blocks of its inputs; their size does not grow with the inputs."""
+    """Return a bound for the blocks that oneDNN packs in 16 bits; their size does not grow with the inputs."""
     if call.args[-1].element_size() != 2:
         return HiddenMemory()
     return HiddenMemory(why="blocks that oneDNN packs, for each thread", bound=2**20 * torch.get_num_threads())
 
 
-def _promoted(call: OperatorCall) -> HiddenMemory:
-    """Pointwise operators: an input whose dtype is not the common one is converted as a whole first."""
+def _promotion(call: OperatorCall) -> HiddenMemory:
+    """Return the converted copies of inputs whose dtype is not the common one (pointwise operators)."""
     inputs = [tensor for tensor in tensors_in(call.args) if tensor.dim()]
     if len({tensor.dtype for tensor in inputs}) < 2:
         return HiddenMemory()
@@ -127,7 +130,7 @@ def _cudnn_convolution(call: OperatorCall) -> HiddenMemory:
 
 
 def _cudnn_lstm(call: OperatorCall) -> HiddenMemory:
-    why = "the reserve of cuDNN's LSTM is counted by a formula that was not compared: it may be as much again"
+    why = "the reserve of cuDNN's LSTM is counted by an unverified formula: it may be twice as large"
     return HiddenMemory(why=why, bound=nbytes(call.result[-1]))
 
 
@@ -137,7 +140,7 @@ CPU: dict[OpOverloadPacket, Rule] = {
     aten.mkldnn_rnn_layer: _lstm,
     aten.mkldnn_rnn_layer_backward: _lstm_backward,
     aten.mean: _mean,
-    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promoted),
+    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promotion),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matmul),
     **dict.fromkeys(
         (
@@ -147,7 +150,7 @@ CPU: dict[OpOverloadPacket, Rule] = {
             aten.embedding,
             aten.embedding_dense_backward,
         ),
-        _copied,
+        _copies,
     ),
 }
 CUDA: dict[OpOverloadPacket, Rule] = {
@@ -157,10 +160,10 @@ CUDA: dict[OpOverloadPacket, Rule] = {
 CUDA_BY_NAME: dict[str, Rule] = {f"{simulated_lstm.NAMESPACE}::lstm": _cudnn_lstm}
 RULES: dict[DeviceName, dict[OpOverloadPacket, Rule]] = {"cpu": CPU, "cuda": CUDA}
 WHY_CUBLAS = (
-    "workspaces of the matrix library, made at its first calls and kept: one for the thread that goes forward and one "
-    "for that which goes backward (32 MiB each on Hopper, 8 MiB elsewhere), and 1 MiB of cublasLt"
+    "workspaces of the matrix library, made at its first calls and kept: one for the thread of the forward "
+    "pass and one for that of the backward pass (32 MiB each on Hopper, 8 MiB elsewhere), and 1 MiB of cublasLt"
 )
-CUDA_ALWAYS = (
-    Unseen("cublas", "", WHY_CUBLAS, 2 * 2**25 + 2**20),
-    Unseen("context", "", "CUDA context and kernels, outside of the allocator: 300 to 600 MiB", 600 * 2**20),
+CUDA_STEP_MEMORY = (
+    HiddenBytes("cublas", "", WHY_CUBLAS, 2 * 2**25 + 2**20),
+    HiddenBytes("context", "", "CUDA context and kernels, outside of the allocator: 300 to 600 MiB", 600 * 2**20),
 )

@@ -1,4 +1,4 @@
-"""The layouts of a recipe on a device, each traced in two small micro-batches, from which every other size follows."""
+"""The layouts of a recipe on a device. Each is traced with two small micro-batches and extrapolated to other sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICIES = ("none", "selective", "block")
 
 @dataclass(frozen=True)
 class LayoutSurvey:
-    """Traces a blueprint as if on ``device``. ``caches`` is that of ``Precision``."""
+    """Traces a blueprint as if on ``device``. ``caches`` is passed to ``Precision``."""
 
     blueprint: Blueprint
     device: Device
@@ -34,7 +34,7 @@ class LayoutSurvey:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks that activation checkpointing can be applied to; 0 without any."""
+        """The number of blocks that support activation checkpointing; 0 if none."""
         with fake_tensors():
             place = simulated_device(self.device.kind)
             try:
@@ -43,7 +43,7 @@ class LayoutSurvey:
                 return 0
 
     def layout(self, policy: str, *, chunked: bool) -> Layout:
-        """The layout with one of ``POLICIES``. Costs two traces."""
+        """Return the layout with one of ``POLICIES``. Costs two traces."""
         sizes = self.blueprint.sizes(chunked=chunked)
         checkpointing = self.checkpointing(policy)
         small, large = (self.trace(size, chunked=chunked, checkpointing=checkpointing) for size in sizes)
@@ -52,7 +52,7 @@ class LayoutSurvey:
         return Layout(self.precision, policy, chunked, Scaled(small, large, sizes), rank, logits)
 
     def checkpointing(self, policy: str) -> Checkpointing | None:
-        """What one of ``POLICIES`` does to each block."""
+        """Return the checkpointing of each block under one of ``POLICIES``."""
         if policy == "none":
             return None
         return Checkpointing.every(self.blocks, SELECTIVE if policy == "selective" else ())
@@ -60,7 +60,9 @@ class LayoutSurvey:
     def trace(
         self, samples: int, *, chunked: bool, checkpointing: Checkpointing | None = None, accumulation: int = 1
     ) -> Trace:
-        """One step of micro-batches of ``samples``, with the average of the weights if there is one."""
+        """Return the trace of one step with micro-batches of ``samples``, including an average of the weights if
+        configured.
+        """
         recipe = self.blueprint.loaded.recipe
         trace = trace_step(
             partial(self.blueprint.traced_objects, samples=samples, chunked=chunked),
@@ -77,14 +79,16 @@ class LayoutSurvey:
         return _with_more_weights(trace, 4 * self.blueprint.counts[1]) if recipe.model.keeps_average else trace
 
     def layouts(self, policies: Sequence[str], sizes: Sequence[int]) -> list[Layout]:
-        """The layouts of each policy, whole logits or chunks, that a run with micro-batches of these sizes may have."""
+        """Return each layout, by policy and with full or chunked logits, that a run with these micro-batch sizes may
+        have.
+        """
         plain_up_to = self.blueprint.plain_up_to(self.device)
         kinds = sorted({self.blueprint.chunked(size, self.device) for size in sizes})
         found = [layout for chunked in kinds for layout in self.layouts_of(policies, chunked=chunked)]
         return [replace(layout, plain_up_to=plain_up_to) for layout in found]
 
     def layouts_of(self, policies: Sequence[str], *, chunked: bool) -> list[Layout]:
-        """The layout of each policy. Where not even the state fits, only the one with least memory is traced."""
+        """Return the layout of each policy. If not even the state fits, only the one with least memory is traced."""
         policies = [policy for policy in policies if policy == "none" or self.blocks] or ["none"]
         least = self.layout(policies[-1], chunked=chunked)
         if sum(least.scaled.small.resident.values()) > self.device.usable_bytes:
@@ -93,7 +97,7 @@ class LayoutSurvey:
 
 
 def _with_more_weights(trace: Trace, num_bytes: int) -> Trace:
-    """The trace with so many bytes of weights more at every moment."""
+    """Return the trace with ``num_bytes`` more bytes of weights at every moment."""
     moments = [
         replace(each, held={**each.held, "weights": each.held.get("weights", 0) + num_bytes}) for each in trace.moments
     ]

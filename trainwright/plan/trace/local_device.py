@@ -1,4 +1,4 @@
-"""The local device in the terms of the device table: a CPU as measured here, a GPU by its row."""
+"""Describes the local device like a row of the device table: a CPU by measurement, a GPU by its row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE_S = 0.05
 
 
 def nominal_cpu(machine: Machine) -> Device:
-    """A CPU by nominal figures of its cores: for decisions that must be the same each time."""
+    """Return a CPU by nominal figures of its cores, for decisions that must be the same each time."""
     bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     flops = {"fp32": 40e9 * machine.cores, **({"bf16": 80e9 * machine.cores} if bf16 else {})}
     return Device(
@@ -31,7 +31,7 @@ def nominal_cpu(machine: Machine) -> Device:
 
 
 def measured_cpu(machine: Machine) -> Device:
-    """This CPU by a probe of a quarter of a second: the rates that matrix products and copies reach now."""
+    """Return this CPU by a probe of a quarter of a second: the rates of matrix products and copies."""
     flops = {"fp32": _matmul_flops(torch.float32)}
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
         flops["bf16"] = _matmul_flops(torch.bfloat16)
@@ -53,9 +53,9 @@ def measured_cpu(machine: Machine) -> Device:
 
 
 def local_device(*, probe: bool = True) -> Device:
-    """The first CUDA device by its row in the table, else the CPU. Its memory is what is free now.
+    """Return the first CUDA device by its row in the table, else the CPU. Its memory is what is free now.
 
-    A GPU that is not in the table gets the figures of the row nearest in memory; ``source`` then says so.
+    A GPU that is not in the table gets the figures of the row nearest in memory, as ``source`` states.
     """
     if not torch.cuda.is_available():
         machine = read_machine()
@@ -66,7 +66,7 @@ def local_device(*, probe: bool = True) -> Device:
 
 
 def known_device(device: torch.device) -> Device | None:
-    """The row of the table for a device of this machine; None for a CPU, and for a GPU that the table lacks."""
+    """Return the row of the table for a device of this machine; None for a CPU, and for a GPU that the table lacks."""
     if device.type != "cuda":
         return None
     rows = _rows_of(torch.cuda.get_device_name(device))
@@ -74,7 +74,7 @@ def known_device(device: torch.device) -> Device | None:
 
 
 def table_row(name: str, memory_bytes: int) -> Device:
-    """The row of the table for a GPU that the driver calls ``name``."""
+    """Return the row of the table for a GPU that the driver calls ``name``."""
     named = _rows_of(name)
     nearest = _nearest(named or [*known_devices().values()], memory_bytes)
     if named:
@@ -100,7 +100,7 @@ def _nearest(rows: Sequence[Device], memory_bytes: int) -> Device:
 
 
 def named_device(name: str | None, table: dict[str, Device], memory_bytes: int | None) -> Device:
-    """The device of --device and --memory; None is the local one. Raises UsageError for an unknown name."""
+    """Return the device of --device and --memory; None is the local one. Raises UsageError for an unknown name."""
     if name is None or name == "cpu":
         device = measured_cpu(read_machine()) if name == "cpu" else local_device()
     else:
@@ -114,7 +114,7 @@ def _matmul_flops(dtype: torch.dtype) -> float:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """The least time of one call, after a first to warm up."""
+    """Return the shortest time of one call, after one call to warm up."""
     action()
     best, end = float("inf"), time.perf_counter() + _PROBE_S
     while time.perf_counter() < end:

@@ -1,8 +1,8 @@
-"""What one rank computes of a model, traced: the weights, layers and activations that a layout leaves to it.
+"""Traces what one rank computes of a model: the weights, layers and activations that a layout leaves to it.
 
 A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others. For tensor parallelism the
-layers are made as small as a rank has them, so a trace shows what that rank holds; what ranks exchange is counted from
-the layers that they divide.
+layers are made as small as a rank has them, so a trace shows that rank's memory. The communication between ranks is
+counted from the layers that they divide.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import TensorStyle
 
 TRACED_BLOCKS = 2
-CALLS_IN_A_BLOCK = 2
-"""What ranks with parts of a sequence gather in a block: keys, values."""
-LEAST_PART = 2048
-"""Positions of a part of a sequence that ``auto`` weighs. Shorter ones leave little to compute between exchanges: those
-of Llama 3 have 8,192 (arXiv:2407.21783, 3.3.2)."""
+GATHERS_PER_BLOCK = 2
+"""Tensors that ranks with parts of a sequence gather in a block: keys and values."""
+MIN_SEQUENCE_PART = 2048
+"""The shortest part of a sequence that ``auto`` considers, in positions. Shorter parts leave little computation between
+exchanges; those of Llama 3 have 8,192 (arXiv:2407.21783, 3.3.2).
+"""
 
 
 Sizes = dict[str, list[int]]
 
 
 @dataclass
-class Exchanged:
-    """Bytes that one step of the traced model exchanges for divided layers: of each call, by the module.
+class ExchangeLog:
+    """Bytes that one step of the traced model exchanges for divided layers: a list of calls for each module.
 
-    ``stream`` are those that blocks make. A second call is that of activation checkpointing. ``parts`` are the keys and
-    values that ranks with parts of a sequence gather, call after call.
+    ``stream`` are the outputs of blocks. A second call comes from activation checkpointing. ``parts`` are the keys and
+    values that ranks with parts of a sequence gather, in call order.
     """
 
     forward: Sizes = field(default_factory=dict)
@@ -64,13 +65,13 @@ class Exchanged:
     parts: list[int] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Begins anew, for another trace."""
+        """Reset for another trace."""
         for each in (self.forward, self.backward, self.gathered, self.stream):
             each.clear()
         self.parts.clear()
 
     def activations(self, samples: int, paths: Sequence[str]) -> Activations:
-        """For one sample: of the second block at ``paths``, and of what is in no block."""
+        """Return the bytes per sample: for the second block in ``paths``, and for modules outside of all blocks."""
         second, blocks = (f"{paths[1]}.",), tuple(f"{path}." for path in paths)
 
         def within(sizes: Sizes, call: int) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class Exchanged:
         def outside(sizes: Sizes) -> tuple[int, ...]:
             return tuple(calls[0] // samples for name, calls in sizes.items() if not name.startswith(blocks))
 
-        each = CALLS_IN_A_BLOCK if self.parts else 0  # two blocks were traced, one after the other
+        each = GATHERS_PER_BLOCK if self.parts else 0  # two blocks were traced, one after the other
         again = self.parts[2 * each : 3 * each]
         return Activations(
             context_forward=tuple(size // samples for size in self.parts[:each]),
@@ -97,10 +98,10 @@ class Exchanged:
 
 
 def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, decides: bool = False) -> ManyRanks:
-    """Traces what ranks compute of a recipe, once for all layouts on ``device``.
+    """Trace what ranks compute of a recipe, once for all layouts on ``device``.
 
-    Of tensor and context parallelism all powers of two that fit model, sequences and machine are traced, and what the
-    recipe says; where the recipe ``decides``, that alone of an axis that it does not leave open.
+    For tensor and context parallelism, traces all powers of two that fit model, sequences and machine, and the recipe's
+    degree. If the recipe ``decides``, only its degree is traced for each axis that it does not leave open.
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
@@ -112,39 +113,39 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
     models = {1: copies if is_same else rank_model(plain, POLICIES)}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
-    for each in _weighed(recipe.parallel.tensor, powers, decides):
+    for each in _traced_degrees(recipe.parallel.tensor, powers, decides):
         if shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
             models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
     ask, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
-    beside = {1, ask.tensor} if isinstance(ask.tensor, int) else {1}  # with every degree it would take long
-    for each in _weighed(ask.context, powers, decides):
+    beside = {1, ask.tensor} if isinstance(ask.tensor, int) else {1}  # combining every degree would take long
+    for each in _traced_degrees(ask.context, powers, decides):
         is_asked = each == ask.context
         if models[1].blocks and (is_asked or _has_long_parts(plain.blueprint, shape, each)):
-            with nullcontext() if is_asked else suppress(UsageError):  # such as of a loss that gives a mean
+            with nullcontext() if is_asked else suppress(UsageError):  # such as for a loss that returns a mean
                 for degree in sorted(beside & {*models}):
                     in_parts[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
     sent = Compression(recipe.parallel.compress, recipe.parallel.compress_rank)
     return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts, sent)
 
 
-def _weighed(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
-    """The degrees of an axis that are traced."""
+def _traced_degrees(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
+    """Return the degrees of an axis that are traced."""
     written = {asked} if isinstance(asked, int) else set[int]()
     return sorted((written if decides and written else {*powers, *written}) - {1})
 
 
 def _has_long_parts(blueprint: Blueprint, shape: ModelShape, ranks: int) -> bool:
-    """Whether samples are pairs of sequences that so many ranks can divide into long parts."""
+    """Return True if samples are pairs of sequences that ``ranks`` ranks can divide into long parts."""
     sample = blueprint.sample
     if not shape.takes_parts or not isinstance(sample, tuple | list) or len(sample) != 2:
         return False
     lengths = {each.shape[0] if isinstance(each, Tensor) and each.dim() == 1 else 0 for each in sample}
     (length,) = lengths if len(lengths) == 1 else (0,)
-    return length % ranks == 0 and length // ranks >= LEAST_PART
+    return length % ranks == 0 and length // ranks >= MIN_SEQUENCE_PART
 
 
 class _LastPart:
-    """That of the last of so many ranks; what the others have of a sequence looks as its own."""
+    """The sequence part of the last of ``ranks`` ranks; the other parts are taken to equal it."""
 
     def __init__(self, ranks: int, gathered: list[int]) -> None:
         self._ranks, self._gathered = ranks, gathered
@@ -162,13 +163,13 @@ class _LastPart:
 
 
 def _without_chunks(loaded: Loaded) -> Loaded:
-    """Ranks that divide weights compute no loss in chunks."""
+    """Return the recipe without chunked loss, which ranks that divide weights do not support."""
     loss = loaded.recipe.loss.model_copy(update={"chunked": False})
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"loss": loss}))
 
 
 def shape_of(blueprint: Blueprint) -> ModelShape:
-    """What of a model limits its layouts; without ``cuts`` it has no plan for tensor parallelism."""
+    """Return the limits that a model sets for its layouts; without ``cuts`` it has no plan for tensor parallelism."""
     ask = blueprint.loaded.recipe.parallel
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
@@ -183,13 +184,15 @@ def shape_of(blueprint: Blueprint) -> ModelShape:
 def rank_model(
     survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1, context: int = 1, chunked: bool = False
 ) -> RankModel:
-    """The model of a survey as each of ``tensor`` ranks has it before sharding, or with ``context`` the one with the
-    last part of each sequence. Costs two traces for each policy."""
-    blueprint, exchanged = survey.blueprint, Exchanged()
-    divided = partial(_divided, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
+    """Return the model of a survey as each of ``tensor`` ranks has it before sharding.
+
+    With ``context``, it is the model of the rank with the last part of each sequence. Costs two traces for each policy.
+    """
+    blueprint, exchanged = survey.blueprint, ExchangeLog()
+    divided = partial(_divide_layers, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
     if context > 1:
         part = _LastPart(context, exchanged.parts)
-        divided = partial(_divided_in_parts, divided, part)
+        divided = partial(_divide_sequences, divided, part)
         blueprint = replace(blueprint, loss=loss_of_part(blueprint.loss, part.cut))
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
@@ -214,7 +217,7 @@ def rank_model(
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The parameters of a model by unit, as they are sharded: the equal blocks, other units, and the root."""
+    """Return the parameters of a model by sharding unit: the equal blocks, other units, and the root."""
     paths = set(_equal_blocks(model))
     names = {id(module): name for name, module in model.named_modules()}
     units = units_of(model)
@@ -232,7 +235,7 @@ def _weight(parameter: Tensor) -> Weight:
 
 
 def _equal_blocks(model: nn.Module) -> list[str]:
-    """The paths of the repeated blocks; none where they are not equal."""
+    """Return the paths of the repeated blocks, or none if they are not equal."""
     try:
         blocks = find_blocks(model)
     except UsageError:
@@ -243,7 +246,7 @@ def _equal_blocks(model: nn.Module) -> list[str]:
 
 
 def _shorten(model: nn.Module) -> bool:
-    """Leaves two of the blocks; returns whether the model has a list that they can be taken from."""
+    """Remove all but two of the blocks; return True if the model has a list from which they can be removed."""
     paths = _equal_blocks(model)
     holder = model.get_submodule(paths[0].rpartition(".")[0]) if paths else None
     if not isinstance(holder, nn.ModuleList | nn.Sequential):
@@ -252,44 +255,44 @@ def _shorten(model: nn.Module) -> bool:
     return True
 
 
-def _divided(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: Exchanged) -> None:
-    """Leaves of the layers what one of ``tensor`` ranks has, and notes what ranks exchange in a new trace."""
+def _divide_layers(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: ExchangeLog) -> None:
+    """Reduce the layers to the part of one of ``tensor`` ranks, and record what ranks exchange in a new trace."""
     exchanged.clear()
     for path in _equal_blocks(model):
-        model.get_submodule(path).register_forward_hook(partial(_note_output, path, exchanged.stream))
+        model.get_submodule(path).register_forward_hook(partial(_record_output, path, exchanged.stream))
     if tensor > 1:
         _divide(model, split_plan(model, asked), tensor, exchanged)
 
 
-def _divided_in_parts(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:
+def _divide_sequences(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:
     divided(model)
     if not hasattr(model, "take_part"):
         raise UsageError(f"{type(model).__name__} cannot compute a part of a sequence", remedy="use parallel.tensor")
     model.take_part(part)
 
 
-def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: Exchanged) -> None:
+def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: ExchangeLog) -> None:
     smaller: dict[int, nn.Parameter] = {}
     for name, style in plan.items():
         module = model.get_submodule(name)
         if style == "input":
-            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+            module.register_forward_pre_hook(partial(_record_input, name, exchanged.backward))
         if style not in ("column", "column_gathered", "row") or not isinstance(module, nn.Linear | nn.Embedding):
             continue
         rows = (style == "row") == isinstance(module, nn.Embedding)
         for key, weight in list(module.named_parameters(recurse=False)):
             if id(weight) not in smaller and (rows or weight.dim() > 1):
-                smaller[id(weight)] = _smaller(weight, 0 if rows else 1, ranks)
+                smaller[id(weight)] = _shrink(weight, 0 if rows else 1, ranks)
             setattr(module, key, smaller.get(id(weight), weight))
         if style == "row":
-            module.register_forward_hook(partial(_note_output, name, exchanged.forward))
+            module.register_forward_hook(partial(_record_output, name, exchanged.forward))
         elif not any(plan.get(above) == "input" for above in _above(name)):
-            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+            module.register_forward_pre_hook(partial(_record_input, name, exchanged.backward))
         if style == "column_gathered":
             module.register_forward_hook(partial(_gather, name, exchanged.gathered, ranks))
 
 
-def _smaller(weight: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+def _shrink(weight: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
     shape = list(weight.shape)
     shape[dim] = -(-shape[dim] // ranks)
     return nn.Parameter(weight.detach().new_empty(shape), requires_grad=weight.requires_grad)
@@ -300,12 +303,12 @@ def _above(name: str) -> Iterable[str]:
         yield name
 
 
-def _note_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
+def _record_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
 
 
-def _note_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
-    """Its gradient has the same size."""
+def _record_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
+    """Record the size of the input, which is that of its gradient."""
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
 
 

@@ -1,4 +1,4 @@
-"""What a step held at each moment, and what the forward pass left for backward: from the events of the tracker."""
+"""Converts the tracker's events into the bytes held at each moment, and the bytes kept for backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.plan.trace.tracker import MemoryEvent, TrackedStorage
 
 
 def kind_of(storage: TrackedStorage) -> Kind:
-    """What a storage was for. Without a kind of its own: activations if forward made it and backward freed it."""
+    """Return the kind of a storage. If none is set: activations if forward made it and backward freed it."""
     if storage.kind is not None:
         return storage.kind
     of_forward = storage.made_in in ("forward", "checkpointing")
@@ -19,7 +19,7 @@ def kind_of(storage: TrackedStorage) -> Kind:
 
 
 def moments(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> tuple[Moment, ...]:
-    """What is held after each event. ``before`` are the storages that were held when the step began."""
+    """Return the bytes held after each event. ``before`` are the storages held at the start of the step."""
     held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for storage in before:
         held[kind_of(storage)] += storage.num_bytes
@@ -34,13 +34,13 @@ def moments(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> 
 
 
 def reserved(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> int:
-    """Bytes that CUDA's caching allocator takes from the device for these events, segments and gaps included."""
+    """Return the bytes that CUDA's caching allocator reserves for these events, including gaps."""
     changes = (([id(one) for one in event.freed], [(id(one), one.num_bytes) for one in event.made]) for event in events)
     return reserved_bytes(((id(storage), storage.num_bytes) for storage in before), changes)
 
 
 def kept_for_backward(events: Sequence[MemoryEvent]) -> Mapping[str, int]:
-    """Bytes that the first micro-batch's forward pass leaves for backward, by the module that made them."""
+    """Return the bytes that the first micro-batch's forward pass keeps for backward, by the module that made them."""
     sums: Counter[str] = Counter()
     for event in events:
         if event.phase == "forward" and event.micro == 0:

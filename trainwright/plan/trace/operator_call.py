@@ -1,4 +1,4 @@
-"""One call of an ATen operator, as a dispatch mode sees it, and the tensors in its arguments and result."""
+"""One call of an ATen operator in a dispatch mode, and the tensors in its arguments and result."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 OpArgs: TypeAlias = tuple[Any, ...]
-"""Positional arguments of an operator: tensors, lists of tensors, numbers. Its schema says which."""
+"""Positional arguments of an operator: tensors, lists of tensors, numbers, according to its schema."""
 OpKwargs: TypeAlias = dict[str, Any]
 """Keyword arguments of an operator."""
 OpResult: TypeAlias = Any
-"""What an operator returns: a tensor, a tuple of tensors, a number or None. Its schema says which."""
+"""The result of an operator: a tensor, a tuple of tensors, a number or None, according to its schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """An operator, the arguments of one call, and what the call returned."""
+    """An operator, the arguments of one call, and its result."""
 
     op: OpOverload
     args: OpArgs
@@ -34,20 +34,20 @@ class OperatorCall:
 
     @property
     def is_mutable(self) -> bool:
-        """Whether the operator writes to one of its arguments."""
+        """True if the operator writes to one of its arguments."""
         return bool(self.op._schema.is_mutable)
 
     def inputs(self) -> Iterator[Tensor]:
-        """The tensors among the arguments."""
+        """Yield the tensors among the arguments."""
         return tensors_in((*self.args, *self.kwargs.values()))
 
     def outputs(self) -> Iterator[Tensor]:
-        """The tensors of the result."""
+        """Yield the tensors of the result."""
         return tensors_in((self.result,))
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among arguments or results, also those in lists (the arguments of ``_foreach_*``)."""
+    """Yield the tensors among arguments or results, including those in lists (the arguments of ``_foreach_*``)."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -56,5 +56,5 @@ def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of the elements, which for a view are fewer than those of its storage."""
+    """Return the bytes of the elements, which for a view are fewer than those of its storage."""
     return tensor.numel() * tensor.element_size()

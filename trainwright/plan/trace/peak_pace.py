@@ -1,4 +1,4 @@
-"""The pace at which a device would reach its peak rate: what the model FLOPs utilisation (MFU) is a share of."""
+"""The samples per second at a device's peak rate, the denominator of model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 
 
 def flops_of(parts: Parts, micro: MicroBatch) -> int:
-    """FLOPs of the forward and backward pass of a micro-batch, without those that activation checkpointing repeats.
+    """Return the FLOPs of forward and backward of a micro-batch, without those repeated by activation checkpointing.
 
-    They are counted under fake tensors. Raises what a model raises that cannot be copied or traced so.
+    They are counted under fake tensors. Raises whatever a model raises that cannot be copied or traced.
     """
 
     def make(place: torch.device) -> TracedObjects:
@@ -27,11 +27,11 @@ def flops_of(parts: Parts, micro: MicroBatch) -> int:
 
 
 def peak_samples_s(parts: Parts, micro: MicroBatch, device: Device | None, precision: str) -> float | None:
-    """Samples per second at the peak rate of ``device``; None where that, or the FLOPs of a sample, are not known."""
+    """Return the samples per second at the peak rate of ``device``, or None if the rate or the FLOPs are unknown."""
     if device is None or not micro.size:
         return None
     try:
         flops = flops_of(parts, micro)
-    except Exception:  # a stranger's model may raise anything under fake tensors: then there is no figure
+    except Exception:  # a user's model may raise anything under fake tensors; then there is no figure
         return None
     return micro.size * peak_rate(device, precision) / flops if flops else None

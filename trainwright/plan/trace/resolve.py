@@ -1,7 +1,7 @@
 """Decides what a recipe leaves open before a run is built: micro-batch, activation checkpointing, optimizer offload.
 
-The decision is a function of the recipe, the samples and the device that is passed in, so that the same device gives
-the same decision. A run stores it (``Resolved.to_json``), and a resumed run reads it back (``resolved_before``).
+The decision is a function of the recipe, the samples and the device that is passed, so that the same device gives
+the same decision. A run stores it (``Resolved.to_json``), and a resumed run reads it back (``read_resolved``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
@@ -42,9 +42,9 @@ CHECKPOINTING = "model.activation_checkpointing"
 class Resolved:
     """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
-    ``planned`` is the activation checkpointing for ``build_parts``, None where the recipe names a fixed policy.
-    ``degrees`` are the axes of several ranks, and ``chunked`` is whether the loss is computed in chunks; None where
-    that was not decided here.
+    ``planned`` is the activation checkpointing for ``build_parts``, None if the recipe names a fixed policy.
+    ``degrees``
+    are the axes of several ranks, and ``chunked`` is True if the loss is computed in chunks; None if not decided here.
     """
 
     loaded: Loaded
@@ -54,7 +54,10 @@ class Resolved:
     chunked: bool | None = None
 
     def to_json(self) -> dict[str, object]:
-        """For plan.json, so that a resumed run does the same. Its key ``recompute`` is activation checkpointing."""
+        """Return the decision for plan.json, from which a resumed run reads it.
+
+        ``recompute`` is activation checkpointing.
+        """
         blocks = None if self.planned is None else [None if k is None else list(k) for k in self.planned.blocks]
         recipe = self.loaded.recipe
         settled: dict[str, object] = {
@@ -67,8 +70,8 @@ class Resolved:
         return {**settled, "layout": self.degrees, "policy": recipe.model.activation_checkpointing}
 
 
-def left_open(recipe: Recipe, ranks: int = 1) -> bool:
-    """Whether the recipe leaves anything to the plan that must be decided before the model is built."""
+def has_open_settings(recipe: Recipe, ranks: int = 1) -> bool:
+    """Return True if the plan must decide anything before the model is built."""
     layout = ranks > 1 and recipe.parallel.open_axes
     return bool(layout) or "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
 
@@ -78,22 +81,23 @@ def _is_checkpointing_planned(recipe: Recipe) -> bool:
 
 
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
-    """Decides what the recipe leaves open, for the free memory of ``device``. Costs nothing where nothing is open.
+    """Decide what the recipe leaves open, for the free memory of ``device``. Costs nothing if nothing is open.
 
-    Of several ``ranks`` that may divide the weights, each has such a device. ``by_plan`` of the recipe that is returned
-    names what was decided.
+    Each of ``ranks``, which may divide the weights, has such a device. ``by_plan`` of the returned recipe names what
+    was
+    decided.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
     recipe = loaded.recipe
-    if not left_open(recipe, ranks):
+    if not has_open_settings(recipe, ranks):
         return Resolved(loaded)
     if ranks > 1 and (recipe.parallel.shard != 1 or recipe.parallel.open_axes):
         return _spread(loaded, device, ranks, parts)
     on_cpu = "cpu" in (device.kind, recipe.device)
     if on_cpu and recipe.batch.micro != "auto" and not _is_checkpointing_planned(recipe):
         why = "the device's memory is the host's"
-        return Resolved(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
+        return Resolved(_with_decisions(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     blueprint, setting = make_blueprint(loaded, parts), recipe.model.activation_checkpointing
     may_offload = can_offload(loaded, device) and not on_cpu
     shares = solve_layout(recipe, ranks).data if ranks > 1 else 1
@@ -105,7 +109,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
 
     def chosen(layouts: Sequence[Layout]) -> Choice:
-        moved = offloaded(layouts, device) if may_offload else []
+        moved = offload_layouts(layouts, device) if may_offload else []
         return choose(with_offload(recipe, layouts, moved, by_default=False), budget, size, micro=fixed)
 
     choice = chosen(survey.layouts(policies, micro_sizes(size) if fixed is None else [fixed]))
@@ -113,29 +117,31 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         choice = chosen(survey.layouts_of(policies, chunked=True))
     if not choice.fits:
         raise _too_large(choice, budget)
-    best, planned, notes = choice.best, None, _notes(recipe, choice.notes)
+    best = choice.best
+    planned = None
+    notes = _notes(recipe, choice.notes)
     if setting not in POLICIES:
-        planned, note = _planned(blueprint, survey, budget, best)
+        planned, note = _plan_checkpointing(blueprint, survey, budget, best)
         notes.append(note)
     offload = best.layout.offload is not None if recipe.optimizer.offload == "auto" else None
     chunked = best.layout.chunked if may_chunk(blueprint) else None
-    changed = _decided(loaded, micro=best.micro, offload=offload, is_checkpointing_decided=planned is not None)
+    changed = _with_decisions(loaded, micro=best.micro, offload=offload, is_checkpointing_decided=planned is not None)
     return Resolved(changed, planned, tuple(notes), chunked=chunked)
 
 
 def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> Resolved:
-    """Layout, micro-batch and activation checkpointing together."""
+    """Decide layout, micro-batch and activation checkpointing together."""
     recipe, setting = loaded.recipe, loaded.recipe.model.activation_checkpointing
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     best, notes = spread(loaded, budget, ranks, parts=parts)
     degrees = {axis: getattr(best.degrees, axis) for axis in ("replicate", *PLANNED)}
     micro = best.micro if recipe.batch.micro == "auto" else None
     offload = False if recipe.optimizer.offload == "auto" else None
-    changed = _decided(_laid_out(loaded, degrees, best.policy), micro=micro, offload=offload)
+    changed = _with_decisions(_with_layout(loaded, degrees, best.policy), micro=micro, offload=offload)
     return Resolved(changed, None, notes, degrees)
 
 
-def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded:
+def _with_layout(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded:
     recipe = loaded.recipe
     parallel = recipe.parallel.model_copy(update=dict(degrees))
     model = recipe.model.model_copy(update={"activation_checkpointing": policy})
@@ -146,7 +152,7 @@ def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded
 
 
 def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
-    """Whether a decision that was stored is one for so many ranks; one without a layout is for any number."""
+    """Return True if a stored decision is valid for ``ranks`` ranks; one without a layout is valid for any number."""
     if (layout := stored.get("layout")) is None:
         return True
     degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
@@ -154,27 +160,29 @@ def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
 
 
 def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:
-    """The notes of a choice on what the recipe leaves open."""
+    """Return the notes of a choice about values that the recipe leaves open."""
     topics = {"micro-batch": recipe.batch.micro, "optimizer offload": recipe.optimizer.offload}
     return [note for note in notes if topics.get(note.topic) == "auto"]
 
 
-def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
-    """The decision that was stored by ``Resolved.to_json``."""
+def read_resolved(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
+    """Return the decision stored by ``Resolved.to_json``."""
     blocks = stored.get("recompute")
     planned = None if blocks is None else Checkpointing(tuple(None if keep is None else tuple(keep) for keep in blocks))
     micro = stored["micro"] if loaded.recipe.batch.micro == "auto" else None
     offload = stored.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
     if layout := stored.get("layout"):
         layout = {"context": 1, **layout} if loaded.recipe.parallel.context == "auto" else layout  # of an older version
-        changed = _decided(_laid_out(loaded, layout, stored["policy"]), micro=micro, offload=offload)
+        changed = _with_decisions(_with_layout(loaded, layout, stored["policy"]), micro=micro, offload=offload)
         return Resolved(changed, None, degrees=layout)
-    changed = _decided(loaded, micro=micro, offload=offload, is_checkpointing_decided=planned is not None)
+    changed = _with_decisions(loaded, micro=micro, offload=offload, is_checkpointing_decided=planned is not None)
     return Resolved(changed, planned)
 
 
-def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
-    """Activation checkpointing for that micro-batch: none if all fits, else the planner's choice by traced peaks."""
+def _plan_checkpointing(
+    blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option
+) -> tuple[Checkpointing, Note]:
+    """Return no checkpointing if all activations fit, else the planner's choice by traced peaks for the micro-batch."""
     if best.layout.checkpointing == "none" or not survey.blocks:
         why = f"all activations fit: {human_bytes(best.peak_bytes)} of {human_bytes(budget.usable_bytes)} usable"
         return Checkpointing.none(survey.blocks), Note("checkpointing", "none", why)
@@ -186,10 +194,10 @@ def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: O
     return found.checkpointing, Note("checkpointing", f"{found.checkpointing.count} blocks", why)
 
 
-def _decided(
+def _with_decisions(
     loaded: Loaded, *, micro: int | None = None, offload: bool | None = None, is_checkpointing_decided: bool = False
 ) -> Loaded:
-    """The recipe with these values instead of its own; None leaves its own."""
+    """Return the recipe with these values; None leaves the recipe's value."""
     recipe, by_plan = loaded.recipe, set(loaded.by_plan)
     changed: dict[str, object] = {}
     if micro is not None:

@@ -1,4 +1,4 @@
-"""The forecast of a recipe on a device: what a step holds, how long it takes, and which layout is best."""
+"""The forecast of a recipe on a device: memory, step time, and the best layout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainwright.plan.call_trace import Trace
 from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offloaded, weigh
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts, weigh
 from trainwright.plan.make import Note, choose_precision, require_fp8
 from trainwright.plan.offload import offload_of, why_not_offloaded
-from trainwright.plan.remedies import Held, Remedy, remedies
+from trainwright.plan.remedies import PeakMemory, Remedy, remedies
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.checkpointing_planner import CheckpointingPlanner, Speed
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
@@ -29,9 +29,9 @@ from trainwright.recipe.byte_size import parse_bytes
 
 @dataclass(frozen=True)
 class Forecast:
-    """``written`` is the recipe as it stands; ``choice`` is the best layout of the same training.
+    """``written`` is the recipe as written; ``choice`` is the best layout of the same training.
 
-    ``trace`` is that of ``shown``. ``settings`` are the ``--set`` that lead from the recipe to the choice.
+    ``trace`` is that of ``shown``. ``settings`` are the ``--set`` arguments that turn the recipe into the choice.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Forecast:
 
     @property
     def shown(self) -> Option:
-        """``written`` where it fits, else the best of ``choice``."""
+        """``written`` if it fits, else the best of ``choice``."""
         return self.written if self.written.fits else self.choice.best
 
 
 def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> Forecast:
-    """Traces the layouts that a recipe allows, without the device and without the memory.
+    """Trace the layouts that a recipe allows, without the device and without its memory.
 
     Raises RecipeError for what cannot be built, UsageError for a model whose step cannot be traced.
     """
@@ -63,12 +63,12 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     setting = recipe.model.activation_checkpointing
     layouts = survey.layouts(POLICIES, [*micro_sizes(batch.size), batch.micro])
-    moved = offloaded(layouts, device) if may_offload else []
+    moved = offload_layouts(layouts, device) if may_offload else []
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
     if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
         in_chunks = survey.layouts_of(POLICIES, chunked=True)
-        also_moved = offloaded(in_chunks, device) if may_offload else []
+        also_moved = offload_layouts(in_chunks, device) if may_offload else []
         choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
     allowed = with_offload(recipe, layouts, moved, by_default=False)
     fixed = [layout for layout in allowed if layout.is_of(batch.micro)]
@@ -99,7 +99,7 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
 
 
 def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> Option | None:
-    """What a recipe asks for where it leaves nothing to the plan, else None: by two traces, not those of all layouts.
+    """Return the recipe's own layout from two traces, or None if the recipe leaves anything to the plan.
 
     Raises as ``forecast``.
     """
@@ -114,7 +114,7 @@ def as_written(loaded: Loaded, device: Device, *, parts: Parts | None = None) ->
 
 
 def can_offload(loaded: Loaded, device: Device) -> bool:
-    """Whether the optimizer may be offloaded. Raises RecipeError where it may not and the recipe says so."""
+    """Return True if the optimizer may be offloaded. Raises RecipeError if it may not and the recipe requires it."""
     section = loaded.recipe.optimizer
     why = why_not_offloaded(section.use, section.args)
     if why and section.offload is True:
@@ -126,9 +126,9 @@ def can_offload(loaded: Loaded, device: Device) -> bool:
 def with_offload(
     recipe: Recipe, layouts: Sequence[Layout], moved: Sequence[Layout], *, by_default: bool
 ) -> list[Layout]:
-    """The layouts that ``optimizer.offload`` of the recipe allows; ``moved`` are the same with it.
+    """Return the layouts that ``optimizer.offload`` of the recipe allows; ``moved`` are the layouts with offload.
 
-    ``by_default``: offload is allowed where the recipe says nothing, too.
+    ``by_default``: offload is also allowed if the recipe does not mention it.
     """
     setting = recipe.optimizer.offload
     if setting is True and moved:
@@ -137,7 +137,7 @@ def with_offload(
 
 
 def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
-    """The recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run of a run may choose another."""
+    """Return the recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run may choose another."""
     require_fp8(recipe, device.name, device.precisions)
     if device.kind == "cpu":
         return "fp32" if recipe.precision in (None, "auto", "tf32") else cast(PrecisionName, recipe.precision)
@@ -145,12 +145,12 @@ def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
 
 
 def may_chunk(blueprint: Blueprint) -> bool:
-    """Whether the recipe leaves it to the plan to compute the loss in chunks, and model and loss can."""
+    """Return True if the recipe lets the plan compute the loss in chunks, and model and loss support it."""
     return blueprint.loaded.recipe.loss.chunked == "auto" and blueprint.classes is not None
 
 
 def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
-    """What to change in the recipe to run as ``best``. ``chunked``: a run computes the loss in chunks by itself."""
+    """Return the recipe changes needed to run as ``best``. ``chunked``: a run chunks the loss without them."""
     found = []
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     if recipe.batch.micro == "auto" or best.micro != batch.micro:
@@ -175,7 +175,7 @@ class Point:
 
 
 def frontier(forecast: Forecast, loaded: Loaded, *, points: int = 5, parts: Parts | None = None) -> list[Point]:
-    """Memory against time of the planner's choices, from checkpointing every block to none, for ``forecast.shown``."""
+    """Return memory against time of the planner's choices, from checkpointing every block to none, for ``shown``."""
     option, blueprint = forecast.shown, make_blueprint(loaded, parts)
     planner = planner_for(blueprint, forecast.device, option)
     base = weigh(option.layout, forecast.device, forecast.size, option.micro)
@@ -187,7 +187,7 @@ def frontier(forecast: Forecast, loaded: Loaded, *, points: int = 5, parts: Part
 
 
 def planner_for(blueprint: Blueprint, device: Device, option: Option) -> CheckpointingPlanner:
-    """The planner of activation checkpointing for the micro-batch of an option."""
+    """Return the planner of activation checkpointing for the micro-batch of an option."""
     precision = cast(PrecisionName, option.layout.precision)
     rate = device.flops.get(precision, device.flops["fp32"]) * device.reach_flops
     return CheckpointingPlanner(
@@ -204,16 +204,16 @@ def planner_for(blueprint: Blueprint, device: Device, option: Option) -> Checkpo
 
 
 def with_budget(device: Device, budget_bytes: int) -> Device:
-    """The device with so little memory that a step can use ``budget_bytes`` of it."""
+    """Return the device with so little memory that a step can use ``budget_bytes`` of it."""
     share = device.usable_bytes / device.memory_bytes
     return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
 
 
-def _held(blueprint: Blueprint, option: Option, device: Device) -> Held:
+def _held(blueprint: Blueprint, option: Option, device: Device) -> PeakMemory:
     trace = option.layout.scaled.at(option.micro, option.accumulation)
     parameters, trainable = blueprint.counts
     recipe = blueprint.loaded.recipe
-    return Held(
+    return PeakMemory(
         peak_bytes=option.peak_bytes,
         kinds=trace.peak.held,
         optimizer=recipe.optimizer.use,
@@ -226,7 +226,7 @@ def _held(blueprint: Blueprint, option: Option, device: Device) -> Held:
 
 
 def _other_memory(recipe: Recipe, best: Option) -> list[Note]:
-    """Notes on what takes memory beside the tensors of the step."""
+    """Return notes on memory beside the tensors of the step."""
     found = []
     held = best.layout.scaled.small.resident
     moved = best.layout.offload.state_bytes if best.layout.offload else 0
@@ -235,6 +235,6 @@ def _other_memory(recipe: Recipe, best: Option) -> list[Note]:
         why = f"checkpoint.asynchronous keeps {human_bytes(state)} in the host's memory while a checkpoint is written"
         found.append(Note("host memory", human_bytes(state), why))
     if recipe.model.compile:
-        why = "the trace is of the model as it stands; what the compiler fuses takes less, its autotuning more"
-        found.append(Note("compile", "not seen", why))
+        why = "the trace is of the uncompiled model; fused operators take less memory, autotuning takes more"
+        found.append(Note("compile", "not traced", why))
     return found

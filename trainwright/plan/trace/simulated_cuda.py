@@ -31,21 +31,21 @@ FULL_PRECISION = (
     "multi_margin_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp prod prod.dim_int softmax.int "
     "log_softmax.int cumprod cumsum sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim"
 )
-LARGEST_HEAD = 256  # dimension of a head that the fused attention kernels accept
+MAX_FUSED_HEAD_DIM = 256  # largest head dimension that the fused attention kernels accept
 
 
 class CastCache:
-    """Weights in low precision, which autocast keeps until the forward pass is over."""
+    """Weights in low precision, which autocast keeps until the end of the forward pass."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
-        """Drops the copies that nothing else holds."""
+        """Drop the copies that nothing else holds."""
         self._kept.clear()
 
     def low(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``tensor`` in ``dtype``; of a weight the copy that is kept."""
+        """Return ``tensor`` in ``dtype``; for a weight, the cached copy."""
         if tensor.dtype is dtype or not _can_cast(tensor):
             return tensor
         keep = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
@@ -64,7 +64,7 @@ def _can_cast(tensor: Tensor) -> bool:
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch calls on a backend: autocast's dtypes, random state, and whether it is available."""
+    """Functions that torch calls on a backend: autocast's dtypes, random state, and availability."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -92,15 +92,15 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def register_simulated_cuda() -> torch.device:
-    """The simulated device, registered with torch at the first call, for the rest of the process.
+    """Return the simulated device, registered with torch at the first call, for the rest of the process.
 
-    Raises UsageError where another backend has taken the only place that torch has for one.
+    Raises UsageError if another backend has taken torch's only slot for one.
     """
     if not _LIBRARIES:
         taken = torch._C._get_privateuse1_backend_name()
         if taken != "privateuseone":
             raise UsageError(
-                f"a CUDA device cannot be simulated here: the backend {taken!r} has the place that it needs",
+                f"a CUDA device cannot be simulated here: the backend {taken!r} occupies torch's only slot for it",
                 remedy="plan in a process that does not load that backend, or for the device cpu",
             )
         backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Backend(), hook=_Hook())
@@ -178,8 +178,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that CUDA chooses: flash for 16 bits without a mask, else memory-efficient; math where neither can."""
-    if query.dim() != 4 or query.shape[-1] > LARGEST_HEAD or query.dtype is torch.float64:
+    """Call the kernel that CUDA chooses: flash for 16 bits without a mask, else memory-efficient, else math."""
+    if query.dim() != 4 or query.shape[-1] > MAX_FUSED_HEAD_DIM or query.dtype is torch.float64:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _first(
             aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -200,7 +200,7 @@ def _first(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as numbers to add to the scores; its last dimension in memory is padded to a multiple of 16."""
+    """Return a mask as numbers to add to the scores; its last dimension in memory is padded to a multiple of 16."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     if missing := -mask.shape[-1] % 16:
@@ -209,12 +209,12 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """CUDA's fused kernel keeps a mask of bools."""
+    """Call the fused dropout of CUDA, which keeps a mask of bools."""
     if not train or p == 0.0 or x.numel() == 0:
         return x
     return _first(aten.native_dropout(x, p, True))
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """CUDA's fused kernel keeps one number per row."""
+    """Call the fused RMSNorm of CUDA, which keeps one number per row."""
     return _first(aten._fused_rms_norm(x, shape, weight, eps))

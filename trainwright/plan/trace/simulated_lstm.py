@@ -1,7 +1,7 @@
-"""cuDNN's LSTM in shapes: one operator for all layers and positions, with its reserve for the backward pass.
+"""Shape functions of cuDNN's LSTM: one operator for all layers and positions, with its reserve for the backward pass.
 
-Without it an LSTM on the simulated device would become the operators of each position, and on a GPU that is there the
-backward pass would fail: torch's shape function of cuDNN's RNNs gives no buffer of weights.
+Without it an LSTM on the simulated device would become the operators of each position. On a real GPU the backward pass
+would fail, because torch's shape function of cuDNN's RNNs returns no buffer of weights.
 Shapes: T positions, B rows, D input width, H hidden width; with ``batch_first`` B and T change places.
 """
 
@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-RESERVE = 8
-"""Numbers that the reserve has for each position, row, hidden unit and direction of a layer: four gates, the cell, its
-tanh, the hidden state, and the mask of dropout. cuDNN does not document it; this was not compared with its sizes."""
+RESERVE_VALUES_PER_UNIT = 8
+"""Values in the reserve for each position, row, hidden unit and direction of a layer: four gates, the cell, its tanh,
+the hidden state, and the mask of dropout. cuDNN does not document its size, and this estimate is unverified.
+"""
 NAMESPACE = "trainwright_simulated"
 _SIMULATED: set[str] = set()
-"""The keys of the devices whose LSTM is simulated at present."""
+"""The keys of the devices whose LSTM is currently simulated."""
 Outputs = tuple[Tensor, Tensor, Tensor]
 """The output of every position, the last hidden state, the last cell."""
 
 
 @cache
 def _operators() -> torch.library.Library:
-    """The two operators, registered at the first call, for the rest of the process."""
+    """Return the two operators, registered at the first call for the rest of the process."""
     library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
     library.define(  # type: ignore[no-untyped-call]
         "lstm(Tensor x, Tensor h, Tensor c, Tensor[] weights, int layers, bool bidirectional, bool batch_first) "
@@ -44,7 +45,7 @@ def _operators() -> torch.library.Library:
 
 @contextmanager
 def simulated_lstm(device_key: str) -> Iterator[None]:
-    """A context in which ``aten::lstm`` on the device is the simulated operator. It may be entered again inside."""
+    """Enter a context in which ``aten::lstm`` on the device is the simulated operator. It may be nested."""
     if device_key in _SIMULATED:
         yield
         return
@@ -59,7 +60,7 @@ def simulated_lstm(device_key: str) -> Iterator[None]:
 
 
 def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object) -> int:
-    """FLOPs of the forward pass: each position with each matrix of weights."""
+    """Return the FLOPs of the forward pass: each position with each matrix of weights."""
     positions = prod(x.shape[:-1])
     return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
@@ -67,16 +68,18 @@ def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *a
 def backward_flops(
     grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object
 ) -> int:
-    """FLOPs of the backward pass: twice those of the forward pass."""
+    """Return the FLOPs of the backward pass: twice those of the forward pass."""
     return 2 * forward_flops(x, h, c, weights)
 
 
 def _forward(
     x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], layers: int, bidirectional: bool, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    directions, hidden_width, positions = 2 if bidirectional else 1, h.shape[-1], prod(x.shape[:-1])
+    directions = 2 if bidirectional else 1
+    hidden_width = h.shape[-1]
+    positions = prod(x.shape[:-1])
     out = x.new_empty((*x.shape[:-1], hidden_width * directions))
-    reserve = x.new_empty(RESERVE * layers * directions * positions * hidden_width)
+    reserve = x.new_empty(RESERVE_VALUES_PER_UNIT * layers * directions * positions * hidden_width)
     return out, torch.empty_like(h), torch.empty_like(c), reserve
 
 

@@ -30,7 +30,7 @@ from trainwright.recipe import Loaded, Recipe
 def spread(
     loaded: Loaded, device: Device, ranks: int, *, parts: Parts | None = None
 ) -> tuple[Placement, tuple[Note, ...]]:
-    """The layout of a recipe on ``ranks`` of a device, and why; what the recipe says is kept.
+    """Return the layout of a recipe on ``ranks`` of a device, and the reasons. Fixed degrees are kept.
 
     Raises UsageError when no layout fits the memory.
     """
@@ -49,15 +49,17 @@ def spread(
 
 
 def _may_have_stages(parts: Parts) -> bool:
-    """Whether what was handed over goes with stages: a loss without weights, and batches of one size."""
+    """Return True if the user's objects work with pipeline stages: a loss without weights, and batches of one size."""
     own = parts.train.own_batches
     trains = isinstance(parts.loss, nn.Module) and any(True for _ in parts.loss.parameters())
     return not trains and not (own is not None and own.ready)
 
 
 def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
-    """The layouts that a recipe allows, where it leaves something open, and in which it can be trained."""
-    zero, setting, batch = (recipe.parallel.zero,), recipe.model.activation_checkpointing, recipe.batch
+    """Return the layouts that a recipe allows and that the engine can train."""
+    zero = (recipe.parallel.zero,)
+    setting = recipe.model.activation_checkpointing
+    batch = recipe.batch
     found = []
     for degrees in _degrees(many, recipe, ranks):
         policies = [each for each in many.policies(degrees) if each == setting] or many.policies(degrees)

@@ -1,4 +1,4 @@
-"""Takes one optimizer step of our own engine under fake tensors, and returns what it held and computed: a Trace."""
+"""Traces one optimizer step of the Trainwright engine under fake tensors and returns a Trace."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
 from trainwright.errors import UsageError
 from trainwright.optim.clip import make_clip
-from trainwright.plan.call_trace import Trace, Unseen
+from trainwright.plan.call_trace import HiddenBytes, Trace
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
 from trainwright.plan.trace.hidden_memory import hidden_in_every_step
 from trainwright.plan.trace.moments import kept_for_backward, moments, reserved
 from trainwright.plan.trace.tracker import Tracker
 
-WHY_RESERVED = (
-    "gaps in what the caching allocator keeps, by a simulation of it; short of memory, it gives most of them back"
-)
+WHY_RESERVED = "simulated gaps in the caching allocator's segments; it frees most of them when memory is short"
 
 
 @dataclass(frozen=True)
@@ -60,18 +58,19 @@ def trace_step(
     clip: bool = True,
     caches: bool = True,
 ) -> Trace:
-    """What one step in the steady state holds and computes on ``device``, which need not be present.
+    """Return the memory and work of one steady-state step on ``device``, which need not be present.
 
-    ``make`` is called under fake tensors, so it may build a model of any size, on the device that it gets. One step is
-    taken; the optimizer's state that it makes counts as held before. ``caches`` is that of ``Precision``. The state of
-    the process (random numbers, default dtype, autocast) is restored, except for the simulated CUDA device, which stays
+    ``make`` is called under fake tensors, so it may build a model of any size, on the device that it gets. One step
+    runs;
+    the optimizer state that it makes counts as held before. ``caches`` is passed to ``Precision``. The state of the
+    process (random numbers, default dtype, autocast) is restored, except for the simulated CUDA device, which stays
     registered: see ``simulated_cuda``.
 
     Raises UsageError for a step that cannot be simulated, such as one whose shapes depend on values, and whatever
     ``make`` raises.
     """
     place = simulated_device(device)
-    with _restored_process(), fake_tensors():
+    with _restore_process(), fake_tensors():
         with torch.device(place):
             objects = make(place)
         if checkpointing is not None:
@@ -99,13 +98,13 @@ def trace_step(
     unseen = [*tracker.unseen.values(), *hidden_in_every_step(device)]
     if device == "cuda":
         gaps = reserved(tracker.before, tracker.events) - max(moment.total for moment in held)
-        unseen.append(Unseen("reserved", "", WHY_RESERVED, gaps))
+        unseen.append(HiddenBytes("reserved", "", WHY_RESERVED, gaps))
     return Trace(device, held, kept_for_backward(tracker.events), tracker.work.rows(), tuple(unseen))
 
 
 @contextmanager
 def _as_usage_error() -> Iterator[None]:
-    """Raises torch's errors as UsageError, with the first as cause: the real step may fail like this, too."""
+    """Raise torch's errors as UsageError, with the original as cause: the real step may fail like this, too."""
     try:
         yield
     except RuntimeError as error:
@@ -115,7 +114,7 @@ def _as_usage_error() -> Iterator[None]:
 
 
 def _user_frame(error: Exception) -> str:
-    """`` at FILE:LINE`` of the innermost frame in the user's code; "" where there is none."""
+    """Return `` at FILE:LINE`` of the innermost frame in the user's code, or ""."""
     ours, installed = Path(__file__).parent.parent, Path(torch.__file__).parent
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     users = [f for f in frames if not {ours, installed} & set(Path(f.filename).parents)]
@@ -123,8 +122,8 @@ def _user_frame(error: Exception) -> str:
 
 
 @contextmanager
-def _restored_process() -> Iterator[None]:
-    """Restores the default dtype and the grad mode; ``fake_tensors`` restores the random state.
+def _restore_process() -> Iterator[None]:
+    """Restore the default dtype and the grad mode; ``fake_tensors`` restores the random state.
 
     Inside, the backward pass runs on this thread, where the tracker is, and torch does not log operators that fail.
     """
@@ -140,7 +139,7 @@ def _restored_process() -> Iterator[None]:
 
 
 def _batch(data: Any, accumulation: int) -> StepBatch:
-    """The same micro-batch ``accumulation`` times, each with its own memory."""
+    """Return the same micro-batch ``accumulation`` times, each with its own memory."""
     first = next((leaf for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)), None)
     size = first.shape[0] if first is not None and first.dim() else 1
     copies = [data] + [tree_map_only(Tensor, torch.clone, data) for _ in range(accumulation - 1)]
@@ -148,7 +147,7 @@ def _batch(data: Any, accumulation: int) -> StepBatch:
 
 
 def _advance(objects: TracedObjects, tracker: Tracker, precision: Precision, clip: bool) -> StepFn:
-    """The engine's step, with a loss and a probe that tell the tracker which phase begins."""
+    """Return the engine's step, with a loss and a probe that mark the phases for the tracker."""
     inner = as_loss_fn(objects.loss)
 
     def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
@@ -165,7 +164,7 @@ def _advance(objects: TracedObjects, tracker: Tracker, precision: Precision, cli
 
 
 def _set_kinds(tracker: Tracker, state: TrainState, batch: StepBatch) -> None:
-    """Tells the tracker the kind of everything that is held between two steps."""
+    """Set the kind of everything that is held between two steps."""
     tracker.set_kind("weights", state.model.parameters())
     tracker.set_kind("buffers", state.model.buffers())
     if state.loss is not None:
@@ -192,7 +191,7 @@ def _set_kind_of_gradients(hooks: ExitStack, tracker: Tracker, model: nn.Module)
 
 
 class _NoUpdate(Optimizer):
-    """Changes nothing: for a step that ends with the backward pass."""
+    """An optimizer that changes nothing, for a step that ends with the backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 0.0})

@@ -1,4 +1,4 @@
-"""Follows every operator of a step under fake tensors: when each storage is made and freed, and what it is for."""
+"""Tracks every operator of a step under fake tensors: when each storage is made and freed, and its kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.plan.call_trace import Kind, Phase, Unseen
+from trainwright.plan.call_trace import HiddenBytes, Kind, Phase
 from trainwright.plan.trace.data_dependent import call_without_values
 from trainwright.plan.trace.fake_tensors import (
     DeviceName,
@@ -55,12 +55,12 @@ class MemoryEvent:
 
 
 class ModulePaths:
-    """The path of the module that is running: from hooks in forward, from the autograd node's number in backward."""
+    """The path of the running module: from hooks in forward, from the autograd node's sequence number in backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.stack = [""]
-        self._numbers: list[int] = [0]  # from this autograd node on ...
-        self._paths: list[str] = [""]  # ... nodes are of this module
+        self._numbers: list[int] = [0]  # _paths[i] is the module of the nodes from _numbers[i] on
+        self._paths: list[str] = [""]
         self.handles: list[RemovableHandle] = []
         named: dict[nn.Module, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -70,7 +70,7 @@ class ModulePaths:
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, paths: list[str], *_: object) -> None:
-        """A module that several others share gets its path below the caller."""
+        """Enter a module. A module that several others share gets its path below the caller."""
         above = self.stack[-1] and f"{self.stack[-1]}."
         self.stack.append(next((path for path in paths if path.startswith(above)), paths[0]))
         self._mark()
@@ -88,25 +88,26 @@ class ModulePaths:
             self._paths.append(self.stack[-1])
 
     def backward(self) -> str:
-        """The path of the module that made the autograd node that is running."""
+        """Return the path of the module that made the autograd node that is running."""
         node = current_node()
         return self.of(node._sequence_nr()) if node is not None else ""
 
     def of(self, number: int) -> str:
-        """The path of the module that made the autograd node with this sequence number."""
+        """Return the path of the module that made the autograd node with this sequence number."""
         return self._paths[bisect_right(self._numbers, number) - 1]
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode for use above FakeTensorMode. Operators that need values always get an answer from it.
+    """A dispatch mode above FakeTensorMode. Operators that depend on values always get a result from it.
 
-    Events are recorded between ``record`` and ``end``. The caller says when a micro-batch and when the update begins;
-    the tracker itself sees the backward pass, and the forward passes that activation checkpointing repeats in it.
+    Events are recorded between ``record`` and ``end``. The caller marks the start of each micro-batch and of the
+    update;
+    the tracker detects the backward pass, and the forward passes that activation checkpointing repeats in it.
     """
 
     def __init__(self, model: nn.Module, device: DeviceName) -> None:
@@ -117,7 +118,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.micro = -1
         self.before: list[TrackedStorage] = []
         self.events: list[MemoryEvent] = []
-        self.unseen: dict[str, Unseen] = {}
+        self.unseen: dict[str, HiddenBytes] = {}
         self.work = WorkLog()
         self.paths = ModulePaths(model)
         self._block = BLOCK_BYTES[device]
@@ -127,7 +128,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase: Phase = "forward"
 
     def set_kind(self, kind: Kind, tensors: Iterable[object]) -> None:
-        """Says what the storages of these tensors are for, unless that is known; skips what is not a tensor."""
+        """Set the kind of these tensors' storages unless it is known; other values are skipped."""
         for tensor in tensors_in(tensors):
             storage = self._storage(tensor)
             if storage.kind is None:
@@ -164,31 +165,31 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed += scratch
 
     def _hidden(self, call: OperatorCall, made: list[TrackedStorage]) -> list[TrackedStorage]:
-        """The memory inside the call, as one storage; a workspace that it leaves is added to its last output."""
+        """Return the memory inside the call as one storage; a workspace that it leaves is added to its last output."""
         extra = hidden_memory(self.device, call) if made else None
         if extra is None:
             return []
         module = made[0].module
         made[-1].num_bytes += extra.workspace
         if extra.why:
-            self._note_unseen(Unseen(call.name, module, extra.why, extra.bound))
+            self._record_hidden(HiddenBytes(call.name, module, extra.why, extra.bound))
         phase = made[0].made_in
         return [TrackedStorage(extra.scratch, "temporaries", phase, module, phase)] if extra.scratch else []
 
-    def _note_unseen(self, found: Unseen) -> None:
-        """Keeps one row for each operator: the largest bound, and no module where there are several."""
+    def _record_hidden(self, found: HiddenBytes) -> None:
+        """Keep one row for each operator: the largest bound, and no module if there are several."""
         before = self.unseen.get(found.op, found)
         unknown = before.bound_bytes is None or found.bound_bytes is None
         bound = None if unknown else max(before.bound_bytes or 0, found.bound_bytes or 0)
         module = found.module if found.module == before.module else ""
-        self.unseen[found.op] = Unseen(found.op, module, found.why, bound)
+        self.unseen[found.op] = HiddenBytes(found.op, module, found.why, bound)
 
     def _add_event(self, module: str, op: str, made: list[TrackedStorage]) -> None:
         freed, self._freed = self._freed, []
         self.events.append(MemoryEvent(self._phase, self.micro, module, op, freed, made))
 
     def _where(self) -> tuple[Phase, str]:
-        """The phase, and the path of the module that is running."""
+        """Return the phase, and the path of the running module."""
         if self.updating:
             return "update", ""
         if not in_backward():
@@ -198,7 +199,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "backward", self.paths.backward()
 
     def _storage(self, tensor: Tensor, phase: Phase = "forward", module: str = "") -> TrackedStorage:
-        """The record of a tensor's storage, made now if there is none."""
+        """Return the record of a tensor's storage, making it if there is none."""
         untyped = tensor.untyped_storage()
         key = untyped._cdata
         storage = self._live.get(key)
@@ -215,25 +216,27 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._freed.append(storage)
 
     def begin_micro_batch(self) -> None:
-        """To be called before each forward pass."""
+        """Mark the start of a micro-batch. Call it before each forward pass."""
         self.micro += 1
 
     def begin_update(self) -> None:
-        """To be called after the last backward pass."""
+        """Mark the start of the update. Call it after the last backward pass."""
         self.updating, self._phase = True, "update"
 
     def record(self) -> None:
-        """Starts to record events; what is live now is held ``before`` the step."""
-        self.before, self._freed, self.recording = list(self._live.values()), [], True
+        """Start to record events; what is live now is held ``before`` the step."""
+        self.before = list(self._live.values())
+        self._freed = []
+        self.recording = True
 
     def end(self) -> None:
-        """Stops recording; the last event says what was freed after the last operator."""
+        """Stop recording; the last event holds what was freed after the last operator."""
         if self.recording:
             self.recording = False
             self._add_event("", "", [])
 
     def move_before(self, kind: Kind, tensors: Iterable[object]) -> None:
-        """Counts what the step made to keep, such as the optimizer's state, as held before it: a steady state."""
+        """Count what the step made to keep, such as the optimizer's state, as held before it: a steady state."""
         self.set_kind(kind, tensors)
         early = {id(storage) for storage in self._live.values() if storage.kind == kind}
         for event in self.events:

@@ -1,4 +1,4 @@
-"""Counts what the operators of a step compute and move: FLOPs by formula, bytes by the sizes of their tensors."""
+"""Counts the FLOPs and bytes of the operators of a step: FLOPs by formula, bytes by the sizes of their tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.plan.trace.operator_call import OperatorCall, nbytes, tensors_i
 
 aten = torch.ops.aten
 FlopFormula = Callable[..., int]
-"""Called with the arguments of an operator and ``out_val``, its result; returns FLOPs."""
+"""Takes the arguments of an operator and ``out_val``, its result; returns FLOPs."""
 
 
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> int:
@@ -47,11 +47,11 @@ def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *arg
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> int:
-    """Each row is multiplied by one matrix, however many there are."""
+    """Count the product of each row with one matrix, however many matrices there are."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 
 
-OWN: dict[OpOverloadPacket, FlopFormula] = {
+EXTRA_FORMULAS: dict[OpOverloadPacket, FlopFormula] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
     aten._grouped_mm: _grouped_product,
@@ -61,7 +61,7 @@ OWN: dict[OpOverloadPacket, FlopFormula] = {
 """Formulas that torch's table lacks."""
 
 
-OWN_BY_NAME: dict[str, FlopFormula] = {
+EXTRA_FORMULAS_BY_NAME: dict[str, FlopFormula] = {
     f"{simulated_lstm.NAMESPACE}::lstm": simulated_lstm.forward_flops,
     f"{simulated_lstm.NAMESPACE}::lstm_backward": simulated_lstm.backward_flops,
 }
@@ -69,14 +69,14 @@ OWN_BY_NAME: dict[str, FlopFormula] = {
 
 
 class WorkLog:
-    """Adds up calls by phase, module, operator and dtype."""
+    """Sums calls by phase, module, operator and dtype."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Phase, str, str, str], list[int]] = {}
         self._formulas: dict[OpOverload, FlopFormula | None] = {}
 
     def add(self, phase: Phase, module: str, call: OperatorCall) -> None:
-        """Counts one call, which must not be a view. Keyword arguments count as neither read nor written."""
+        """Count one call, which must not be a view. Keyword arguments count as neither read nor written."""
         outputs, inputs = tuple(call.outputs()), tuple(tensors_in(call.args))
         lead = outputs[0] if outputs else inputs[0] if inputs else None
         dtype = str(lead.dtype).removeprefix("torch.") if lead is not None else ""
@@ -90,12 +90,12 @@ class WorkLog:
         if op not in self._formulas:
             packet = op._overloadpacket
             known = _from_torch(flop_registry[packet]) if packet in flop_registry else None
-            self._formulas[op] = OWN.get(packet) or OWN_BY_NAME.get(op._schema.name) or known
+            self._formulas[op] = EXTRA_FORMULAS.get(packet) or EXTRA_FORMULAS_BY_NAME.get(op._schema.name) or known
         formula = self._formulas[op]
         return 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.result)
 
     def rows(self) -> tuple[Work, ...]:
-        """The sums, in the order of each one's first call."""
+        """Return the sums, in the order of each one's first call."""
         return tuple(Work(*key, *sums) for key, sums in self._sums.items())
 
 

@@ -1,1 +1,1 @@
-"""A run as something to look at: one file to send, a live page, runs side by side. All from run folders alone."""
+"""Pages of runs: one file to send, a live page, runs side by side. All are made from run folders alone."""

@@ -1,4 +1,4 @@
-"""Runs side by side: what differs in what was asked, planned and installed, then what came of it."""
+"""Compares runs: differences of recipe, plan and provenance, and the outcomes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainwright.report.pages.rows import column, seconds
 from trainwright.report.pages.view import RunView, flat, number
 from trainwright.runs.json_values import JsonValue, strict
 
-SAME_RUN = {"seed", "name", "folder"}
-"""Keys in which runs of one recipe differ: they are told together, with their spread."""
-MEASURED = ("notes", "header", "step_s", "wait_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
-"""Keys of a plan that each start measures again, and the header, which repeats the recipe in words."""
-SMOOTHED = 15
-"""Rows of the log whose median is compared where nothing was validated."""
+SEED_KEYS = {"seed", "name", "folder"}
+"""Keys in which runs of one recipe may differ. Such runs are summarized together, with their spread."""
+MEASURED_KEYS = ("notes", "header", "step_s", "wait_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
+"""Plan keys that each start measures again, and the header, which repeats the recipe as text."""
+SMOOTHING_ROWS = 15
+"""The number of log rows whose median is compared when nothing was validated."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One path, and the value of each run there, in the order of the runs."""
+    """One path, and the value of each run at it, in the order of the runs."""
 
     path: str
     values: tuple[str, ...]
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What came of a run. ``reached_s`` and ``reached_step``: when its loss was first that of the comparison."""
+    """The result of a run. ``reached_s`` and ``reached_step``: when its loss first reached the target."""
 
     name: str
     state: str
@@ -50,7 +50,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Spread:
-    """Runs of one recipe that differ by their seed: the mean and the standard deviation of a loss of theirs."""
+    """Mean and standard deviation of a loss over runs of one recipe that differ by their seed."""
 
     names: tuple[str, ...]
     measure: str
@@ -60,9 +60,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Several runs. What not every run has, as a watched loop has no recipe, is None.
+    """Several runs. What not every run has is None, such as the recipe of a watched loop.
 
-    ``target`` is the least loss that all of them reached, by ``measure``; None: there is none.
+    ``target`` is the lowest loss that all of them reached, by ``measure``; None if there is none.
     """
 
     names: tuple[str, ...]
@@ -77,9 +77,9 @@ class RunComparison:
 
     @classmethod
     def of(cls, views: Sequence[RunView]) -> RunComparison:
-        """Compares runs, each with the first."""
+        """Compare runs, each with the first."""
         validated = all(view.evaluations for view in views)
-        curves = [_validated(view) if validated else _trained(view) for view in views]
+        curves = [_validation_curve(view) if validated else _training_curve(view) for view in views]
         least = [min((loss for _, _, loss in curve), default=math.nan) for curve in curves]
         target = max(least) if least and not any(map(math.isnan, least)) else None
         return cls(
@@ -90,17 +90,19 @@ class RunComparison:
             tuple(_outcome(view, curve, target) for view, curve in zip(views, curves)),
             tuple(_spreads(views)),
             target,
-            "validation loss" if validated else f"training loss (median of {SMOOTHED} records; of a long log means)",
+            "validation loss"
+            if validated
+            else f"training loss (median of {SMOOTHING_ROWS} records; of a long log means)",
         )
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the text output."""
         sections = (("recipe", self.recipe), ("plan", self.plan), ("provenance", self.provenance))
         lines = [f"{len(self.names)} runs: {', '.join(self.names)}"]
         for title, differences in sections:
-            lines.append(f"{title}: {_in_short(differences)}")
+            lines.append(f"{title}: {_summary(differences)}")
             lines += [f"  {each.path}: {' | '.join(each.values)}" for each in differences or ()]
-        lines.append("what came of it")
+        lines.append("outcomes")
         lines += [f"  {line}" for each in self.outcomes for line in self._outcome_lines(each)]
         for each in self.spreads:
             names = ", ".join(each.names)
@@ -122,11 +124,11 @@ class RunComparison:
             yield f"  findings: {', '.join(each.findings)}"
 
     def to_json(self) -> Mapping[str, JsonValue]:
-        """What ``--json`` prints."""
+        """Return the output of ``--json``."""
         return {name: strict(value) for name, value in vars(self).items()}
 
 
-def _in_short(differences: Sequence[Difference] | None) -> str:
+def _summary(differences: Sequence[Difference] | None) -> str:
     return "not every run has one" if differences is None else "differs in" if differences else "the same"
 
 
@@ -144,7 +146,7 @@ def _of_provenance(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
 
 
 def _table(pairs: Sequence[Mapping[str, tuple[str, str]]]) -> tuple[Difference, ...]:
-    """Differences to the first run as rows; a run without one there has the value of the first."""
+    """Return differences to the first run as rows; a run without a difference has the value of the first."""
     first = {path: before for each in reversed(pairs) for path, (before, _) in each.items()}
     paths = dict.fromkeys(path for each in pairs for path in each)
     return tuple(
@@ -156,7 +158,7 @@ def _table(pairs: Sequence[Mapping[str, tuple[str, str]]]) -> tuple[Difference, 
 def _of_plans(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
     if not all(view.plan for view in views):
         return None
-    plans = [dict(flat({key: value for key, value in view.plan.items() if key not in MEASURED})) for view in views]
+    plans = [dict(flat({key: value for key, value in view.plan.items() if key not in MEASURED_KEYS})) for view in views]
     paths = dict.fromkeys(path for plan in plans for path in plan if path)
     rows = (Difference(path, tuple(plan.get(path, "-") for plan in plans)) for path in paths)
     return tuple(row for row in rows if len(set(row.values)) > 1)
@@ -166,7 +168,7 @@ Curve = Sequence[tuple[int, float, float]]
 """Step, seconds and loss."""
 
 
-def _validated(view: RunView) -> Curve:
+def _validation_curve(view: RunView) -> Curve:
     sessions = view.log.sessions
     return [
         (each.step, sum(max(0.0, min(each.time_s, end_s) - begin_s) for begin_s, end_s in sessions), each.loss)
@@ -175,8 +177,8 @@ def _validated(view: RunView) -> Curve:
     ]
 
 
-def _trained(view: RunView) -> Curve:
-    """Medians: single peaks and dips say nothing of how far a run came. Of a long log means: extremes stay of it."""
+def _training_curve(view: RunView) -> Curve:
+    """Return medians, because single peaks and dips say nothing about progress. A thinned log has means instead."""
     if view.log.is_thinned:
         means = view.log.means.columns()
         there = seconds(view.log.rows, view.log.sessions)
@@ -185,10 +187,10 @@ def _trained(view: RunView) -> Curve:
         return [point for point in curve if math.isfinite(point[2])]
     rows = view.log.rows
     rows = rows[np.isfinite(column(rows, "loss"))]
-    if len(rows) < SMOOTHED:
+    if len(rows) < SMOOTHING_ROWS:
         return []
-    losses = np.median(np.lib.stride_tricks.sliding_window_view(column(rows, "loss"), SMOOTHED), axis=1)
-    steps, times = column(rows, "step")[SMOOTHED - 1 :], seconds(rows, view.log.sessions)[SMOOTHED - 1 :]
+    losses = np.median(np.lib.stride_tricks.sliding_window_view(column(rows, "loss"), SMOOTHING_ROWS), axis=1)
+    steps, times = column(rows, "step")[SMOOTHING_ROWS - 1 :], seconds(rows, view.log.sessions)[SMOOTHING_ROWS - 1 :]
     return [(int(step), float(time_s), float(loss)) for step, time_s, loss in zip(steps, times, losses)]
 
 
@@ -210,7 +212,7 @@ def _outcome(view: RunView, curve: Curve, target: float | None) -> RunOutcome:
 
 
 def _spreads(views: Sequence[RunView]) -> Iterator[Spread]:
-    """Over the runs of each recipe that several of them share but for the seed."""
+    """Yield the spread of each group of runs whose recipes differ only by the seed."""
     groups: list[list[RunView]] = []
     for view in views:
         same = [group for group in groups if group[0].recipe and view.recipe and _is_same(group[0], view)]
@@ -229,4 +231,4 @@ def _spreads(views: Sequence[RunView]) -> Iterator[Spread]:
 
 
 def _is_same(one: RunView, other: RunView) -> bool:
-    return recipe_differences(one.recipe, other.recipe).keys() <= SAME_RUN
+    return recipe_differences(one.recipe, other.recipe).keys() <= SEED_KEYS

@@ -1,4 +1,4 @@
-"""Limits on the connections of the page server: another user of the machine cannot keep its owner out."""
+"""Limits the connections of the page server, so that another user of the machine cannot block its owner."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_S = 5.0
-"""How long a connection may take until a request of it is complete, and idle after one."""
+"""The time that a connection may take for a complete request, or stay idle after one."""
 MAX_UNKNOWN = 64
-"""Open connections that have not shown the token. One more closes the oldest of them."""
+"""The maximum of open connections that have not shown the token. One more closes the oldest of them."""
 KNOWS_TOKEN = "trainwright.knows_token"
-"""The application sets this in the ``state`` of a request that has shown the token."""
+"""The application sets this key in the ``state`` of a request that has shown the token."""
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is closed when its request does not come, or when there are too many like it."""
+    """A connection that is closed when its request does not come, or when too many are open."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,7 +33,7 @@ class LimitedConnection(H11Protocol):
 
     @property
     def is_known(self) -> bool:
-        """Whether any request of this connection has shown the token."""
+        """True if any request of this connection has shown the token."""
         if self.scope is not None and self.scope["state"].get(KNOWS_TOKEN):
             self._has_shown_token = True
         return self._has_shown_token
@@ -62,5 +62,5 @@ class LimitedConnection(H11Protocol):
             self._waiting = None
 
     def _expire(self) -> None:
-        if not self._answers:  # while it answers, the timer begins again with the end of the answer
+        if not self._answers:  # the timer restarts at the end of an answer
             self.transport.abort()

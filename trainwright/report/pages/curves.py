@@ -1,4 +1,4 @@
-"""The data of the charts of a run: what its page draws."""
+"""The data of the charts of a run's page."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Started
 
 BUCKETS = 600
-"""Spans of a run whose extremes are drawn, of all runs of a page together."""
+"""Spans whose extremes are drawn, in total over all runs of a page."""
 AXES = ("seconds", "samples", "tokens")
-"""What curves can be drawn over besides steps."""
+"""Alternatives to steps for the x axis."""
 
 Columns = dict[str, NDArray[np.float64]]
 
 
 def curves_of(view: RunView, buckets: int = BUCKETS, *, after: int = 0) -> dict[str, JsonValue]:
-    """The data of the charts, thinned; or of the rows all those read ``after`` that many."""
+    """Return the data of the charts, thinned; or with ``after``, only the rows read after that many."""
     log = view.log
-    table = log.rows if after else rows.thinned(log.rows, buckets)
+    table = log.rows if after else rows.thin_rows(log.rows, buckets)
     columns = _columns(table, view)
     new = column(table, "order") > after
     return {
@@ -43,32 +43,32 @@ def curves_of(view: RunView, buckets: int = BUCKETS, *, after: int = 0) -> dict[
 
 
 def readings_of(view: RunView) -> JsonValue:
-    """The readings of the machine, thinned, over the same axes."""
+    """Return the readings of the machine, thinned, over the same axes."""
     columns = view.log.readings.columns()
     if not len(columns["step"]):
         return {}
     placed = _columns(view.log.rows, view)
-    return rows.as_json({**columns, **_placed(columns["step"], placed)})
+    return rows.as_json({**columns, **_on_axes(columns["step"], placed)})
 
 
 def _columns(table: Rows, view: RunView) -> Columns:
     steps = column(table, "step")
     columns = {name: column(table, name) for name in rows.COLUMNS if name not in ("order", "time_s")}
     columns["seconds"] = rows.seconds(table, view.log.sessions)
-    columns["samples"], columns["tokens"] = (rows.filled(steps, columns[each]) for each in ("samples", "tokens"))
+    columns["samples"], columns["tokens"] = (rows.fill_missing(steps, columns[each]) for each in ("samples", "tokens"))
     return columns
 
 
 def _means(view: RunView, columns: Columns) -> JsonValue:
-    """How its curves go beneath their noise."""
+    """Return the smoothed curves of the run."""
     means = view.log.means.columns()
     newest = view.step
     means["step"] = np.minimum(means["step"], newest)
-    return rows.as_json({**means, **_placed(means["step"], columns)})
+    return rows.as_json({**means, **_on_axes(means["step"], columns)})
 
 
-def _placed(steps: NDArray[np.float64], columns: Columns) -> Columns:
-    """Where these steps lie on each axis."""
+def _on_axes(steps: NDArray[np.float64], columns: Columns) -> Columns:
+    """Return the positions of these steps on each axis."""
     there = columns["step"]
     return {name: np.interp(steps, there, columns[name]) for name in AXES} if len(there) else {}
 
@@ -79,4 +79,4 @@ def _evaluations(view: RunView, columns: Columns) -> JsonValue:
         return {}
     steps = np.array([float(each.step) for each in seen])
     losses = np.array([each.loss if math.isfinite(each.loss) else np.inf for each in seen])
-    return rows.as_json({"step": steps, "loss": losses, **_placed(steps, columns)})
+    return rows.as_json({"step": steps, "loss": losses, **_on_axes(steps, columns)})

@@ -1,4 +1,4 @@
-"""What lies in the folder of a run beside its log: what was asked, planned and installed, its model, its pictures."""
+"""The documents in a run folder beside its log: recipe, plan, provenance, model, pictures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainwright.runs.shapes import ModelFile, PlanFile, ProvenanceFile, read_ob
 
 T = TypeVar("T")
 PICTURES = {"graph.svg": "The graph of a step", "timeline.svg": "The memory of a step, as it was planned"}
-"""Drawings that lie in the folder of a run: `trainwright graph RUN` and `trainwright plan RUN` put them there."""
+"""Drawings in a run folder, written by `trainwright graph RUN` and `trainwright plan RUN`."""
 NEWEST_SAMPLES = 20_000
-"""Characters."""
+"""The length of the newest samples that are shown, in characters."""
 
 
 class RunDocuments:
-    """The documents of a run, each empty where there is none or it cannot be read."""
+    """The documents of a run, each empty if it is missing or cannot be read."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -46,21 +46,21 @@ class RunDocuments:
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """Why a document is not shown, by the name of its file."""
+        """The reason why each unreadable document is not shown, by the name of its file."""
         for _ in (self.recipe, self.plan, self.provenance, self.model, self.bad_cases, self.profile, self.pictures):
             pass
         return self._unreadable
 
     @cached_property
     def recipe_text(self) -> str:
-        """Without secrets; as it was written where it has none, and "" where it cannot be read."""
+        """The recipe as text without secrets; unchanged if it has none, and "" if it cannot be read."""
         if not self.recipe:
             return ""
         return self._written if self.recipe == self._parsed else write_yaml(self.recipe)
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Without secrets. Empty where there is none, as of a watched loop, or none that can be read."""
+        """The recipe without secrets. Empty if it cannot be read or is missing, as for a watched loop."""
         return masked(self._parsed)
 
     @cached_property
@@ -82,7 +82,7 @@ class RunDocuments:
 
     @property
     def settings(self) -> list[dict[str, str]]:
-        """The header of the run: name, value, origin and reason of each setting; [] for one of an older version."""
+        """The header of the run: name, value, origin and reason of each setting; [] for an older version."""
         header = self.plan.get("header")
         found = header.get("settings") if isinstance(header, dict) else None
         keys = ("name", "value", "origin", "why")
@@ -95,40 +95,40 @@ class RunDocuments:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """model.json: the tree of its modules, and reference losses."""
+        """The content of model.json: the tree of its modules, and reference losses."""
         return self._read(self.folder.path / "model.json", lambda path: read_object(path, ModelFile), {})
 
     @cached_property
     def bad_cases(self) -> BadCases | None:
-        """What `trainwright errors` found; None where it was not asked."""
+        """The result of `trainwright errors`; None if it has not run."""
         return self._read(self.folder.path / bad_cases.NAME, bad_cases.read_bad_cases, None)
 
     @cached_property
     def profile(self) -> ProfilePanel | None:
-        """What `trainwright profile` found."""
+        """The result of `trainwright profile`; None if it has not run."""
         return self._read(self.folder.path / profile.NAME, ProfilePanel.read, None)
 
     @property
     def modules(self) -> list[dict[str, Any]]:
-        """The trees of model.json."""
+        """The module trees of model.json."""
         trees: list[dict[str, Any]] = self.model.get("modules", [])
         return trees
 
     @property
     def can_be_drawn(self) -> bool:
-        """Whether its recipe says how to build its model; objects that were handed over in Python cannot be."""
+        """True if its recipe can build its model; objects that were passed in Python cannot be rebuilt."""
         model = self.recipe.get("model")
         return isinstance(model, dict) and not str(model.get("use", "live:")).startswith("live:")
 
     @property
     def planned_steps(self) -> int | None:
-        """How many steps the plan has; None where it is counted in seconds, or there is none."""
+        """The number of steps in the plan; None if it is counted in seconds, or there is no plan."""
         steps = (self.plan.get("extent") or {}).get("steps")
         return steps if steps and steps > 0 else None
 
     @property
     def references(self) -> dict[str, float]:
-        """Losses that mean something, by name: that of a guess among all classes alike, and what its data knows."""
+        """Reference losses by name: that of a uniform guess among all classes, and those of the dataset."""
         known = self.model.get("reference_losses", {})
         marks = {name: value for name, value in known.items() if _is_loss(value)}
         guess = self.plan.get("expected_loss")
@@ -138,7 +138,7 @@ class RunDocuments:
 
     @property
     def samples(self) -> str:
-        """The newest text that a language model wrote while it was trained."""
+        """The newest text that a language model generated during training."""
         folder = self.folder.samples
         if folder.is_symlink():
             return ""
@@ -154,13 +154,13 @@ class RunDocuments:
 
     @property
     def is_unwatched(self) -> bool:
-        """Whether its recipe says that the doctor is not to look."""
+        """True if its recipe disables the doctor."""
         log = self.recipe.get("log")
         return isinstance(log, dict) and log.get("doctor") is False
 
     @property
     def planned_bytes(self) -> int | None:
-        """The memory that the plan foresaw."""
+        """The memory in bytes that the plan predicted."""
         return sum((self.plan.get("memory_bytes") or {}).values()) or None
 
 

@@ -1,4 +1,4 @@
-"""Statistics by layer over a run, as heat maps, kept in bounded memory however long it is."""
+"""Statistics by layer over a run, as heat maps, kept in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from trainwright.runs.json_values import NOT_IN_JSON, JsonValue
 from trainwright.runs.records import OUTPUT_GRAD_LOG2
 
 MAPS = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "act_std": "activations, deviation"}
-"""Statistics of a record that are drawn, and what they are called. Each holds a number for each layer."""
+"""The statistics of a record that are drawn, with their titles. Each holds a number for each layer."""
 OUTPUT_GRAD_NORM = {"norm": "gradient of outputs, norm"}
 NAN_IS_MISSING = ("act_std", "norm", "log2")
-"""Statistics in which NaN says that nothing was seen; in others it says that the value was not finite."""
+"""Statistics in which NaN means that nothing was recorded; in others it means that the value was not finite."""
 MAX_HISTOGRAMS = 12
 POWERS = [f"2^{power}" for power in OUTPUT_GRAD_LOG2[::-1]]
-MOST, DRAWN, MOST_LAYERS = 1024, 160, 400
-NOT_FINITE, NOT_THERE, STEPS = 65535, 65534, 65533
-"""How a map spells a value that is not finite, and one that is missing; and the greatest value of its log scale."""
+MAX_STEPS = 1024
+MAX_STEPS_DRAWN = 160
+MAX_LAYERS = 400
+NOT_FINITE_CODE = 65535
+MISSING_CODE = 65534
+MAX_CODE = 65533
+"""The codes in a map of a value that is not finite and of a missing one, and the largest value of its log scale."""
 
 Row = NDArray[np.float64]
 Rows = dict[str, list[Row]]
@@ -31,7 +35,7 @@ Grid = NDArray[np.float64]
 
 
 class LayerMaps:
-    """The records of layers as ``maps``. Of more than MOST stay the greatest values of equal spans of steps."""
+    """The layer records as ``maps``. Beyond MAX_STEPS, the greatest values of equal spans of steps are kept."""
 
     def __init__(self, maps: Mapping[str, str] = MAPS) -> None:
         self.count, self._maps = 0, maps
@@ -40,7 +44,7 @@ class LayerMaps:
         self._rows: Rows = {}
 
     def take(self, line: bytes) -> None:
-        """Takes a line of the log; one that is none of ours is left out."""
+        """Add a line of the log; invalid lines are ignored."""
         try:
             record = parse_json(line.decode())
             names, step = record.get("layers") or self._names, float(record["step"])
@@ -49,42 +53,44 @@ class LayerMaps:
         self.add(names, step, record)
 
     def add(self, names: object, step: float, values: Mapping[str, object]) -> None:
-        """Adds the values of ``step`` by statistic, one for each of ``names``; what is no such record is left out."""
-        if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS or not 0 <= step < 2**53:
+        """Add the values of ``step`` by statistic, one for each of ``names``; invalid records are ignored."""
+        if not isinstance(names, list | tuple) or len(names) > MAX_LAYERS or not 0 <= step < 2**53:
             return
         if tuple(map(str, names)) != self._names:  # another model, or the first record
-            self._names, self._steps, self._rows = tuple(map(str, names)), [], {}
+            self._names = tuple(map(str, names))
+            self._steps = []
+            self._rows = {}
         self.count += 1
         self._steps.append(step)
         for name in self._maps:
             lost = name in NAN_IS_MISSING
             self._rows.setdefault(name, []).append(_row(values.get(name), len(self._names), lost=lost))
-        if len(self._steps) > MOST:
-            self._steps, self._rows = greatest(self._steps, self._rows, MOST // 2)
+        if len(self._steps) > MAX_STEPS:
+            self._steps, self._rows = greatest(self._steps, self._rows, MAX_STEPS // 2)
 
     def go_back_to(self, step: int) -> None:
-        """Forgets what came after ``step``, which is done again."""
+        """Drop values after ``step``, from which the run continues again."""
         kept = [index for index, each in enumerate(self._steps) if each <= step]
         self._steps = [self._steps[index] for index in kept]
         self._rows = {name: [rows[index] for index in kept] for name, rows in self._rows.items()}
 
     def to_json(self) -> dict[str, JsonValue]:
-        """For the page: layers, steps, and each map with its bounds as 16-bit numbers on a log scale, in base64."""
+        """Return layers, steps, and each map with its bounds as 16-bit numbers on a log scale, in base64."""
         if not self._steps or not self._names:
             return {}
         steps, rows = self._steps, self._rows
-        if len(steps) > DRAWN:
-            steps, rows = greatest(steps, rows, DRAWN)
+        if len(steps) > MAX_STEPS_DRAWN:
+            steps, rows = greatest(steps, rows, MAX_STEPS_DRAWN)
         maps: list[JsonValue] = []
         for name, title in self._maps.items():
-            if (drawn := _drawn(np.array(rows[name]))) is not None:
+            if (drawn := _draw(np.array(rows[name]))) is not None:
                 maps.append({"name": title, **drawn})
         shown: Sequence[JsonValue] = [int(each) for each in steps]
         return {"layers": list(self._names), "steps": list(shown), "maps": maps}
 
 
 class OutputGradMaps:
-    """The records of gradients of outputs: a map of norms, and for each of the first modules one of its histogram."""
+    """The records of output gradients: a map of norms, and a histogram map for each of the first modules."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,7 +98,7 @@ class OutputGradMaps:
         self._names: tuple[str, ...] = ()
 
     def take(self, line: bytes) -> None:
-        """Takes a line of the log; one that is no such record is left out."""
+        """Add a line of the log; invalid lines are ignored."""
         self._norms.take(line)
         self.count += 1
         try:
@@ -108,17 +114,17 @@ class OutputGradMaps:
             maps.add(POWERS, step, {"log2": _by_power(each)})
 
     def go_back_to(self, step: int) -> None:
-        """Forgets what came after ``step``, which is done again."""
+        """Drop values after ``step``, from which the run continues again."""
         for maps in (self._norms, *self._histograms.values()):
             maps.go_back_to(step)
 
     def to_json(self) -> list[JsonValue]:
-        """As those of ``LayerMaps``, the norms first."""
+        """Return maps in the format of ``LayerMaps``, the norms first."""
         return [drawn for maps in (self._norms, *self._histograms.values()) if (drawn := maps.to_json())]
 
 
 def _by_power(bins: Row) -> list[float]:
-    """Per cent for each of POWERS of a histogram without its empty ends; NaN for none."""
+    """Return the percentages for POWERS from a histogram without its empty ends; NaN for none."""
     row = np.zeros(len(POWERS))
     if bins.ndim == 1 and len(bins) > 1 and 0 <= bins[0] < len(row):
         begin = int(bins[0])
@@ -127,7 +133,7 @@ def _by_power(bins: Row) -> list[float]:
 
 
 def greatest(steps: Sequence[float], rows: Mapping[str, Sequence[Row]], spans: int) -> tuple[list[float], Rows]:
-    """One row for each span of steps, with its greatest values: what is not finite stays, and so do peaks."""
+    """Return one row for each span of steps with its greatest values, so that peaks and non-finite values remain."""
     span = np.array(spans_of(steps, spans))
     starts = np.flatnonzero(np.diff(span, prepend=-1))
     joined = {name: list(np.fmax.reduceat(np.array(each), starts, axis=0)) for name, each in rows.items()}
@@ -135,7 +141,7 @@ def greatest(steps: Sequence[float], rows: Mapping[str, Sequence[Row]], spans: i
 
 
 def _row(values: object, count: int, *, lost: bool) -> Row:
-    """``lost``: a NaN says that nothing was seen there, else that it was not finite."""
+    """Return a row of numbers. ``lost``: NaN means that nothing was recorded, otherwise that it was not finite."""
     row = np.full(count, np.nan)
     if isinstance(values, list) and len(values) == count:
         for index, value in enumerate(values):
@@ -145,12 +151,12 @@ def _row(values: object, count: int, *, lost: bool) -> Row:
     return row
 
 
-def _drawn(grid: Grid) -> Mapping[str, JsonValue] | None:
+def _draw(grid: Grid) -> Mapping[str, JsonValue] | None:
     known = np.isfinite(grid) & (grid > 0)
     if not known.any() and not np.isinf(grid).any():
         return None
     low, high = (float(bound) for bound in (grid[known].min(), grid[known].max())) if known.any() else (1.0, 1.0)
     room = np.log(high) - np.log(low) or 1.0
-    scaled = np.where(known, (np.log(np.where(known, grid, low)) - np.log(low)) / room * STEPS, 0.0)
-    codes = np.where(np.isinf(grid), NOT_FINITE, np.where(np.isnan(grid), NOT_THERE, np.round(scaled)))
+    scaled = np.where(known, (np.log(np.where(known, grid, low)) - np.log(low)) / room * MAX_CODE, 0.0)
+    codes = np.where(np.isinf(grid), NOT_FINITE_CODE, np.where(np.isnan(grid), MISSING_CODE, np.round(scaled)))
     return {"low": low, "high": high, "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode()}

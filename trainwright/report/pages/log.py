@@ -1,4 +1,4 @@
-"""Reads the log of a run bit by bit: from where it stopped, in bounded memory, however long it is."""
+"""Reads the log of a run incrementally, in bounded memory however long it is."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainwright.report.pages.figures import Figures
 from trainwright.report.pages.layers import LayerMaps, OutputGradMaps
 from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.readings import Readings
-from trainwright.report.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
+from trainwright.report.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thin_rows
 from trainwright.runs.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
 from trainwright.runs.findings import FindingsFold
 from trainwright.runs.json_values import JsonValue
-from trainwright.runs.reader import decoded
+from trainwright.runs.reader import decode_lines
 from trainwright.runs.records import (
     Ended,
     Evaluated,
@@ -43,16 +43,17 @@ from trainwright.runs.records import (
     Withdrawn,
 )
 
-CHUNK = 2**20
+CHUNK_BYTES = 2**20
 BUCKETS = 800
-"""Spans of the run that are told apart once there are more rows than MOST_ROWS."""
-MOST_ROWS, MOST_NOTES = 16_000, 2000
-NOTED = (
+"""The number of spans kept once there are more than MAX_ROWS rows."""
+MAX_ROWS, MAX_NOTES = 16_000, 2000
+KEPT_RECORDS = (
     *(Started, Ended, Evaluated, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged),
     Unexamined,
 )
-"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry becomes readings,
-findings are folded; others are left out."""
+"""Records that are kept unchanged, the newest MAX_NOTES of each kind. Steps become rows, telemetry becomes readings,
+findings are folded; others are ignored.
+"""
 
 _NUMBER = rb'"?([^,"}]+)"?'
 _STEP = re.compile(
@@ -63,29 +64,35 @@ _WATCHED = re.compile(
     rb'\n\{"kind":"watched","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,'
     rb'(?:[^\n]*"step_s":%b,"wait_s":%b)?' % ((_NUMBER,) * 7)
 )
-_OF_STEP = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
-_OF_WATCHED = tuple(COLUMNS.index(name) for name in ("time_s", "step", "loss", "grad_norm", "lr", "step_s", "wait_s"))
-_OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
-"""Of a run of our own engine they are in the records of steps, as means over all; looks are timed otherwise."""
-_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry, Found, Withdrawn))
-_NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
+_STEP_COLUMNS = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
+_WATCHED_COLUMNS = tuple(
+    COLUMNS.index(name) for name in ("time_s", "step", "loss", "grad_norm", "lr", "step_s", "wait_s")
+)
+_TIME_COLUMNS = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
+"""In a run of the Trainwright engine these come from the step records, as means over all steps; records of examined
+steps are timed differently.
+"""
+_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*KEPT_RECORDS, Telemetry, Found, Withdrawn))
+_KEPT_LINE = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
 _LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
 _OUTPUT_GRADS = re.compile(rb'\n(\{"kind":"outputgrads"[^\n]*)')
 _STARTED = re.compile(rb'\n\{"kind":"started"')
-"""All begin with a newline: that is looked for by itself, which is several times as fast as the beginning of a line."""
+"""All patterns begin with a newline: searching for it is several times as fast as for the beginning of a line."""
 
 
-class LogSoFar:
-    """What has been read of a log: its steps as rows, thinned, and the records of other kinds that a page shows.
+class IncrementalLog:
+    """The part of a log read so far: its steps as rows, thinned, and the records of other kinds that a page shows.
 
-    ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
-    Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
-    the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
-    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer,
-    ``output_grads`` the gradients of outputs by module, ``figures`` metrics and
-    what the user logs. ``findings`` are those
-    of the newest process, each in its latest wording. ``is_examined``: the doctor recorded steps, or found something.
-    ``unreadable`` says why the log cannot be read, and is "" where it can or there is none.
+    ``advance`` reads on; a log that was replaced or truncated is read again from its start, under another ``name``.
+    Steps
+    that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the beginning and the last
+    record of each process that wrote, in Unix time; ``newest_process`` is the newest start or end of one.
+
+    ``means`` are over all steps, ``readings`` are those of the machine, ``layers`` the statistics by layer,
+    ``output_grads`` the gradients of outputs by module, ``figures`` the metrics and the user's logged values.
+    ``findings`` are those of the newest process, each in its latest wording. ``is_examined``: the doctor recorded
+    steps,
+    or found something. ``unreadable`` is the reason why the log cannot be read, or "".
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,17 +104,22 @@ class LogSoFar:
         self.rows, self.read_rows = no_rows(), 0
         self.sessions: list[tuple[float, float]] = []
         self.counts = Counter[type[Record]]()
-        self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
+        self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MAX_NOTES) for kind in KEPT_RECORDS}
         self.newest_process: Started | Ended | None = None
         self._findings, self.is_examined = FindingsFold(), False
-        self.means, self.readings, self.layers, self.figures = SpanMeans(), Readings(), LayerMaps(), Figures()
+        self.means = SpanMeans()
+        self.readings = Readings()
+        self.layers = LayerMaps()
+        self.figures = Figures()
         self.output_grads = OutputGradMaps()
         self._is_ours = False
-        self._offset, self._file_id, self._is_complete = 0, (0, 0), True
+        self._offset = 0
+        self._file_id = (0, 0)
+        self._is_complete = True
         self.unreadable = ""
 
     def notes(self, *kinds: type[Record]) -> list[Record]:
-        """Records of these kinds, each kind in the order of the log."""
+        """Return records of these kinds, each kind in the order of the log."""
         return [record for kind in kinds for record in self._notes[kind]]
 
     @property
@@ -123,7 +135,7 @@ class LogSoFar:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Training losses by step; of a long log means over spans. Infinite: not finite."""
+        """Training losses by step; for a thinned log, means over spans. Infinite: not finite."""
         if self.is_thinned:
             means = self.means.columns()
             steps, losses = means["step"], means["loss"]
@@ -135,27 +147,27 @@ class LogSoFar:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Another one after anything was read."""
+        """A value that changes whenever something was read."""
         return self.name, self._offset
 
     @property
     def is_thinned(self) -> bool:
-        """Whether ``rows`` are no longer all that were read."""
-        return self.read_rows > MOST_ROWS
+        """True if ``rows`` no longer contain everything that was read."""
+        return self.read_rows > MAX_ROWS
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but a torn line was left at the last look."""
+        """True if the last read left nothing but an incomplete line."""
         return self._is_complete
 
     def advance(self, *, for_s: float = float("inf")) -> bool:
-        """Reads what is new, for about ``for_s`` seconds. Returns whether there was anything."""
+        """Read new records for about ``for_s`` seconds. Return True if there were any."""
         until_s = time.perf_counter() + for_s
         self._is_complete, before = True, self.position
         try:
             file = open_file(self.path)
         except UnreadableFile as error:
-            self.unreadable = error.reason if os.path.lexists(self.path) else ""  # not yet there, or no longer
+            self.unreadable = error.reason if os.path.lexists(self.path) else ""  # does not exist yet, or no longer
             return False
         with file:
             seen = os.fstat(file.fileno())
@@ -163,14 +175,14 @@ class LogSoFar:
                 self._begin()
                 self._file_id = (seen.st_dev, seen.st_ino)
             file.seek(self._offset)
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(CHUNK_BYTES):
                 rest = b"" if chunk.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
                 chunk += rest
                 if is_too_long(rest):
                     self.unreadable = f"it has a line of more than {MAX_LINE_BYTES:,} bytes"
                     self._offset = seen.st_size
                     break
-                whole = chunk[: chunk.rfind(b"\n") + 1]  # a torn last line is read again when it is complete
+                whole = chunk[: chunk.rfind(b"\n") + 1]  # an incomplete last line is read again when it is complete
                 self._take(whole)
                 self._offset += len(whole)
                 if len(whole) < len(chunk):
@@ -181,15 +193,15 @@ class LogSoFar:
         return before != self.position
 
     def _take(self, lines: bytes) -> None:
-        """Takes whole lines; a Started record begins a part of its own, for it may go back over steps."""
+        """Process complete lines; a Started record begins a new part, because it may go back over steps."""
         text = b"\n" + lines
         cuts = [found.start() for found in _STARTED.finditer(text)]
         for begin, end in zip([0, *cuts], [*cuts, len(text)]):
             self._take_part(text[begin:end])
 
     def _take_part(self, lines: bytes) -> None:
-        for record in decoded(_NOTED.findall(lines)).records:
-            self._note(record)
+        for record in decode_lines(_KEPT_LINE.findall(lines)).records:
+            self._add_record(record)
         for line in _LAYERS.findall(lines):
             self.layers.take(line)
         for line in _OUTPUT_GRADS.findall(lines):
@@ -199,8 +211,8 @@ class LogSoFar:
         self._is_ours = self._is_ours or len(steps) > 0
         self.is_examined = self.is_examined or len(watched) > 0
         if self._is_ours:
-            watched[:, _OF_TIME] = np.nan
-        fresh = _sound(np.concatenate([steps, watched]))
+            watched[:, _TIME_COLUMNS] = np.nan
+        fresh = _drop_invalid(np.concatenate([steps, watched]))
         if not len(fresh):
             return
         times = column(fresh, "time_s")
@@ -210,10 +222,10 @@ class LogSoFar:
         self.read_rows += len(fresh)
         self.means.take(fresh)
         self.rows = by_step(np.concatenate([self.rows, fresh]))
-        if len(self.rows) > MOST_ROWS:
-            self.rows = thinned(self.rows, BUCKETS)
+        if len(self.rows) > MAX_ROWS:
+            self.rows = thin_rows(self.rows, BUCKETS)
 
-    def _note(self, record: Record) -> None:
+    def _add_record(self, record: Record) -> None:
         self.counts[type(record)] += 1
         self._findings.take(record)
         self.is_examined = self.is_examined or isinstance(record, Found)
@@ -227,7 +239,7 @@ class LogSoFar:
             self.sessions.append((begin_s, max(end_s, record.time_s)))
         if isinstance(record, Telemetry):
             self.readings.take(record)
-        elif isinstance(record, NOTED):
+        elif isinstance(record, KEPT_RECORDS):
             if isinstance(record, Evaluated | Logged):
                 self.figures.take(record)
             self._notes[type(record)].append(record)
@@ -245,15 +257,15 @@ class LogSoFar:
         evaluations.extend(kept)
 
 
-def _sound(rows: Rows) -> Rows:
-    """Without rows whose step or time no run writes, and no chart can show."""
+def _drop_invalid(rows: Rows) -> Rows:
+    """Drop rows whose step or time no run writes and no chart can show."""
     steps, times = column(rows, "step"), column(rows, "time_s")
     return rows[(steps >= 0) & (steps < 2**53) & (np.abs(times) < 1e15)]
 
 
 def _rows_of(lines: bytes, kind: type[Step] | type[Watched]) -> Rows:
-    """The rows of all records of a kind. Those that another version wrote in another order are decoded one by one."""
-    pattern, columns = (_STEP, _OF_STEP) if kind is Step else (_WATCHED, _OF_WATCHED)
+    """Return the rows of all records of a kind. Records of another version in another order are decoded one by one."""
+    pattern, columns = (_STEP, _STEP_COLUMNS) if kind is Step else (_WATCHED, _WATCHED_COLUMNS)
     found: Sequence[Sequence[bytes]] = pattern.findall(lines)
     beginning = b'\n{"kind":"%b"' % kind.__name__.lower().encode()
     if len(found) < lines.count(beginning):
@@ -275,16 +287,16 @@ def _numbers(texts: Iterable[bytes]) -> NDArray[np.float64]:
 
 
 def _number(text: bytes) -> float:
-    """NaN where nothing is said, infinity for what is not finite."""
+    """Return NaN for a missing value, infinity for one that is not finite."""
     try:
         number = float(text)
-    except ValueError:  # null, or a kind of value that another version wrote
+    except ValueError:  # null, or a value that another version wrote
         return np.nan
     return number if abs(number) < np.inf else np.inf
 
 
 def _one_by_one(lines: bytes, beginning: bytes) -> Iterator[list[float]]:
-    for record in decoded(line for line in lines.split(b"\n") if line.startswith(beginning[1:])).records:
+    for record in decode_lines(line for line in lines.split(b"\n") if line.startswith(beginning[1:])).records:
         if isinstance(record, Step):
             values = [getattr(record, name) for name in COLUMNS[1:]]
         elif isinstance(record, Watched):

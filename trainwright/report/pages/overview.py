@@ -1,4 +1,4 @@
-"""All runs of some folders as rows: what each is doing, without reading its log as a whole."""
+"""All runs of some folders as rows: the state of each, without reading its complete log."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainwright.report.pages.log import LogSoFar
+from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.pages.view import RunView
 from trainwright.runs.files import reason_of
 from trainwright.runs.folder import runs_in
 from trainwright.runs.printing import readable
 
-LOOK_S = 1.0
-FEW_S = 0.05
-"""What may be spent on the log of one run before the page is shown; the rest is read at the next looks."""
+REFRESH_S = 1.0
+READ_PER_RUN_S = 0.05
+"""The time for reading the log of one run before the page is shown; the rest is read at the next refreshes."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """Views of runs by the name that a page calls them, the newest first.
+    """Views of runs by their name on a page, the newest first.
 
     ``unreadable`` has the reason for each run that cannot be read.
     """
@@ -33,22 +33,22 @@ class Overview:
 class RunShelf:
     """The runs in these folders; a folder may be a run itself.
 
-    Names are those of the run folders, with that of the folder around where two are equal. A link that leads out of
-    its folder is no run of it.
+    Names are those of the run folders, with that of the parent folder if two are equal. A link that leads out of its
+    folder is not a run of it.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)
-        self._logs: dict[Path, LogSoFar] = {}
-        self._runs, self._looked_s = dict[str, Path](), -math.inf
+        self._logs: dict[Path, IncrementalLog] = {}
+        self._runs, self._refreshed_s = dict[str, Path](), -math.inf
 
     def runs(self) -> dict[str, Path]:
-        """The runs by name, as they were LOOK_S ago at most."""
-        if time.monotonic() - self._looked_s > LOOK_S:
-            self._runs, self._looked_s = self._found(), time.monotonic()
+        """Return the runs by name, at most REFRESH_S old."""
+        if time.monotonic() - self._refreshed_s > REFRESH_S:
+            self._runs, self._refreshed_s = self._find_runs(), time.monotonic()
         return self._runs
 
-    def _found(self) -> dict[str, Path]:
+    def _find_runs(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
         for path in self._paths():
             name = path.name if readable(path.name) not in found else f"{path.parent.name}.{path.name}"
@@ -66,20 +66,20 @@ class RunShelf:
             yield from (path for path in inside if path.resolve().parent == root)
 
     def view(self, path: Path, *, for_s: float = float("inf")) -> RunView:
-        """A run as it is now; its log is read on from where it was, for about ``for_s`` seconds."""
-        log = self._logs.setdefault(path, LogSoFar(path / "log.jsonl"))
+        """Return the current view of a run; its log is read on from the last position for about ``for_s`` seconds."""
+        log = self._logs.setdefault(path, IncrementalLog(path / "log.jsonl"))
         log.advance(for_s=for_s)
         return RunView(path, log)
 
     def overview(self, *, for_s: float = 1.0) -> Overview:
-        """All of them; forgets those that are gone. Of long logs as much is read as ``for_s`` seconds allow."""
+        """Return all runs, dropping deleted ones. Long logs are read as far as ``for_s`` seconds allow."""
         runs, until_s = self.runs(), time.perf_counter() + for_s
         self._logs = {path: log for path, log in self._logs.items() if path in set(runs.values())}
         views, unreadable = dict[str, RunView](), dict[str, str]()
         for name, path in runs.items():
             try:
-                views[name] = self.view(path, for_s=FEW_S if time.perf_counter() < until_s else 0.0)
-            except Exception as error:  # whatever its files hold, the list of the others is shown
+                views[name] = self.view(path, for_s=READ_PER_RUN_S if time.perf_counter() < until_s else 0.0)
+            except Exception as error:  # an unreadable run must not hide the others
                 unreadable[name] = reason_of(error)
         newest = sorted(views, key=lambda name: views[name].log.sessions[-1:] or [(0.0, 0.0)], reverse=True)
         return Overview({name: views[name] for name in newest}, unreadable)

@@ -1,4 +1,4 @@
-"""``profile.json`` of a run folder, as its page shows it."""
+"""The part of a run's page that shows ``profile.json``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainwright.report.chart import Series, line_chart_svg
 from trainwright.runs.shapes import Number, ProfileFile, read_as
 
 NAME = "profile.json"
-MOST = 15
-"""Operators and modules that are shown."""
+MAX_ROWS_SHOWN = 15
+"""The number of operators and modules shown."""
 
 
 @dataclass(frozen=True)
 class ProfilePanel:
-    """What a profile found, as texts; ``phases``, ``operators`` and ``modules`` are rows of tables."""
+    """The results of a profile as texts; ``phases``, ``operators`` and ``modules`` are rows of tables."""
 
     headline: str
     next: str
@@ -33,7 +33,7 @@ class ProfilePanel:
 
     @classmethod
     def read(cls, path: Path) -> ProfilePanel:
-        """Raises UnreadableFile where it is not as a profile is written."""
+        """Read a profile. Raises UnreadableFile if the file does not have the format of a profile."""
         value = read_as(path, ProfileFile)
         facts = value.facts
         held = [each / 2**20 for each in facts.memory]
@@ -52,12 +52,13 @@ class ProfilePanel:
             tuple(value.advice),
             tuple(
                 (each.op, each.phase, _count(each.calls), _time(each.host_s), _time(each.device_s))
-                for each in facts.operators[:MOST]
+                for each in facts.operators[:MAX_ROWS_SHOWN]
             ),
             tuple(
-                (each.path, each.kind, _time(each.forward_s), _time(each.backward_s)) for each in facts.modules[:MOST]
+                (each.path, each.kind, _time(each.forward_s), _time(each.backward_s))
+                for each in facts.modules[:MAX_ROWS_SHOWN]
             ),
-            Markup(chart if len(held) > 1 else ""),  # our own drawing: it escapes what it writes
+            Markup(chart if len(held) > 1 else ""),  # drawn by Trainwright, which escapes its texts
             facts.trace or "",
         )
 

@@ -1,4 +1,4 @@
-"""Runs as HTML: one file that needs nothing else, or a page that `trainwright serve` keeps up to date."""
+"""Renders runs as HTML: one self-contained file, or a page that `trainwright serve` keeps up to date."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from trainwright.version import __version__
 
 PARTS = ("head", "findings", "records")
 SCRIPTS, STYLES = ("uplot", "charts", "page"), ("uplot", "page")
-"""The parts of a run's page that change while it runs; each is a template of its own, in an element of its own."""
-LEAST_BUCKETS = 60
+"""The parts of a run's page that change while it runs; each has its own template and element."""
+MIN_BUCKETS = 60
 DAY_S = 24 * 3600.0
 
 
 def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool = False) -> str:
-    """The page of one run, or of several side by side.
+    """Return the page of one run, or of several side by side.
 
-    ``live``: it asks the server that it came from for more, calling the runs by these ``names``.
+    A ``live`` page requests updates from its server, with the runs called by these ``names``.
     """
-    buckets = max(LEAST_BUCKETS, BUCKETS // max(1, len(views)))
+    buckets = max(MIN_BUCKETS, BUCKETS // max(1, len(views)))
     data = {
         "runs": [
             {
@@ -58,25 +58,27 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
     page = templates().get_template("runs.html")
     comparison = RunComparison.of(views) if len(views) > 1 else None
     title = views[0].name if len(views) == 1 else f"{len(views)} runs"
-    shared = of_every_page("live" if live else "file")
+    shared = page_values("live" if live else "file")
     return readable(page.render(shared, title=title, views=views, comparison=comparison, data=data, live=live))
 
 
 def ladder_page(found: object, **values: object) -> str:
-    """The page of a ladder, ``verbs.ladder.result.Ladder``; ``values`` are what its template names besides."""
+    """Return the page of a ladder (``commands.ladder.result.Ladder``); ``values`` are further template values."""
     page = templates().get_template("ladder.html")
-    return readable(page.render(of_every_page("file"), title="Ladder", found=found, data={}, live=False, **values))
+    return readable(page.render(page_values("file"), title="Ladder", found=found, data={}, live=False, **values))
 
 
 def overview_page(overview: Overview) -> str:
-    """The page of all runs of a folder."""
+    """Return the page of all runs of a folder."""
     page, rows = templates().get_template("overview.html"), overview_rows(overview)
-    return page.render(of_every_page("live"), title="runs", rows=rows, data={}, live=True)
+    return page.render(page_values("live"), title="runs", rows=rows, data={}, live=True)
 
 
 def overview_rows(overview: Overview) -> Markup:
-    """The rows of its table, which replace older ones. A run that cannot be read has one with the reason."""
-    template, rows, unreadable = templates().get_template("overview_rows.html"), Markup(""), dict(overview.unreadable)
+    """Return the rows of the overview table. A run that cannot be read has a row with the reason."""
+    template = templates().get_template("overview_rows.html")
+    rows = Markup("")
+    unreadable = dict(overview.unreadable)
     for name, view in overview.views.items():
         try:
             rows += Markup(template.render(overview=Overview({name: view})))
@@ -86,12 +88,12 @@ def overview_rows(overview: Overview) -> Markup:
 
 
 def unreadable_part(reason: str) -> Markup:
-    """What takes the place of a run that cannot be read on a page."""
+    """Return the text that replaces a run that cannot be read."""
     return Markup('<p class="reason">This run cannot be read: {}</p>').format(reason)
 
 
 def parts_of(view: RunView, index: int) -> dict[str, str]:
-    """The parts of a run's page that change, by the ids of their elements. ``index``: which run of the page it is."""
+    """Return the parts of a run's page that change, by element id. ``index`` is the position of the run on the page."""
     environment = templates()
     return {
         f"{part}-{index}": readable(environment.get_template(f"{part}.html").render(view=view, index=index))
@@ -100,7 +102,7 @@ def parts_of(view: RunView, index: int) -> dict[str, str]:
 
 
 def content_policy(*, live: bool) -> str:
-    """What a page may do: run our script, which it has inside, and nothing else."""
+    """Return the content security policy of a page: it may run only the embedded Trainwright script."""
     connect = "'self'" if live else "'none'"
     hashes = {name: f"'sha256-{_sha256(text)}'" for name, text in _assets().items()}
     return (
@@ -109,8 +111,8 @@ def content_policy(*, live: bool) -> str:
     )
 
 
-def of_every_page(kind: str) -> dict[str, object]:
-    """The values that every page needs. ``kind`` is "file" or "live"."""
+def page_values(kind: str) -> dict[str, object]:
+    """Return the values that every page needs. ``kind`` is "file" or "live"."""
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     assets = {name: Markup(text) for name, text in _assets().items()}
     return {"policy": content_policy(live=kind == "live"), "made": made, "version": __version__, **assets}
@@ -118,7 +120,7 @@ def of_every_page(kind: str) -> dict[str, object]:
 
 @cache
 def _assets() -> dict[str, str]:
-    """Script and style of every page: they are inside of it, so that one file is all."""
+    """Return script and style of every page, which are embedded so that one file suffices."""
     folder = files("trainwright.report.pages").joinpath("static")
     script, style = (
         "\n".join(folder.joinpath(f"{name}.{suffix}").read_text(encoding="utf-8") for name in names)
@@ -135,7 +137,7 @@ def _sha256(text: str) -> str:
 
 @cache
 def templates() -> Environment:
-    """Where the pages come from; each is compiled when it is first asked for."""
+    """Return the environment of the templates; each is compiled at first use."""
     environment = Environment(
         loader=PackageLoader("trainwright.report.pages"),
         autoescape=True,
@@ -154,7 +156,7 @@ def templates() -> Environment:
         when=_when,
         since=_since,
         value=_value,
-        explained=_explained,
+        explained=_explanation,
         count=human_count,
         image=_image,
         sparkline=sparkline,
@@ -164,18 +166,18 @@ def templates() -> Environment:
 
 
 def _data(value: object) -> Markup:
-    """JSON inside of a script element: nothing in it can end the element."""
+    """Return JSON for a script element; nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _image(svg: str) -> str:
-    """An address that holds the picture. As an image it can neither run a script nor ask for anything."""
+    """Return a data URL of the picture. An image can neither run a script nor load anything."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
-def _explained(code: str) -> Markup:
-    """The page of a finding; "" for a check of the user's own, and a code that this version does not know."""
+def _explanation(code: str) -> Markup:
+    """Return the page of a finding; "" for a user's check, and for a code that this version does not have."""
     try:
         text = page_of_code(code)
     except UsageError:
@@ -185,7 +187,7 @@ def _explained(code: str) -> Markup:
 
 
 def _inline(text: str) -> Markup:
-    """`code` and **bold** of a paragraph."""
+    """Convert `code` and **bold** of a paragraph."""
     safe = str(escape(" ".join(text.split())))
     safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
     return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", safe))

@@ -1,4 +1,4 @@
-"""``report.html``: a run, or several side by side, as one file that needs nothing else and can be sent."""
+"""Writes ``report.html``: one run, or several side by side, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "report.html"
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """Where a report was written, and how large it is."""
+    """The path and size of a written report."""
 
     path: Path
     runs: tuple[str, ...]
@@ -25,18 +25,18 @@ class WrittenReport:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the text output."""
         return [f"{self.path}  ({self.bytes:,} bytes)"]
 
     def to_json(self) -> Mapping[str, JsonValue]:
-        """What ``--json`` prints."""
+        """Return the output of ``--json``."""
         return {"path": str(self.path), "runs": list(self.runs), "bytes": self.bytes}
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Writes the report of these runs: that of one run into its folder, unless ``out`` names a file.
+    """Write the report of these runs. The report of one run goes into its folder, unless ``out`` names a file.
 
-    Raises UsageError for what is no run, StorageError where it cannot be written.
+    Raises UsageError for what is not a run, StorageError if it cannot be written.
     """
     from trainwright.report.pages.render import runs_page  # loads jinja2: when a run is over, not when it starts
 
@@ -48,7 +48,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport
 
 
 def leave_report(folder: RunFolder, warn: Callable[[str], None]) -> None:
-    """Writes the report of a run that is over. Whatever goes wrong with it is a warning: the run is not to fail."""
+    """Write the report of a finished run. An error is only a warning, because it must not fail the run."""
     try:
         if folder.log.is_file():
             write_report([folder.path])

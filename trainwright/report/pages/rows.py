@@ -1,6 +1,6 @@
-"""The curves of a run as rows of numbers, thinned so that every peak, dip and value that is not finite stays.
+"""The curves of a run as rows of numbers, thinned so that every peak, dip and non-finite value remains.
 
-A row is one record of a step. NaN: the record does not say. Infinity: it says a value that is not finite.
+A row is one record of a step. NaN: the record has no value. Infinity: the value is not finite.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ COLUMNS = (
     "skipped",
     "mem_bytes",
 )
-"""``order`` numbers the rows as they were read: a page that has seen some asks for those after them."""
+"""``order`` numbers the rows as they were read: a page requests only the rows after those it has."""
 PEAKS = ("loss", "grad_norm", "lr", "step_s", "wait_s", "mem_bytes")
-"""Of these the least, the greatest and the first value that is not finite of each bucket stay."""
+"""For each of these columns, thinning keeps the least, the greatest and the first non-finite value of each bucket."""
 NOT_FINITE = "n"
-"""How the JSON of a page spells a value that is not finite; null is one that is missing."""
+"""The JSON value of a number that is not finite; null is a missing one."""
 
 Rows: TypeAlias = NDArray[np.float64]
-"""One row a record, one column for each of COLUMNS."""
+"""One row per record, one column for each of COLUMNS."""
 
 
 def column(rows: Rows, name: str) -> NDArray[np.float64]:
@@ -46,13 +46,13 @@ def no_rows() -> Rows:
 
 
 def by_step(rows: Rows) -> Rows:
-    """In the order of steps; records of the same step stay as they were."""
+    """Return the rows in the order of steps; records of the same step keep their order."""
     steps = column(rows, "step")
     return rows if bool(np.all(steps[1:] >= steps[:-1])) else rows[np.argsort(steps, kind="stable")]
 
 
-def thinned(rows: Rows, buckets: int) -> Rows:
-    """Returns what is to be drawn of rows in the order of steps: of each of ``buckets`` equal spans its extremes."""
+def thin_rows(rows: Rows, buckets: int) -> Rows:
+    """Return the rows to draw: the extremes of each of ``buckets`` equal spans of steps."""
     if len(rows) <= 4 * buckets:
         return rows
     steps = column(rows, "step")
@@ -72,16 +72,16 @@ def thinned(rows: Rows, buckets: int) -> Rows:
 
 
 def _first_of_each(rank: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The index of the first wanted row of each bucket that has one."""
+    """Return the index of the first wanted row of each bucket that has one."""
     found = np.flatnonzero(wanted)
     _, first = np.unique(rank[found], return_index=True)
     return found[first]
 
 
 def seconds(rows: Rows, sessions: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
-    """The time of each row since the run began, without the time between a death and the resume after it.
+    """Return the time of each row since the start of the run, without the time between a death and its resume.
 
-    ``sessions`` are the beginning and the last record of each process, in unix time, the oldest first.
+    ``sessions`` are the beginning and the last record of each process, in Unix time, the oldest first.
     """
     times = column(rows, "time_s")
     passed = np.zeros(len(rows))
@@ -90,14 +90,14 @@ def seconds(rows: Rows, sessions: Sequence[tuple[float, float]]) -> NDArray[np.f
     return np.maximum.accumulate(passed) if len(passed) else passed
 
 
-def filled(steps: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``values`` over ``steps``, with those that are missing between known ones interpolated."""
+def fill_missing(steps: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ``values`` over ``steps``, with missing ones between known ones interpolated."""
     known = np.isfinite(values)
     return np.interp(steps, steps[known], values[known], np.nan, np.nan) if known.any() else values
 
 
 def as_json(columns: Mapping[str, NDArray[np.float64]]) -> dict[str, list[JsonValue]]:
-    """Columns for a page, with six significant digits; one that says nothing is left out."""
+    """Return columns for a page, with six significant digits; empty columns are left out."""
     return {name: _plain(values) for name, values in columns.items() if not np.isnan(values).all()}
 
 
@@ -114,5 +114,5 @@ def _plain(values: NDArray[np.float64]) -> list[JsonValue]:
 
 
 def _counts(values: NDArray[np.float64]) -> bool:
-    """Whether they only grow, as steps, samples and seconds do: six digits would make some of them equal."""
+    """Return True for values that only grow, as steps and seconds do: six digits would make some of them equal."""
     return bool(np.isfinite(values).all() and np.all(np.diff(values) >= 0))

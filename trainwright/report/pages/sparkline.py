@@ -1,4 +1,4 @@
-"""The loss of a run as a line of the size of a word."""
+"""The loss of a run as a word-sized line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 96, 22
 
 
 def sparkline(means: SpanMeans) -> Markup:
-    """An <svg> of the means of the loss, on a log axis where all are positive; "" where fewer than two are finite."""
+    """Return an <svg> of the mean losses, on a log axis if all are positive; "" if fewer than two are finite."""
     columns = means.columns()
     finite = np.isfinite(columns["loss"])
     steps, losses = columns["step"][finite], columns["loss"][finite]

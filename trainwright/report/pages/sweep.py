@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.report.pages.render import of_every_page, templates
+from trainwright.report.pages.render import page_values, templates
 from trainwright.report.parallel import Coordinate, bars_svg, parallel_coordinates_svg
 from trainwright.runs.printing import readable
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One trial: the cells of the table, and its run folder beside the page, "" for none that has a page."""
+    """One trial: the cells of the table, and its run folder relative to the page, "" if it has no page."""
 
     cells: Sequence[str]
     folder: str = ""
@@ -31,7 +31,7 @@ def sweep_page(
     best_recipe: str,
     note: str = "",
 ) -> str:
-    """Returns the page, which needs nothing else. ``values`` and those of ``coordinates`` are of the same trials."""
+    """Return the self-contained page. ``values`` and those of ``coordinates`` are of the same trials."""
     parallel = (
         parallel_coordinates_svg(coordinates, values, metric=metric, is_smaller_better=is_smaller_better)
         if len(values) > 1
@@ -42,7 +42,7 @@ def sweep_page(
         templates()
         .get_template("sweep.html")
         .render(
-            of_every_page("file"),
+            page_values("file"),
             title=name,
             head=head,
             rows=rows,

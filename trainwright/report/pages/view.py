@@ -1,4 +1,4 @@
-"""What a page shows of one run, from its folder alone, be the run over, dead, running, or copied from elsewhere."""
+"""The view of one run from its folder, whether it is finished, dead, running, or copied from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.report.examination import line_of_unexamined
 from trainwright.report.pages.documents import RunDocuments
-from trainwright.report.pages.log import LogSoFar
+from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.pages.rows import column
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.ending import RUNNING, state_of
@@ -35,8 +35,8 @@ from trainwright.runs.records import (
     Unexamined,
 )
 
-RECENT = 50
-"""Steps that say how fast the run is now."""
+RECENT_STEPS = 50
+"""The number of newest steps that determine the current speed."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Pin:
 
 
 class RunView(RunDocuments):
-    """One run. ``log`` is what has been read of it; what is asked of the view is of that moment."""
+    """One run. ``log`` is what has been read so far; all properties refer to that state."""
 
-    def __init__(self, path: Path, log: LogSoFar) -> None:
+    def __init__(self, path: Path, log: IncrementalLog) -> None:
         super().__init__(RunFolder(path))
         self.log = log
 
     @classmethod
     def read(cls, path: Path | str) -> RunView:
-        """Reads a run as a whole. Raises UsageError where there is none."""
+        """Read a complete run. Raises UsageError if there is none."""
         folder = RunFolder.open(path)
-        log = LogSoFar(folder.log)
+        log = IncrementalLog(folder.log)
         log.advance()
         return cls(folder.path, log)
 
@@ -70,18 +70,18 @@ class RunView(RunDocuments):
 
     @property
     def state(self) -> str:
-        """finished, stopped, data_exhausted, failed, running, killed, or "no end record" where it cannot be told."""
+        """finished, stopped, data_exhausted, failed, running, killed, or "no end record" if it is unknown."""
         return state_of(self.folder.path, [self.log.newest_process] if self.log.newest_process else [])
 
     @property
     def ended(self) -> Ended | None:
-        """How it ended; None while it runs, and where its newest process wrote no end."""
+        """The record of its end; None while it runs, and if its newest process wrote none."""
         newest = self.log.newest_process
         return newest if isinstance(newest, Ended) else None
 
     @property
     def verdict(self) -> RunVerdict:
-        """The verdict in the log; of a run that has not written one, the verdict so far."""
+        """The verdict in the log; if a run has not written one, the verdict so far."""
         ended = self.ended
         if ended is not None and ended.verdict is not None:
             return ended.verdict
@@ -106,7 +106,7 @@ class RunView(RunDocuments):
 
     @property
     def loss(self) -> float | None:
-        """The newest loss of the training; infinite where it is not finite."""
+        """The newest training loss; infinite if it is not finite."""
         losses = column(self.log.rows, "loss")
         known = losses[~np.isnan(losses)]
         return float(known[-1]) if len(known) else None
@@ -122,29 +122,29 @@ class RunView(RunDocuments):
 
     @property
     def best(self) -> float | None:
-        """The least loss of validation."""
+        """The lowest validation loss."""
         return min((each.loss for each in self.evaluations if math.isfinite(each.loss)), default=None)
 
     @property
     def is_past_best(self) -> bool:
-        """Whether an earlier validation had a smaller loss than the newest one."""
+        """True if an earlier validation had a smaller loss than the newest one."""
         return self.best is not None and self.best != self.val_loss
 
     @property
     def seconds(self) -> float:
-        """How long its processes ran, all together."""
+        """The running time of its processes in total."""
         return sum(max(0.0, end_s - begin_s) for begin_s, end_s in self.log.sessions)
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, of the newest ones."""
-        times = column(self.log.rows, "step_s")[-RECENT:]
+        """Median seconds per step over the newest steps."""
+        times = column(self.log.rows, "step_s")[-RECENT_STEPS:]
         known = times[np.isfinite(times)]
         return float(np.median(known)) if len(known) else None
 
     @property
     def left_s(self) -> float | None:
-        """How long it will take yet, by its plan and its pace; None where that is not known, or it does not run."""
+        """The remaining seconds by its plan and its pace; None if unknown, or if it does not run."""
         if self.state != RUNNING:
             return None
         if self.planned_steps and self.step_s is not None:
@@ -154,18 +154,18 @@ class RunView(RunDocuments):
 
     @property
     def findings(self) -> list[Found]:
-        """Each in its latest wording, the first cause first."""
+        """The findings in their latest wording, the first cause first."""
         return self.log.findings
 
     @property
     def unexamined(self) -> str | None:
-        """What found no time to be examined; None where everything did, or the run does not say."""
+        """A line on experiments that had no time; None if all had time, or the run has no such record."""
         notes = [each for each in self.log.notes(Unexamined) if isinstance(each, Unexamined)]
         return line_of_unexamined(notes[-1], self.folder.path) if notes else None
 
     @property
     def pins(self) -> list[Pin]:
-        """Findings, resumes and attempts that ran out of memory, by step."""
+        """Findings, resumes and out-of-memory attempts, by step."""
         pins = [Pin(_since(each), each.severity, each.code, number) for number, each in enumerate(self.findings)]
         for each in self.log.notes(Started)[1:]:
             if isinstance(each, Started):
@@ -176,7 +176,7 @@ class RunView(RunDocuments):
 
     @property
     def records(self) -> Mapping[str, Sequence[Record]]:
-        """The newest records for the tables of a page, by what they are."""
+        """The newest records for the tables of a page, by table."""
         kinds = {
             "checkpoints": (Saved, NotSaved),
             "skipped": (Skipped,),
@@ -190,7 +190,7 @@ class RunView(RunDocuments):
         }
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """The head of the page: names and values."""
+        """Yield the head of the page: names and values."""
         planned = self.planned_steps
         yield "step", f"{self.step:,}" + (f" of {planned:,}" if planned else "")
         yield "duration", human_seconds(self.seconds)
@@ -208,12 +208,12 @@ class RunView(RunDocuments):
 
 
 def number(value: float | None) -> str:
-    """A loss for a person."""
+    """Return a loss as text."""
     return "-" if value is None else f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
 def flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Nested JSON as dotted paths and values."""
+    """Yield nested JSON as dotted paths and values."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from flat(inner, f"{path}.{key}" if path else str(key))
@@ -224,7 +224,7 @@ def flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def memory_parts(view: RunView) -> list[tuple[str, str]]:
-    """The memory that the plan foresaw, by what it holds."""
+    """Return the predicted memory by kind."""
     parts = view.plan.get("memory_bytes") or {}
     return [(name, human_bytes(size)) for name, size in parts.items() if size]
 

@@ -1,1 +1,1 @@
-"""The pages of runs, live, on a server of this machine."""
+"""Live pages of runs, served on this machine."""

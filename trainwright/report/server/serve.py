@@ -1,4 +1,4 @@
-"""``trainwright serve``: the server as a process of its own, alone or beside a training, which pays nothing for it."""
+"""Runs the page server of ``trainwright serve``, alone or as a process beside a training run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from trainwright.report.server.server import Guard
 
 PORT = 8787
-"""Tried first, for an address that stays; another one is taken where it is not free."""
+"""The default port, for a stable address; if it is not free, another one is used."""
 LINGER_S = 60.0
-"""A server beside a training that is over ends when no page was open for so long."""
+"""A server beside a finished run ends when no page was open for this long."""
 _TOKEN, _PARENT = "TRAINWRIGHT_PAGE_TOKEN", "TRAINWRIGHT_PAGE_PARENT"
-"""In the environment, which other users cannot read, as they can a command line."""
+"""Passed in the environment, because other users can read a command line, but not the environment."""
 
-STARTED: list[subprocess.Popen[bytes]] = []
-"""Servers beside this process: Python warns of a process that nobody holds while it runs."""
+BACKGROUND_SERVERS: list[subprocess.Popen[bytes]] = []
+"""Servers started by this process. They are referenced because Python warns of an unreferenced running process."""
 
 
-def listening(port: int | None) -> socket.socket:
-    """A socket of the loopback that listens at ``port``, or at a free one. Raises UsageError where that is taken."""
+def open_listener(port: int | None) -> socket.socket:
+    """Return a loopback socket that listens at ``port``, or at a free one. Raises UsageError if ``port`` is taken."""
     for each in (PORT, 0) if port is None else (port,):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,18 +54,18 @@ def listening(port: int | None) -> socket.socket:
 
 
 def address(listener: socket.socket, token: str, *, run: str | None = None) -> str:
-    """The URL to open: that of all runs, or of one."""
+    """Return the URL of all runs, or of one run."""
     port = listener.getsockname()[1]
     query = urlencode({"token": token} if run is None else {"run": run, "token": token})
     return f"http://127.0.0.1:{port}/{'' if run is None else 'view'}?{query}"
 
 
 def serve(folders: Sequence[Path], port: int | None, hosts: Sequence[str], say: Callable[[str], None]) -> None:
-    """Serves the runs in these folders until it is interrupted. Raises UsageError for what is no folder."""
+    """Serve the runs in these folders until interrupted. Raises UsageError for what is not a folder."""
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder", remedy="give the folder of the runs, such as runs, or a run")
-    with listening(port) as listener:
+    with open_listener(port) as listener:
         token = secrets.token_urlsafe(24)
         say(f"runs in {', '.join(map(str, folders))}: {address(listener, token)}")
         port = listener.getsockname()[1]
@@ -81,7 +81,7 @@ def run_server(
     *,
     parent: int | None = None,
 ) -> None:
-    """Answers until a signal comes, or until ``parent`` is gone and no page is open."""
+    """Serve until a signal comes, or until ``parent`` is gone and no page is open."""
     server, guard = make_server(folders, listener, token, hosts)
 
     def end_with_parent() -> None:
@@ -98,7 +98,7 @@ def run_server(
 def make_server(
     folders: Sequence[Path], listener: socket.socket, token: str, hosts: Sequence[str] = ()
 ) -> tuple[Server, Guard]:
-    """What answers at ``listener`` once it runs, and what looks at each request first."""
+    """Return the server for ``listener``, and the guard that examines each request first."""
     import uvicorn
 
     from trainwright.report.pages.connections import LimitedConnection
@@ -121,15 +121,16 @@ def make_server(
     return uvicorn.Server(config), guard
 
 
-def serve_beside(folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Starts a server of the runs around ``folder`` as a process of its own, and says where the page of that run is.
+def serve_in_background(folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Start a server of the runs around ``folder`` as a separate process, and print the page of that run.
 
-    It reads files, so a kill of either process does nothing to the other; it ends some time after this one. Whatever
-    goes wrong is said, and training goes on.
+    It only reads files, so killing either process does not affect the other. It ends some time after this one. Errors
+    are
+    printed, and training goes on.
     """
     token = secrets.token_urlsafe(24)
     try:
-        with listening(None) as listener:
+        with open_listener(None) as listener:
             command = [sys.executable, "-m", "trainwright.report.server.serve", str(folder.path.resolve().parent)]
             process = subprocess.Popen(
                 [*command, str(listener.fileno())],
@@ -140,14 +141,14 @@ def serve_beside(folder: RunFolder, say: Callable[[str], None]) -> None:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is meant for the training
             )
-            STARTED.append(process)
+            BACKGROUND_SERVERS.append(process)
             say(f"page        {address(listener, token, run=folder.path.resolve().name)}")
     except OSError as error:
         say(f"no page: {error} (start `trainwright serve {folder.path.parent}` by hand)")
 
 
 def main() -> None:
-    """The process that ``serve_beside`` starts: a folder, and the number of a descriptor that listens."""
+    """Run the process that ``serve_in_background`` starts. Its arguments are a folder and a listening descriptor."""
     folder, descriptor = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as listener:
         run_server([Path(folder)], listener, os.environ[_TOKEN], parent=int(os.environ[_PARENT]))

@@ -1,10 +1,10 @@
-"""The application behind ``trainwright serve``: pages of runs, read only, and what is new of them as it is written.
+"""The application behind ``trainwright serve``: read-only pages of runs, and updates as runs write them.
 
     /            all runs                       /runs-data  /runs-events   the rows of that page
-    /view?run=   one run, or several            /data       /events        what is new of them
+    /view?run=   one run, or several            /data       /events        updates of them
 
-Every address is relative, so it works behind ``ssh -L`` and a proxy under any path. A run is asked for by its name on
-the list of those that were found: no path is ever made of what a request says.
+Every address is relative, so it works behind ``ssh -L`` and a proxy under any path. A request names one of the
+runs that were found; no path is ever built from a request.
 """
 
 from __future__ import annotations
@@ -47,21 +47,23 @@ from trainwright.runs.json_values import JsonValue
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 POLL_S, KEEP_ALIVE_S = 0.5, 15.0
-READ_S = 0.5
-"""What may be spent on reading a log before an answer goes out: a longer one is read on while its page is shown."""
-LOOK_AGAIN_S = 3.0
-"""So often a page is looked at where no record came: the state of a run changes without one when it is killed."""
-LAYERS_S = 5.0
-"""So often new statistics by layer go out."""
-MOST_RUNS = 24
-"""Side by side on one page."""
-MOST_ROWS = 4000
-"""Rows that a page gets one by one before it gets all of them anew, thinned."""
+READ_BUDGET_S = 0.5
+"""The time for reading a log before an answer is sent; a longer log is read on while its page is shown."""
+REFRESH_S = 3.0
+"""The interval at which a page is refreshed without new records: a killed run changes its state without one."""
+LAYERS_INTERVAL_S = 5.0
+"""The interval at which new statistics by layer are sent."""
+MAX_RUNS_PER_PAGE = 24
+"""The maximum number of runs side by side on one page."""
+MAX_NEW_ROWS = 4000
+"""Rows that a page receives one by one before it receives all of them again, thinned."""
 
 
 @dataclass
-class Seen:
-    """What one page knows of one run: of which log how many rows and readings, its parts, and when it was looked at."""
+class PageState:
+    """The state of one run on one page: the log and the number of its rows and readings, its parts, and the last
+    refresh.
+    """
 
     log: str = ""
     read: int = 0
@@ -72,11 +74,11 @@ class Seen:
     layers_s: float = -math.inf
     parts: dict[str, str] = field(default_factory=dict)
     position: tuple[str, int] = ("", -1)
-    looked_s: float = -math.inf
+    refreshed_s: float = -math.inf
 
 
 class PageServer:
-    """Answers the requests. One thread reads, and one reader of each log serves all pages that show it."""
+    """Answers requests. One thread reads, and one reader of each log serves all pages that show it."""
 
     def __init__(self, shelf: RunShelf) -> None:
         self._shelf, self._reading = shelf, ThreadPoolExecutor(1, "reader")
@@ -85,7 +87,7 @@ class PageServer:
         return await asyncio.get_running_loop().run_in_executor(self._reading, act)
 
     def app(self, token: str, *, hosts: Sequence[str] = (), cookie: str = "trainwright") -> Guard:
-        """``hosts`` are the names that a request may call this machine by, besides those of the loopback."""
+        """Return the application. ``hosts`` are allowed host names besides those of the loopback."""
         routes = [
             Route("/", self._overview),
             Route("/view", self._view),
@@ -108,16 +110,16 @@ class PageServer:
         return HTMLResponse(text) if text else _not_found(names)
 
     def _page(self, names: Sequence[str]) -> str:
-        views = self._views(names, READ_S)
+        views = self._views(names, READ_BUDGET_S)
         return runs_page(list(views.values()), names=list(views), live=True) if views else ""
 
     async def _data(self, request: Request) -> Response:
-        names, seen = _asked(request.query_params)
+        names, seen = _parse_query(request.query_params)
         message = await self._read(lambda: self.news(names, seen))
         return JSONResponse(message) if message else _not_found(names)
 
     async def _events(self, request: Request) -> Response:
-        names, seen = _asked(request.query_params)
+        names, seen = _parse_query(request.query_params)
         if not await self._read(lambda: self._has(names)):
             return _not_found(names)
         return self._stream(lambda: self.news(names, seen))
@@ -142,7 +144,7 @@ class PageServer:
         return overview_rows(self._shelf.overview())
 
     def _stream(self, news: Callable[[], Mapping[str, JsonValue]], *, every_s: float = POLL_S) -> Response:
-        """Server-sent events: what ``news`` returns, where it is anything; a comment where nothing came for long."""
+        """Return server-sent events: non-empty results of ``news``, or a comment after a long silence."""
 
         async def events() -> AsyncIterator[str]:
             sent_s = time.monotonic()
@@ -156,24 +158,24 @@ class PageServer:
                     sent_s = time.monotonic()
                 await asyncio.sleep(every_s)
 
-        headers = {"X-Accel-Buffering": "no"}  # nginx would keep events back
+        headers = {"X-Accel-Buffering": "no"}  # nginx would buffer events
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
     def _has(self, names: Sequence[str]) -> bool:
         return any(name in self._shelf.runs() for name in names)
 
     def _views(self, names: Sequence[str], for_s: float) -> dict[str, RunView]:
-        """Those of these runs that there are, read on for that long."""
+        """Return the views of existing runs, each log read on for its part of ``for_s`` seconds."""
         paths = self._shelf.runs()
-        known = [name for name in dict.fromkeys(names) if name in paths][:MOST_RUNS]
+        known = [name for name in dict.fromkeys(names) if name in paths][:MAX_RUNS_PER_PAGE]
         return {name: self._shelf.view(paths[name], for_s=for_s / len(known)) for name in known}
 
-    def news(self, names: Sequence[str], seen: Sequence[Seen]) -> dict[str, JsonValue]:
-        """What a page does not know yet of these runs; notes in ``seen`` that it does from now on. Empty: nothing."""
-        views = self._views(names, READ_S)
+    def news(self, names: Sequence[str], seen: Sequence[PageState]) -> dict[str, JsonValue]:
+        """Return updates of these runs for a page, and record them in ``seen``; empty if there are none."""
+        views = self._views(names, READ_BUDGET_S)
         there = [(i, name, views[name], seen[i]) for i, name in enumerate(names) if name in views]
         wrote = any(view.log.position != known.position for _, _, view, known in there)
-        if not wrote and all(time.monotonic() - known.looked_s < LOOK_AGAIN_S for _, _, _, known in there):
+        if not wrote and all(time.monotonic() - known.refreshed_s < REFRESH_S for _, _, _, known in there):
             return {}
         runs: list[JsonValue] = []
         parts: dict[str, JsonValue] = {}
@@ -184,57 +186,67 @@ class PageServer:
             except Exception as error:
                 now = {f"head-{index}": str(unreadable_part(reason_of(error)))}
             parts |= {part: text for part, text in now.items() if known.parts.get(part) != text}
-            known.parts, known.position, known.looked_s = now, view.log.position, time.monotonic()
+            known.parts = now
+            known.position = view.log.position
+            known.refreshed_s = time.monotonic()
         return {"runs": runs, "parts": parts} if wrote or parts else {}
 
 
-def _curves(view: RunView, known: Seen) -> dict[str, JsonValue]:
-    """The rows that are new, or all, thinned: for a page that has none, and where they are many."""
+def _curves(view: RunView, known: PageState) -> dict[str, JsonValue]:
+    """Return the new rows, or all rows, thinned, if the page has none or the new ones are many."""
     log = view.log
     fresh = log.read_rows - known.read
-    whole = known.log != log.name or not (known.complete and log.is_complete) or known.rows + fresh > MOST_ROWS
+    whole = known.log != log.name or not (known.complete and log.is_complete) or known.rows + fresh > MAX_NEW_ROWS
     curves = curves_of(view) if whole else curves_of(view, after=known.read)
     known.rows = 0 if whole else known.rows + fresh
-    known.log, known.read, known.complete = log.name, log.read_rows, log.is_complete
+    known.log = log.name
+    known.read = log.read_rows
+    known.complete = log.is_complete
     readings = readings_of(view) if whole or known.readings != log.readings.count else None
     known.readings = log.readings.count
     return {**curves, "whole": whole, "readings": readings, "layers": _layers(view, known, whole=whole)}
 
 
-def _layers(view: RunView, known: Seen, *, whole: bool) -> JsonValue:
-    """The maps by layer where they are new; a busy run has some each second, and they are large."""
+def _layers(view: RunView, known: PageState, *, whole: bool) -> JsonValue:
+    """Return the maps by layer if they are new. A busy run has new ones each second, and they are large."""
     count, now_s = view.log.layers.count + view.log.output_grads.count, time.monotonic()
-    if not whole and (count == known.layers or now_s - known.layers_s < LAYERS_S):
+    if not whole and (count == known.layers or now_s - known.layers_s < LAYERS_INTERVAL_S):
         return None
     known.layers, known.layers_s = count, now_s
     return view.log.heat_maps
 
 
-def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:
-    """The runs of a request, and what it says that its page knows: ``after=LOG:ROWS`` for each."""
-    names = query.getlist("run")[:MOST_RUNS]
+def _parse_query(query: QueryParams) -> tuple[list[str], list[PageState]]:
+    """Return the runs of a request, and the state of its page: ``after=LOG:ROWS`` for each."""
+    names = query.getlist("run")[:MAX_RUNS_PER_PAGE]
     after = [*query.getlist("after"), *[""] * len(names)]
     seen = []
     for text in after[: len(names)]:
         log, _, rows = text.partition(":")
-        seen.append(Seen(log, int(rows), 0, True) if re.fullmatch("[0-9]{1,15}", rows) else Seen())
+        seen.append(PageState(log, int(rows), 0, True) if re.fullmatch("[0-9]{1,15}", rows) else PageState())
     return names, seen
 
 
 def _not_found(names: Sequence[str]) -> Response:
-    return PlainTextResponse(f"there is no run {', '.join(names) or 'of no name'} here: see the list of all runs", 404)
+    return PlainTextResponse(
+        f"there is no run {', '.join(names) or 'without a name'} here: see the list of all runs", 404
+    )
 
 
 class Guard:
-    """Lets requests through that name this machine by a name of its own, and know the token.
+    """Accepts requests with an allowed host name and the token.
 
-    A page of another site cannot make a browser ask for the runs: it does not know the token, the cookie that holds it
-    is not sent from there, and a name of its own that leads here is no name of this machine. ``used_s`` is when a
-    request that knew the token was last answered, by ``time.monotonic``.
+    A page of another site cannot make a browser request the runs: it does not have the token, the browser does not send
+    the cookie from there, and a foreign host name that resolves to this machine is not allowed. ``used_s`` is the time
+    of
+    the last answer to a request with the token, by ``time.monotonic``.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Sequence[str], cookie: str) -> None:
-        self._app, self._token, self._hosts, self._cookie = app, token, frozenset(hosts), cookie
+        self._app = app
+        self._token = token
+        self._hosts = frozenset(hosts)
+        self._cookie = cookie
         self.used_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -253,9 +265,11 @@ class Guard:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers, query = Headers(scope=scope), QueryParams(scope["query_string"])
         if _without_port(headers.get("host", "")) not in self._hosts:
-            return PlainTextResponse("not a name of this server: start it with --host-name NAME to allow it", 400)
+            return PlainTextResponse(
+                "not an allowed host name: start the server with --host-name NAME to allow it", 400
+            )
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("there is nothing to write here", 405)
+            return PlainTextResponse("this server is read-only", 405)
         if self._knows(query.get("token", "")):
             scope["state"][KNOWS_TOKEN] = True
             return self._with_cookie(scope, query)
@@ -268,10 +282,12 @@ class Guard:
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def _with_cookie(self, scope: Scope, query: QueryParams) -> Response:
-        """The same page without the token in its address, where a screenshot or a copied link would show it."""
+        """Return a redirect to the address without the token, so that a screenshot or a copied link does not
+        show it.
+        """
         rest = urlencode([(key, value) for key, value in query.multi_items() if key != "token"])
         here = quote(scope["path"].rpartition("/")[2]) or "./"
-        cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax"  # for this path, whatever a proxy makes of it
+        cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax"  # relative to this path, also behind a proxy
         return Response(status_code=303, headers={"location": f"{here}?{rest}" if rest else here, "set-cookie": cookie})
 
 

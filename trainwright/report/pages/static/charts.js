@@ -19,11 +19,11 @@ const Charts = (function () {
   const unit = (name) => (v) => (v == null ? "-" : short(v) + " " + name);
   const number = (v) => typeof v === "number";
 
-  /* Of a column: null is missing (undefined for uPlot, which draws on), "n" is not finite (null, a gap). */
+  /* Values of a column: null is missing (undefined for uPlot, which draws on), "n" is not finite (null, a gap). */
   const plottable = (values) => values.map((v) => (v === null ? undefined : v === "n" ? null : v));
   const shareOf = (a, b) => a && b && a.map((v, i) => (number(v) && number(b[i]) ? (b[i] > 0 ? v / b[i] : 0) : null));
 
-  /* Units of work for each second of a step: by the counters where there are any, else steps. */
+  /* Units of work per second of a step: by the counters if there are any, else steps. */
   const counts = (c) => (c.tokens && c.tokens.some((v) => v > 0) ? c.tokens : c.samples);
   const unitOf = (c) => (c.tokens && c.tokens.some((v) => v > 0) ? "tokens/s" : c.samples ? "samples/s" : "steps/s");
   function speed(columns) {
@@ -37,7 +37,7 @@ const Charts = (function () {
     });
   }
 
-  /* What is drawn. "of" gives label, x side, values and look of each series of a run. */
+  /* The charts. "of" returns label, x values, y values and style of each series of a run. */
   const CURVES = [
     { name: "loss", tall: true, smooth: true, of: (run) => [["loss", run.columns, run.columns.loss, {}], ["validation", run.evaluations, run.evaluations.loss, { strong: true }]] },
     { name: "gradient norm", log: true, smooth: true, of: (run) => [["gradient norm", run.columns, run.columns.grad_norm, {}]] },
@@ -142,7 +142,7 @@ const Charts = (function () {
     return [(text) => (place.textContent = text)];
   }
 
-  /* How a curve goes beneath its noise: means of all records over spans of steps, with two records in a span or more. */
+  /* Smoothed curves: means of all records over spans of steps, with at least two records in a span. */
   function meansOf(chart, run, alone, x) {
     const means = run.means || {}, side = { ...run, columns: means, evaluations: {} };
     if (!chart.smooth || !byId("smooth").checked || !means[x] || run.columns.step.length < 2 * means.step.length) return null;
@@ -187,7 +187,7 @@ const Charts = (function () {
     return tables.length ? [uPlot.join(tables, tables.map(() => [1, 1])), series] : null;
   }
 
-  /* All charts of a page. Those that are as before get new data; else all are made anew. */
+  /* All charts of a page. If their list is unchanged they get new data; otherwise all are created again. */
   function draw() {
     const box = byId("charts");
     if (!box) return;
@@ -280,7 +280,7 @@ const Charts = (function () {
     return plot;
   }
 
-  /* Beside the name of a chart: what each curve is at the cursor, or last. */
+  /* Beside the name of a chart: the value of each curve at the cursor, or the last one. */
   function captionOf(caption, series, say) {
     return series.map((each) => {
       if (!each.isRead) return null;
@@ -329,7 +329,7 @@ const Charts = (function () {
     return [chart.zero && low === 0 ? 0 : low - room, high + room];
   }
 
-  /* Losses that mean something, as that of a guess: dashed lines across. Where runs differ in them, none. */
+  /* Reference losses, such as that of a guess, as dashed lines; none if runs differ in them. */
   function references() {
     const [first, ...others] = data.runs.map((run) => JSON.stringify(run.references || {}));
     return others.every((each) => each === first) ? Object.entries(JSON.parse(first)) : [];
@@ -352,7 +352,7 @@ const Charts = (function () {
     }
     ctx.restore();
   }
-  /* Where a value is not finite the curve has a gap: a mark at its foot says why. */
+  /* A value that is not finite leaves a gap; a mark at the bottom shows the reason. */
   function markBroken(u) {
     const ctx = u.ctx, size = devicePixelRatio;
     ctx.save();
@@ -400,7 +400,7 @@ const Charts = (function () {
     event.preventDefault();
   }
 
-  /* Pins: findings, resumes and shortages of memory on the curve of the loss; buttons, for the keyboard, too. */
+  /* Pins: findings, resumes and out-of-memory errors on the loss curve; as buttons, for the keyboard, too. */
   function addPins(u) {
     const pins = data.runs.flatMap((run, index) => (hidden.has(index) ? [] : run.pins.map((pin) => [run, index, pin])));
     const told = JSON.stringify(pins.map(([, index, pin]) => [index, pin]));
@@ -461,7 +461,7 @@ const Charts = (function () {
     card.focus({ preventScroll: true });
   }
 
-  /* Of several runs: buttons with their names, which take a run out of all charts and put it back. */
+  /* For several runs: buttons with their names, which hide and show a run in all charts. */
   function listRuns() {
     const place = byId("legend");
     if (!place) return;

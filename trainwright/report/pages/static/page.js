@@ -6,7 +6,7 @@
   const byId = (id) => document.getElementById(id);
   const MOST_ROWS = 12000;
 
-  /* A live page: what is new comes by server-sent events, or is asked for where those do not get through. */
+  /* A live page: updates come by server-sent events, or by polling if those do not get through. */
   function say(text) {
     const place = byId("link");
     if (place) place.textContent = text;
@@ -66,8 +66,8 @@
     });
     return asked;
   }
-  /* A browser has six connections to a server, and each page that listens takes one: with more none could be loaded.
-     So a hidden page hears nothing, and where as many listen as there are seats, the others ask again and again. */
+  /* A browser has six connections to a server, and each page with an event stream takes one; with more, no page could
+     be loaded. So a hidden page has no stream, and once all seats are taken the other pages poll. */
   const SEATS = 4;
   function seat(number, then) {
     if (!navigator.locks) return then(() => {});

@@ -1,4 +1,4 @@
-"""What a recipe reads and looks at: data, metrics and observers."""
+"""The sections of a recipe for data, metrics and observers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from trainwright.recipe.catalog import DATASETS, METRICS, OBSERVERS
 from trainwright.recipe.duration import Duration
-from trainwright.recipe.section import Count, Part, SampleId, Section, Text, on_the_clock
+from trainwright.recipe.section import Count, Part, SampleId, Section, Text, require_time
 from trainwright.recipe.short_name import ShortName
 
 
@@ -16,23 +16,23 @@ class Dataset(Part):
     """A dataset."""
 
     use: Annotated[str, ShortName("dataset", DATASETS)] = Field(
-        description="A dataset in the box, or package.module:callable that returns one.", examples=["digits"]
+        description="A built-in dataset, or package.module:callable that returns one.", examples=["digits"]
     )
 
 
 class FurtherSet(Dataset):
     """A further validation set."""
 
-    name: Text = Field(description="What its figures begin with: noisy.loss.", examples=["noisy"])
+    name: Text = Field(description="The prefix of its figures, as in noisy.loss.", examples=["noisy"])
 
 
 class Data(Section):
-    """What is trained on, and how it is read."""
+    """The training and validation data, and how they are read."""
 
     train: Dataset = Field(description="The training set.", examples=["digits"])
     val: Dataset | None = Field(default=None, description="The validation set.", examples=["digits"])
     more_val: Annotated[tuple[FurtherSet, ...], Field(strict=False)] = Field(
-        default=(), description="Further validation sets; the first one is what the best and patience go by."
+        default=(), description="Further validation sets; the best checkpoint and patience use the first one."
     )
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
     prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
@@ -46,7 +46,7 @@ class Data(Section):
         default=(), description="Positions in the training set that are never trained on.", examples=[[137, 4021]]
     )
     on_bad_sample: Literal["stop", "quarantine"] = Field(
-        default="stop", description="A sample that cannot be read ends the run, or is put in quarantine and named."
+        default="stop", description="A sample that cannot be read ends the run, or is put in quarantine and reported."
     )
     pin_memory: Literal["auto", True, False] = Field(
         default="auto", description="Page-locked host memory for faster copies to a GPU."
@@ -55,18 +55,20 @@ class Data(Section):
     @field_validator("timeout")
     @classmethod
     def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return on_the_clock(value)
+        return require_time(value)
 
 
 class MetricPart(Part):
-    """What is measured over a whole pass."""
+    """A metric that is computed over a whole pass."""
 
     use: Annotated[str, ShortName("metric", METRICS)] = Field(
-        description="A metric in the box, or package.module:callable: a class with update, compute and reset, or a "
+        description="A built-in metric, or package.module:callable: a class with update, compute and reset, or a "
         "function of (outputs, targets).",
         examples=["accuracy"],
     )
-    name: Text | None = Field(default=None, description="What it is called; null: as the callable.", examples=["f1"])
+    name: Text | None = Field(
+        default=None, description="The name of the metric; null: that of the callable.", examples=["f1"]
+    )
 
     @property
     def shown_name(self) -> str:
@@ -74,9 +76,9 @@ class MetricPart(Part):
 
 
 class Watcher(Part):
-    """What looks at each step after it is done, and may end the run."""
+    """An observer, which receives each completed step and may end the run."""
 
     use: Annotated[str, ShortName("observer", OBSERVERS)] = Field(
-        description="An observer in the box, or package.module:callable: a class, or a function of (result, state).",
+        description="A built-in observer, or package.module:callable: a class, or a function of (result, state).",
         examples=["early_stopping"],
     )

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from trainwright.runs.printing import readable as readable
 
 LARGEST_INT = 2**63 - 1
-_LONGEST = 60
+_MAX_TEXT_CHARS = 60
 
 
-def shown(value: object) -> str:
-    """Returns ``value`` for the "got" of a problem."""
+def format_value(value: object) -> str:
+    """Return ``value`` as text for the "got" of a problem."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -22,7 +22,7 @@ def shown(value: object) -> str:
     if isinstance(value, float):
         return repr(float(value)) if math.isfinite(value) else f".{value}".replace(".-", "-.")
     if isinstance(value, str):
-        return readable(repr(value if len(value) <= _LONGEST else value[:_LONGEST] + "..."))
+        return readable(repr(value if len(value) <= _MAX_TEXT_CHARS else value[:_MAX_TEXT_CHARS] + "..."))
     if isinstance(value, Mapping):
         return f"a mapping of {len(value)} key{'' if len(value) == 1 else 's'}"
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Data that come in batches of their own: what a recipe can ask of them, and what it cannot."""
+"""Validates recipes for data that the user provides as ready batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trainwright.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class OwnBatches:
-    """Batches that the data come in: samples of each, as far as that is known, and how many an epoch has.
+class UserBatches:
+    """Batches that the user's data come in: samples per batch if known, and batches per epoch.
 
-    ``ready``: they are made by the user's own iterator, so nothing is left out of them, and ranks share rows of each.
+    ``ready``: the user's iterator makes them, so no samples can be left out, and ranks share the rows of each batch.
     """
 
     size: int | None = None
@@ -21,13 +21,13 @@ class OwnBatches:
     ready: bool = False
 
 
-def require_fits(recipe: Recipe, own: OwnBatches, ranks: int) -> None:
-    """Raises RecipeError with everything that a recipe asks and such data cannot give."""
+def require_fits(recipe: Recipe, own: UserBatches, ranks: int) -> None:
+    """Raise RecipeError with every setting that such data cannot satisfy."""
     if problems := list(_problems(recipe, own, ranks)):
         raise RecipeError(problems)
 
 
-def _problems(recipe: Recipe, own: OwnBatches, ranks: int) -> Iterator[Problem]:
+def _problems(recipe: Recipe, own: UserBatches, ranks: int) -> Iterator[Problem]:
     batch, rule = recipe.batch, recipe.optimizer.lr_rule
     if rule.rule != "none" and own.size is None:
         why = "needs a batch size, and how many samples a batch of these data has is not known"
@@ -42,7 +42,7 @@ def _problems(recipe: Recipe, own: OwnBatches, ranks: int) -> Iterator[Problem]:
         remedy = "give a Dataset or an IterableDataset of samples, or use parallel.shard"
         yield Problem("parallel.pipeline", why, got=str(recipe.parallel.pipeline), remedy=remedy)
     if isinstance(batch.micro, int):
-        why = "cannot be chosen for ready batches: each is one micro-batch, of the size that it comes in"
+        why = "cannot be chosen for ready batches: each is one micro-batch, of the size that the data have"
         yield Problem("batch.micro", why, got=str(batch.micro), remedy="leave it out, and make smaller batches")
     if recipe.data.quarantine:
         why = "cannot be set for ready batches: samples are not left out of them"
