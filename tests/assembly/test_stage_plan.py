@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.assembly.stage_plan import StagedModel, stage_plan
-from trainwright.engine.in_stages import _Given
 from trainwright.engine.losses import language_model
+from trainwright.engine.stage_passes import _Given
 from trainwright.errors import RecipeError, UsageError
 from trainwright.models.hf import hf_model
 from trainwright.plan.parallel import Degrees

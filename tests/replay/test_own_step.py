@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 import trainwright as tw
 from trainwright.checkpoint.chained import ChainedOptimizer
 from trainwright.checkpoint.snapshot import LiveObjects
-from trainwright.engine.own_step import OwnStep
+from trainwright.engine.manual_step import OwnStep
 from trainwright.recorder.engine_source import EngineSource, called_parts, engine_recorder
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.program import OptimizerStep

@@ -15,8 +15,8 @@ from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult, evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
-from trainwright.engine.over_ranks import share_buffers
 from trainwright.engine.precision import Precision
+from trainwright.engine.rank_sums import share_buffers
 from trainwright.monitoring.cadence import Every
 
 

@@ -21,11 +21,11 @@ _LIBRARIES = tuple(
 _LOOP = f"{_OURS}engine/loop.py"
 """Calls ``observe`` of each observer."""
 _FILES = {
-    f"{_OURS}engine/between.py:each_batch": "data",
+    f"{_OURS}engine/periodic.py:each_batch": "data",
     f"{_OURS}optim/clip.py": "update",
     f"{_OURS}engine/guard.py": "update",
     f"{_OURS}engine/update.py": "update",
-    f"{_OURS}engine/over_ranks.py": "exchange",
+    f"{_OURS}engine/rank_sums.py": "exchange",
     f"{_OURS}engine/accumulate.py": "forward",
     f"{_OURS}engine/step.py:_finish": "update",
     f"{_OURS}engine/step.py:set_lr": "update",

@@ -16,7 +16,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import Loading
 from trainwright.distributed import SOLO
 from trainwright.engine.dry_run import Mode, time_evaluation
-from trainwright.engine.guard import LARGEST_TABLE
+from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.plan.explain import EXAMINATIONS
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, with_dry_run
 from trainwright.plan.memory import memory_bytes
@@ -155,7 +155,9 @@ def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
     average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, WeightAverage) else []
     modules = [state.model, *([state.loss] if state.loss is not None else [])]
     sizes = {id(buffer): buffer.nbytes for module in modules for buffer in module.buffers()}.values()
-    return sum(each.nbytes for each in average), sum(size * (2 if size <= LARGEST_TABLE else 1) for size in sizes)
+    return sum(each.nbytes for each in average), sum(
+        size * (2 if size <= MAX_COPIED_TABLE_BYTES else 1) for size in sizes
+    )
 
 
 def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Tried:

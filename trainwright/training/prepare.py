@@ -32,8 +32,8 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.count_epoch import with_epoch_counted
 from trainwright.distributed import ALONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
 from trainwright.distributed.memory import free_bytes, keep_blocks, mind_limits, rlimits
-from trainwright.engine.in_stages import PipelineStages
 from trainwright.engine.precision import MatmulMode, Precision
+from trainwright.engine.stage_passes import PipelineStages
 from trainwright.errors import DataError, UsageError
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
@@ -271,7 +271,7 @@ def try_out(loaded: Loaded, divided: Divided, made: Made, planned: Planned, aske
         hardware,
         opened.batches,
         made.provenance,
-        MatmulMode.asked(recipe.precision),
+        MatmulMode.for_precision(recipe.precision),
         made.accepted,
         divided.mesh,
         divided.stages,
