@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.version import __version__ as __version__
 
 _HOME = {
-    "ChainedOptimizer": "trainwright.checkpoint.chained",
+    "ChainedOptimizer": "trainwright.checkpoint.chained_optimizer",
     "Cursor": "trainwright.checkpoint.cursor",
     "EarlyStopping": "trainwright.monitoring.early_stopping",
     "Ema": "trainwright.checkpoint.average",
@@ -72,7 +72,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.average import Ema as Ema
-    from trainwright.checkpoint.chained import ChainedOptimizer as ChainedOptimizer
+    from trainwright.checkpoint.chained_optimizer import ChainedOptimizer as ChainedOptimizer
     from trainwright.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from trainwright.checkpoint.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.checkpoint.cursor import Cursor as Cursor

@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizer_module
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits, cut
-from trainwright.checkpoint.chained import ChainedOptimizer
+from trainwright.checkpoint.chained_optimizer import ChainedOptimizer
 from trainwright.engine.manual_step import OwnStep
 from trainwright.errors import UsageError
 

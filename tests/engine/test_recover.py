@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.engine.plain import assert_same_bits, bits, cut, one_micro
 from trainwright.checkpoint.average import Ema
+from trainwright.checkpoint.batch_cut import cut as cut_batch
+from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import BadSample, MicroBatch
-from trainwright.checkpoint.cut import cut as cut_batch
-from trainwright.checkpoint.cut import cut_micro
 from trainwright.checkpoint.scaler import LossScaler
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.dry_run import Mode, dry_run

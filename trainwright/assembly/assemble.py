@@ -22,12 +22,12 @@ from trainwright.assembly.qat import note_of_rounding, round_linear_layers
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.checkpoint.cursor import Cursor, count_tokens
-from trainwright.checkpoint.modes import names_with_modes, use_training_weights, with_modes
+from trainwright.checkpoint.optimizer_modes import names_with_modes, use_training_weights, with_modes
 from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
-from trainwright.data.ready import ReadyBatches, Say, silent
+from trainwright.data.ready_batches import ReadyBatches, Say, silent
 from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.batch_cut import cut_micro
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
-from trainwright.checkpoint.cut import cut_micro
 from trainwright.checkpoint.isolation import isolated
 from trainwright.checkpoint.reach import ReachableState, hooks_of_tensors, hooks_of_the_process
 from trainwright.checkpoint.rng import preserved_rng

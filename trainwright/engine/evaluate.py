@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.checkpoint.cut import cut_micro
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.shards import holds_parts, reshard
 from trainwright.distributed.group import SOLO, World

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.checkpoint.modes import use_averaged_weights
+from trainwright.checkpoint.optimizer_modes import use_averaged_weights
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from trainwright.checkpoint.batch_cut import cut
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.checkpoint.cut import cut
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.checkpoint.modes import averaged_weights
+from trainwright.checkpoint.optimizer_modes import averaged_weights
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult, evaluate

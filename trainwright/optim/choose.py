@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from trainwright.checkpoint.chained import parts_of
-from trainwright.checkpoint.modes import with_modes
+from trainwright.checkpoint.chained_optimizer import parts_of
+from trainwright.checkpoint.optimizer_modes import with_modes
 from trainwright.checkpoint.shards import holds_parts, is_divided
 from trainwright.errors import MissingExtra, Problem, UsageError, require_choice, unknown_args
 from trainwright.optim.groups import GroupRule, GroupSettings, fan_in_ratios, param_groups

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from trainwright.checkpoint.chained import ChainedOptimizer, parts_of
+from trainwright.checkpoint.chained_optimizer import ChainedOptimizer, parts_of
 from trainwright.errors import Problem, UsageError, unknown_args
 from trainwright.recipe import OPTIMIZERS
 from trainwright.recipe.resolve import parameters_of

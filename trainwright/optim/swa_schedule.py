@@ -9,7 +9,7 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
 from trainwright.optim.stepped_schedule import KEPT, ScheduleFn, SteppedSchedule
 from trainwright.plan.make import SwaPlan

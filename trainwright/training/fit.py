@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.assembly.assemble import Parts, build_loss
 from trainwright.assembly.model import require_ready
 from trainwright.checkpoint.rng import RngBag
-from trainwright.data.ready import AGAIN, ReadyBatches
+from trainwright.data.ready_batches import REPEATABLE_REMEDY, ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
@@ -382,7 +382,7 @@ def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | No
         if isinstance(val.dataset, ReadyBatches) and val.dataset.once:
             raise UsageError(
                 f"fit: val: a {val.dataset.kind} can be iterated only once, and an evaluation needs it each time",
-                remedy=AGAIN,
+                remedy=REPEATABLE_REMEDY,
             )
 
 

@@ -16,7 +16,7 @@ from trainwright.checkpoint.shards import local
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import to_device
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.distributed import RankMesh, World
 from trainwright.distributed.group import Ranks
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan

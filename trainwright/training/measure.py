@@ -53,7 +53,7 @@ class OpenedData(NamedTuple):
         start_s: Seconds until the first batch was there.
         read_at_once: Batches that were read in this time.
         reads_in_workers: True where other processes read them.
-        looks_at_training: True where the loader follows the training, so that nothing may be read ahead.
+        depends_on_training: True where the loader follows the training, so that nothing may be read ahead.
     """
 
     first: StepBatch
@@ -61,7 +61,7 @@ class OpenedData(NamedTuple):
     start_s: float
     read_at_once: int
     reads_in_workers: bool
-    looks_at_training: bool
+    depends_on_training: bool
 
 
 class Tried(NamedTuple):
@@ -92,7 +92,7 @@ def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Itera
     """How long a step waits for its data, and the stream with the batches that were read to find out."""
     if not data.reads_in_workers:
         return pace_of_first(data), job.batches
-    if data.looks_at_training or plan.step_s is None:
+    if data.depends_on_training or plan.step_s is None:
         return ReadingPace(), job.batches
     loading = data.loading
     return time_workers(

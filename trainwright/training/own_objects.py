@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from trainwright.assembly.assemble import Parts, at_recipe, build_schedule, build_state
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.moments import parameter_names
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import tensors_in
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.train_state import TrainState
