@@ -35,9 +35,9 @@ from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError
 from trainwright.models.lora import add_lora
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
-from trainwright.optim.own import as_one, takes_first
 from trainwright.optim.schedule import make_schedule
 from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule, unchanged
+from trainwright.optim.user_optimizers import as_one, takes_first
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
 from trainwright.plan.machine import Machine, read_machine

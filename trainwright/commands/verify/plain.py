@@ -35,7 +35,7 @@ from trainwright.engine.loss import Loss, ModelLoss, as_loss_fn
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
-from trainwright.optim.own import Factory, takes_first
+from trainwright.optim.user_optimizers import Factory, takes_first
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.recipe.resolve import find, imported

@@ -29,7 +29,7 @@ from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
-from trainwright.optim.own import as_one, require_optimizer
+from trainwright.optim.user_optimizers import as_one, require_optimizer
 from trainwright.plan.devices import Device
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
