@@ -164,7 +164,7 @@ def test_a_resumed_run_gets_the_same_bits(name: str) -> None:
         ("polynomial", {"args": {"pwoer": 2}}, "power"),
         ("cosine", {"args": {"power": 2}}, "warmup_floor"),
         ("cosine", {"warmup": -1}, "warmup"),
-        ("cosine", {"warmup": 1.5}, "share"),
+        ("cosine", {"warmup": 1.5}, "fraction"),
         ("cosine", {"warmup": "10"}, "warmup"),
         ("cosine", {"floor": 2}, "floor"),
         ("cosine", {"total": 0}, "total"),

@@ -155,7 +155,7 @@ def unchanged(step: int, fraction: float) -> None:
     """Leave the learning rates of the optimizer unchanged: the constant schedule."""
 
 
-def own_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
+def convert_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
     """Convert a user's schedule: schedulers of torch, a factory of one for an optimizer, or a function of the step.
 
     Raises:
