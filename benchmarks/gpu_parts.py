@@ -72,7 +72,7 @@ class Gpt:
         self.micro, self.accumulation = (16 if device.type == "cuda" else 2), accumulation
         self.model = gpt(heads=12 if device.type == "cuda" else 2, **self.shape).to(device)
         how = Precision(precision, device.type)  # type: ignore[arg-type]
-        MatmulMode.asked(precision).set()  # type: ignore[arg-type]
+        MatmulMode.for_precision(precision).set()  # type: ignore[arg-type]
         if precision in ("fp8", "mxfp8"):
             convert_linear_layers(self.model, precision, Fp8())  # type: ignore[arg-type]
         if compiled:
@@ -100,7 +100,7 @@ class Gpt:
     def train(self, steps: int) -> None:
         """Takes steps, without waiting for the device."""
         from trainwright.engine.loop import steps as engine_steps
-        from trainwright.engine.until import for_steps
+        from trainwright.engine.run_length import for_steps
 
         until = for_steps(self.state.step + steps)
         for _ in engine_steps(self.state, self.batches(), self.advance, until=until):  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.version import __version__ as __version__
 
 _HOME = {
-    "ChainedOptimizer": "trainwright.checkpoint.chained",
+    "ChainedOptimizer": "trainwright.checkpoint.chained_optimizer",
     "Cursor": "trainwright.checkpoint.cursor",
     "EarlyStopping": "trainwright.monitoring.early_stopping",
     "Ema": "trainwright.checkpoint.average",
@@ -37,8 +37,8 @@ _HOME = {
     "evaluate": "trainwright.commands.evaluate",
     "files": "trainwright.data.read_files",
     "fit": "trainwright.training.fit",
-    "for_seconds": "trainwright.engine.until",
-    "for_steps": "trainwright.engine.until",
+    "for_seconds": "trainwright.engine.run_length",
+    "for_steps": "trainwright.engine.run_length",
     "init": "trainwright.commands.init",
     "convert": "trainwright.commands.convert.convert",
     "ladder": "trainwright.commands.ladder.climb",
@@ -48,7 +48,7 @@ _HOME = {
     "lr_range": "trainwright.commands.of_objects",
     "make_clip": "trainwright.optim.clip",
     "make_optimizer": "trainwright.optim.choose",
-    "make_own_step": "trainwright.engine.own_step",
+    "make_own_step": "trainwright.engine.manual_step",
     "make_schedule": "trainwright.optim.schedule",
     "make_step": "trainwright.engine.step",
     "mix": "trainwright.data.mixture",
@@ -72,7 +72,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.average import Ema as Ema
-    from trainwright.checkpoint.chained import ChainedOptimizer as ChainedOptimizer
+    from trainwright.checkpoint.chained_optimizer import ChainedOptimizer as ChainedOptimizer
     from trainwright.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from trainwright.checkpoint.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.checkpoint.cursor import Cursor as Cursor
@@ -106,15 +106,15 @@ if TYPE_CHECKING:
     from trainwright.engine.loop import Outcome as Outcome
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
+    from trainwright.engine.manual_step import make_own_step as make_own_step
     from trainwright.engine.observer import Observer as Observer
     from trainwright.engine.observer import Stop as Stop
-    from trainwright.engine.own_step import make_own_step as make_own_step
     from trainwright.engine.precision import Precision as Precision
+    from trainwright.engine.run_length import for_seconds as for_seconds
+    from trainwright.engine.run_length import for_steps as for_steps
     from trainwright.engine.step import Probe as Probe
     from trainwright.engine.step import StepResult as StepResult
     from trainwright.engine.step import make_step as make_step
-    from trainwright.engine.until import for_seconds as for_seconds
-    from trainwright.engine.until import for_steps as for_steps
     from trainwright.engine.user_log import log as log
     from trainwright.errors import TrainwrightError as TrainwrightError
     from trainwright.monitoring.early_stopping import EarlyStopping as EarlyStopping

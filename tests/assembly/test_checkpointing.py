@@ -340,10 +340,10 @@ def test_what_a_recipe_asks_for_is_applied_and_noted() -> None:
 
 
 def test_a_choice_that_nobody_made_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(RecipeError, match=r"model\.activation_checkpointing.*asks for a plan") as caught:
+    with pytest.raises(RecipeError, match=r"model\.activation_checkpointing.*requires a plan") as caught:
         prepared("auto")
     assert "block" in str(caught.value)
-    with pytest.raises(UsageError, match="'2GiB' asks for a plan"):
+    with pytest.raises(UsageError, match="'2GiB' requires a plan"):
         checkpointing_as_requested(our_gpt(), "2GiB")
 
 

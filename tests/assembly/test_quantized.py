@@ -51,7 +51,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 def test_the_bits_are_those_of_torchao(
     kind: type[AdamW8bit | AdamW4bit], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "CHUNK", chunk)
+    monkeypatch.setattr(quantized, "CHUNK_VALUES", chunk)
     ours = network()
     theirs, unquantized = copy.deepcopy(ours), copy.deepcopy(ours)
     reference = getattr(torchao_module("optim", "this test"), kind.__name__)(theirs.parameters(), **OPTIONS)

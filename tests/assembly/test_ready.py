@@ -17,7 +17,7 @@ from tests.rows import each_row
 from trainwright.checkpoint.cursor import Cursor, StepBatch, count_rows
 from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
-from trainwright.data.ready import ReadyBatches, ReadyStream, silent
+from trainwright.data.ready_batches import ReadyBatches, ReadyStream, silent
 from trainwright.data.unwrap import length_of, unwrap
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.plan.batch import batch_of

@@ -164,7 +164,7 @@ def test_a_resumed_run_gets_the_same_bits(name: str) -> None:
         ("polynomial", {"args": {"pwoer": 2}}, "power"),
         ("cosine", {"args": {"power": 2}}, "warmup_floor"),
         ("cosine", {"warmup": -1}, "warmup"),
-        ("cosine", {"warmup": 1.5}, "share"),
+        ("cosine", {"warmup": 1.5}, "fraction"),
         ("cosine", {"warmup": "10"}, "warmup"),
         ("cosine", {"floor": 2}, "floor"),
         ("cosine", {"total": 0}, "total"),
@@ -173,7 +173,7 @@ def test_a_resumed_run_gets_the_same_bits(name: str) -> None:
         ("restarts", {"args": {"mult": 0.5}}, "mult"),
         ("step", {"args": {"gamma": 0}}, "gamma"),
         ("wsd", {"args": {"shape": "sqr"}}, "sqrt"),
-        ("wsd", {"total": None, "args": {"decay": 100}}, "share of the run"),
+        ("wsd", {"total": None, "args": {"decay": 100}}, "fraction of the run"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(name: str, options: dict[str, object], says: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.assembly.stage_plan import StagedModel, stage_plan
-from trainwright.engine.in_stages import _Given
 from trainwright.engine.losses import language_model
+from trainwright.engine.stage_passes import _ModelStandIn
 from trainwright.errors import RecipeError, UsageError
 from trainwright.models.hf import hf_model
 from trainwright.plan.parallel import Degrees
@@ -130,7 +130,7 @@ def test_a_table_has_one_stage_on_each_rank() -> None:
     ],
 )
 def test_a_loss_that_asks_the_model_for_something_else_is_refused(loss: Any) -> None:
-    given = _Given(IDS, torch.zeros(2, 12, 11))
+    given = _ModelStandIn(IDS, torch.zeros(2, 12, 11))
     language_model(given, (IDS, IDS))
     with pytest.raises(UsageError, match="asks the model for something else"):
-        loss(_Given(IDS, torch.zeros(2, 12, 11)), (IDS, IDS))
+        loss(_ModelStandIn(IDS, torch.zeros(2, 12, 11)), (IDS, IDS))

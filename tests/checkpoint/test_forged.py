@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.checkpoint.checkpoint import load_checkpoint, misfits, read_run_metadata, save_checkpoint
+from trainwright.checkpoint.checkpoint import load_checkpoint, mismatches, read_run_metadata, save_checkpoint
 from trainwright.checkpoint.manifest import verify, write_manifest
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.weights import read_weights
@@ -60,7 +60,7 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path: Path, file: str, how: st
 
 def _all_readers(path: Path) -> None:
     read_run_metadata(path)
-    misfits(fresh(), path)
+    mismatches(fresh(), path)
     read_weights(path, average=True)
     raise CheckpointError("it was read: no checkpoint of Trainwright")
 

@@ -25,8 +25,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.checkpoint import parts, reach
+from trainwright.checkpoint import reach
 from trainwright.checkpoint.reach import ReachableState
+from trainwright.checkpoint.state_parts import TensorData
 
 COUNTED = [0]
 CALLS = 0
@@ -254,7 +255,7 @@ def test_a_brief_capture_keeps_no_graph_and_no_history() -> None:
 def test_what_is_known_is_not_captured() -> None:
     model = nn.Linear(2, 2)
     state = ReachableState([("model", model)], model.parameters())
-    assert not any(isinstance(part, parts.TensorData) for part, _ in state._parts.values())
+    assert not any(isinstance(part, TensorData) for part, _ in state._parts.values())
 
 
 def test_hooks_of_gradients_are_reached() -> None:

@@ -24,8 +24,8 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.engine.loop import steps
 from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
-from trainwright.engine.until import for_steps
 from trainwright.optim import Muon, muon_groups
 from trainwright.optim.clip import make_clip
 

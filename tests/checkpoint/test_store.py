@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from trainwright.checkpoint.manifest import NAME, name_of, step_of, verify, write_manifest
 from trainwright.checkpoint.store import (
-    BEST,
+    BEST_FILE,
     Best,
     Retention,
     checkpoints,
-    mend_best,
     newest_valid,
     prune,
     read_best,
+    repair_best,
     set_aside,
     set_aside_newer,
     sweep,
@@ -83,7 +83,7 @@ def test_the_best_is_kept_though_it_is_old(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 5}', "null", "\x00"])
 def test_a_torn_pointer_points_nowhere(tmp_path: Path, content: str) -> None:
     checkpoint(tmp_path, 5)
-    (tmp_path / BEST).write_text(content)
+    (tmp_path / BEST_FILE).write_text(content)
     assert read_best(tmp_path) is None
     assert simulated(tmp_path, [6, 7], Retention(newest=1)) == [7]
 
@@ -99,13 +99,13 @@ def test_a_torn_pointer_points_nowhere(tmp_path: Path, content: str) -> None:
 def test_a_pointer_edited_by_hand_points_nowhere(tmp_path: Path, step: object, metric: object, value: str) -> None:
     for each in (1, 5):
         checkpoint(tmp_path, each)
-    (tmp_path / BEST).write_text(f'{{"step": {step}, "metric": {json.dumps(metric)}, "value": {value}}}')
+    (tmp_path / BEST_FILE).write_text(f'{{"step": {step}, "metric": {json.dumps(metric)}, "value": {value}}}')
     assert read_best(tmp_path) is None
 
 
 def test_a_whole_number_is_a_value_too(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
-    (tmp_path / BEST).write_text('{"step": 5, "metric": "wins", "value": 3}')
+    (tmp_path / BEST_FILE).write_text('{"step": 5, "metric": "wins", "value": 3}')
     assert read_best(tmp_path) == Best(5, "wins", 3.0, None)
 
 
@@ -273,8 +273,8 @@ def test_the_pointer_is_mended(tmp_path: Path) -> None:
     write_best(tmp_path, Best(1, "loss", 3.0))
     checkpoint(tmp_path, 2, best=Best(2, "loss", 2.5))
     (tmp_path / ".best.json.tmp").write_text("half")
-    assert mend_best(tmp_path) == Best(2, "loss", 2.5)
-    assert json.loads((tmp_path / BEST).read_text())["step"] == 2
+    assert repair_best(tmp_path) == Best(2, "loss", 2.5)
+    assert json.loads((tmp_path / BEST_FILE).read_text())["step"] == 2
     sweep(tmp_path)
     assert not list(tmp_path.glob(".best.json*"))
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tests import forked
 from tests.rows import each_row
-from trainwright.checkpoint.examine import differences
+from trainwright.checkpoint.examination import differences
 from trainwright.checkpoint.manifest import write_manifest
 from trainwright.cli import app
 from trainwright.commands.verify.resume import Proof, ResumeTrial, verify_resume

@@ -82,7 +82,7 @@ def test_tensor_datasets_are_hashed_whole() -> None:
 
 
 def test_tensor_datasets_beyond_the_limit_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_BYTES_FULLY_HASHED", 1000)
     print_ = fingerprint(TensorDataset(torch.zeros(5000, 3)))
     assert print_.how.startswith("the type, the length and 6") and print_.how.endswith("of 5000 items")
 

@@ -56,7 +56,7 @@ def test_what_is_missing_is_named(name: str) -> None:
 @pytest.mark.slow
 def test_ranks_that_do_not_come_are_waited_for_in_time() -> None:
     launch = Launch(1, 2, 1, address="127.0.0.1", port=1)
-    with pytest.raises(RankError, match="rank 1 could not meet the other 1"), joined(launch, 0.5):
+    with pytest.raises(RankError, match="rank 1 could not connect to the other 1"), joined(launch, 0.5):
         pass
 
 

@@ -81,7 +81,7 @@ def reference(
 def test_every_option_against_float64(
     dtype: torch.dtype, bias: bool, aligned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunked.ALIGNED, "cpu", aligned)
+    monkeypatch.setitem(chunked.CLASS_ALIGNMENT, "cpu", aligned)
     bound = 1e-6 if dtype is torch.float32 else 1e-14
     for smoothing, z_loss, softcap in itertools.product((0.0, 0.1), (0.0, 0.01), (0.0, 3.0)):
         options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
@@ -100,7 +100,7 @@ def test_every_option_against_float64(
 def test_weights_of_classes_against_float64(
     dtype: torch.dtype, smoothing: float, ignored: int, aligned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunked.ALIGNED, "cpu", aligned)
+    monkeypatch.setitem(chunked.CLASS_ALIGNMENT, "cpu", aligned)
     """One class weighs nothing; a z-loss is not weighed, and is in the reference so."""
     bound = 1e-6 if dtype is torch.float32 else 1e-14
     weight = torch.rand(V, dtype=dtype) * 3
@@ -392,7 +392,7 @@ def test_training_ends_where_the_plain_loss_ends() -> None:
 def test_a_model_without_a_head_of_its_own_is_refused_or_left_alone() -> None:
     model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V))
     language_model(model, tokens())
-    with pytest.raises(UsageError, match="Sequential does not give") as caught:
+    with pytest.raises(UsageError, match="Sequential hides the input") as caught:
         language_model(model, tokens(), chunked=True)
     assert "loss.chunked: auto" in caught.value.remedy
 

@@ -16,7 +16,7 @@ from tests.engine.plain import cut
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.isolation import NotIsolated
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.dry_run import ENOUGH, Mode, dry_run, time_evaluation
+from trainwright.engine.dry_run import MAX_ROUNDS, Mode, dry_run, time_evaluation
 from trainwright.engine.precision import FP32
 
 REMEMBERED: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
@@ -204,4 +204,4 @@ def test_few_calls_are_enough() -> None:
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
     dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=10.0)
-    assert len(calls[model]) == 1 + ENOUGH
+    assert len(calls[model]) == 1 + MAX_ROUNDS

@@ -16,8 +16,8 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import Solo
 from trainwright.engine.loop import Outcome, run, steps
 from trainwright.engine.observer import Stop
+from trainwright.engine.run_length import for_seconds, for_steps
 from trainwright.engine.step import StepFn, StepResult, make_step
-from trainwright.engine.until import for_seconds, for_steps
 from trainwright.errors import UsageError
 
 Journal = list[tuple[str, int]]

@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.engine.plain import assert_same_bits, bits, cut, one_micro
 from trainwright.checkpoint.average import Ema
+from trainwright.checkpoint.batch_cut import cut as cut_batch
+from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import BadSample, MicroBatch
-from trainwright.checkpoint.cut import cut as cut_batch
-from trainwright.checkpoint.cut import cut_micro
 from trainwright.checkpoint.scaler import LossScaler
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
-from trainwright.engine.guard import LARGEST_TABLE
+from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.engine.loss import Loss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32
@@ -214,7 +214,7 @@ def test_what_cannot_be_compiled_after_memory_ran_out_is_tried_in_smaller_micro_
 
 def test_a_buffer_too_large_to_be_kept_twice_is_told() -> None:
     model = Small(4)
-    model.register_buffer("cache", torch.zeros(LARGEST_TABLE + 1, dtype=torch.uint8), persistent=False)
+    model.register_buffer("cache", torch.zeros(MAX_COPIED_TABLE_BYTES + 1, dtype=torch.uint8), persistent=False)
 
     def writes(model: nn.Module, batch: Any) -> Loss:
         model.cache[0] += 1  # type: ignore[index, operator]

@@ -12,7 +12,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits
-from trainwright.engine.loss import OfModel
+from trainwright.engine.loss import ModelLoss
 from trainwright.engine.losses import cross_entropy
 from trainwright.errors import DataError, UsageError
 from trainwright.models.diffusion import diffusion
@@ -103,7 +103,7 @@ def trained(steps: int, **options: Any) -> tw.Result:
     data = (torch.randn(32, 1, 4, 4, generator=torch.Generator().manual_seed(0)),)
     settings = {"log.doctor": False, "checkpoint.every": "1steps"}
     model = diffusion(channels=1, width=4, depth=1, timesteps=50)
-    return tw.fit(model, data, OfModel(), steps=steps, batch=8, settings=settings, quiet=True, **options)
+    return tw.fit(model, data, ModelLoss(), steps=steps, batch=8, settings=settings, quiet=True, **options)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from trainwright.checkpoint.store import checkpoints
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
+from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import StepResult, make_step
-from trainwright.engine.until import for_steps
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
 from trainwright.monitoring.progress import Progress

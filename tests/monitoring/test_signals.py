@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler
 from tests import forked
 from trainwright.checkpoint.rng import seed_all
 from trainwright.data.loading import Loading, StepBatches
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.sample_order import OwnOrder
 from trainwright.engine.loop import StopRequest
 from trainwright.errors import UsageError

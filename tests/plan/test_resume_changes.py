@@ -111,8 +111,8 @@ def test_a_row_of_the_table(row: dict[str, str]) -> None:
     elif row["was"]:
         more = ["until=4ep"] if "4ep" in row["how"] else []
         before["recipe"], after["recipe"] = (recipe(f"{path}={row[side]}", *more) for side in ("was", "now"))
-    misfits = MISFITS if path in ANOTHER_SHAPE else []
-    change = next(each for each in compare(before, after, step=STEP, misfits=misfits) if each.path == path)
+    mismatches = MISFITS if path in ANOTHER_SHAPE else []
+    change = next(each for each in compare(before, after, step=STEP, mismatches=mismatches) if each.path == path)
     assert (change.kind, change.why) == (CLASSES[row["kind"]], row["why"].replace("`", ""))
 
 
@@ -261,12 +261,12 @@ def test_another_block_size_of_quantized_moments_is_fatal() -> None:
 def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     many = [f"layers.{i}.weight is not in the checkpoint" for i in range(5)]
     changed = run_metadata("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")
-    kinds = {each.path: each.kind for each in compare(run_metadata(), changed, step=STEP, misfits=many)}
+    kinds = {each.path: each.kind for each in compare(run_metadata(), changed, step=STEP, mismatches=many)}
     assert kinds == {"model.args.width": "fatal", "optimizer.lr": "maths", "model.compile": "safe"}
-    edited = only(compare(run_metadata(), run_metadata(sources={"mynets": HASH["b"]}), step=STEP, misfits=many))
+    edited = only(compare(run_metadata(), run_metadata(sources={"mynets": HASH["b"]}), step=STEP, mismatches=many))
     assert (edited.path, edited.kind) == ("code", "fatal")
     assert edited.why.startswith(f"{'; '.join(many[:3])} and 2 more: put it back")
-    found = compare(run_metadata(), run_metadata(**OTHER_DATA), step=STEP, misfits=many)
+    found = compare(run_metadata(), run_metadata(**OTHER_DATA), step=STEP, mismatches=many)
     assert [(each.path, each.kind) for each in found] == [("model", "fatal"), ("data.train", "maths")]
 
 
@@ -486,9 +486,9 @@ def test_the_command_leaves_out_what_is_fatal() -> None:
         changes_by("optimizer.use=sgd", "seed=7", "until=300steps"), "name", command=" ".join([COMMAND, *sets])
     )
     assert error.remedy.endswith(f"{COMMAND} --set seed=7 --set 'model.args.a b=1' --accept name --accept seed")
-    shapes = compare(run_metadata("model.lora=null"), run_metadata("model.lora.rank=8"), step=STEP, misfits=MISFITS)
+    shapes = compare(run_metadata("model.lora=null"), run_metadata("model.lora.rank=8"), step=STEP, mismatches=MISFITS)
     assert refusal(shapes, command=f"{COMMAND} --set model.lora.rank=8").remedy.endswith(f"then: {COMMAND}")
-    data = compare(run_metadata(), run_metadata("model.freeze=[a]"), step=STEP, misfits=MISFITS)
+    data = compare(run_metadata(), run_metadata("model.freeze=[a]"), step=STEP, mismatches=MISFITS)
     assert "--set 'model.freeze=[a]' --accept" in refusal(data, command=f"{COMMAND} --set 'model.freeze=[a]'").remedy
 
 

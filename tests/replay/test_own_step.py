@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import trainwright as tw
-from trainwright.checkpoint.chained import ChainedOptimizer
+from trainwright.checkpoint.chained_optimizer import ChainedOptimizer
 from trainwright.checkpoint.snapshot import LiveObjects
-from trainwright.engine.own_step import OwnStep
+from trainwright.engine.manual_step import OwnStep
 from trainwright.recorder.engine_source import EngineSource, called_parts, engine_recorder
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.program import OptimizerStep

@@ -28,7 +28,7 @@ import tests.warm  # noqa: F401  before the forks
 import trainwright as tw
 from tests.training.data_kinds import KINDS, Kind, parts_of
 from trainwright.checkpoint.rng import seed_all
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
 
 SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13

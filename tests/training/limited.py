@@ -31,7 +31,7 @@ from trainwright.distributed import SOLO, Ranks, World
 from trainwright.distributed.memory import give_back, mind_limits
 from trainwright.engine.loop import run
 from trainwright.engine.rank_layout import RankLayout
-from trainwright.engine.until import for_steps
+from trainwright.engine.run_length import for_steps
 from trainwright.errors import TrainwrightError
 
 WIDE = 1024

@@ -19,7 +19,12 @@ import trainwright as tw
 from tests import ranks
 from trainwright.checkpoint.codec import same_bits
 from trainwright.checkpoint.manifest import name_of
-from trainwright.checkpoint.modes import averaged_weights, both_weights, use_averaged_weights, use_training_weights
+from trainwright.checkpoint.optimizer_modes import (
+    averaged_weights,
+    both_weights,
+    use_averaged_weights,
+    use_training_weights,
+)
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import TrainwrightError, UsageError
 

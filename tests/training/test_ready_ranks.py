@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("apart", "rank 1 was given other data in epoch 0 than rank 0"),
+        ("apart", "rank 1 read other data in epoch 0 than rank 0"),
         ("graphs", "2 ranks share the rows of a ready batch, and this has none to share"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainwright.engine.until import ByTheClock
+from trainwright.engine.run_length import ByTheClock
 from trainwright.monitoring.remaining import Measured
 from trainwright.recipe import from_mapping
 from trainwright.training.job import ENDING_S, Job, until_of

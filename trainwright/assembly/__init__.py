@@ -1,1 +1,1 @@
-"""Plan to live objects: model, data, optimizer, schedule."""
+"""From recipe and plan to live objects: model, data, optimizer, schedule."""

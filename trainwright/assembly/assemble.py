@@ -22,12 +22,12 @@ from trainwright.assembly.qat import note_of_rounding, round_linear_layers
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.checkpoint.cursor import Cursor, count_tokens
-from trainwright.checkpoint.modes import names_with_modes, use_training_weights, with_modes
+from trainwright.checkpoint.optimizer_modes import names_with_modes, use_training_weights, with_modes
 from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
-from trainwright.data.ready import ReadyBatches, Say, silent
+from trainwright.data.ready_batches import ReadyBatches, Say, silent
 from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
@@ -35,9 +35,15 @@ from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError
 from trainwright.models.lora import add_lora
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
-from trainwright.optim.own import as_one, takes_first
 from trainwright.optim.schedule import make_schedule
-from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule, unchanged
+from trainwright.optim.stepped_schedule import (
+    ScheduleFn,
+    SteppedSchedule,
+    convert_schedule,
+    function_of_step,
+    unchanged,
+)
+from trainwright.optim.user_optimizers import as_one, takes_first
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
 from trainwright.plan.machine import Machine, read_machine
@@ -46,19 +52,29 @@ from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, 
 from trainwright.recipe.resolve import LIVE, find, make, parameters_of, require_arguments
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Fp8
 
-ENOUGH_TRIES = 16  # samples that are tried until one can be read, to count its tokens
+MAX_SAMPLES_TRIED = 16  # number of samples tried until one can be read, to count its tokens
 
 
 @dataclass
 class Parts:
-    """The live objects that a recipe names, or that were passed in Python.
+    """The live objects of a run, named by a recipe or passed in Python.
 
-    ``prepared``: ``prepare`` has applied the recipe to the model. ``optimizer`` is one, several, or what makes them,
-    and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` and ``metrics``
-    come before those that the recipe names. ``advance`` is a step of the user's own, in place of one made from
-    ``loss``. ``more_val`` are further validation sets by name; the first one's is ``val_name``. ``generators`` is the
-    random state that training begins with, where the run does not seed the generators itself. ``rebuild`` is what the
-    run folder records of how to make the objects again.
+    Attributes:
+        model: The model.
+        train: The training data.
+        val: The validation data.
+        loss: The loss.
+        notes: Notes for the plan.
+        prepared: True if ``prepare`` has applied the recipe to the model.
+        optimizer: One optimizer, several, or a factory; None: that of the recipe.
+        schedule: Any form that ``convert_schedule`` accepts; None: that of the recipe.
+        observers: Called before those of the recipe.
+        advance: A step function of the user, instead of one made from ``loss``.
+        metrics: Metrics besides those of the recipe.
+        more_val: Further validation sets by name.
+        val_name: Name of the first validation set.
+        generators: Random state at the start of training, if the run does not seed the generators itself.
+        rebuild: Record in the run folder of how to create the objects again.
     """
 
     model: nn.Module
@@ -80,7 +96,7 @@ class Parts:
 
 @contextmanager
 def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
-    """Adds to errors inside the context the place in the recipe that they come from."""
+    """Context that adds the place in the recipe to errors."""
     where = loaded.source.where
     try:
         yield
@@ -94,14 +110,14 @@ def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
 
 
 def is_live(recipe: Recipe) -> bool:
-    """Whether the model was passed in Python, by ``tw.fit``, so that no file can build it."""
+    """Return True if the model was passed in Python, to ``tw.fit``, so that no file can build it."""
     return recipe.model.use.startswith(f"{LIVE}:")
 
 
 def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
-    """Builds what the recipe names; ``planned`` as in ``prepare``.
+    """Build the objects that the recipe names; ``planned`` is as in ``prepare``.
 
-    Raises RecipeError with file:line for whatever cannot be built.
+    Raises RecipeError with file:line for objects that cannot be built.
     """
     recipe = loaded.recipe
     if is_live(recipe):
@@ -121,7 +137,7 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
 
 
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
-    """Returns the loss of a recipe. Raises RecipeError where ``chunked`` is set and the loss has no such parameter."""
+    """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter."""
     ask = loaded.recipe.loss
     loss = find(ask.use, LOSSES, "loss", loaded.source)
     if ask.args or inspect.isclass(loss):
@@ -136,10 +152,10 @@ def build_loss(loaded: Loaded) -> Callable[..., Any]:
 
 
 def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Module, tuple[Note, ...]]:
-    """Returns the model of a recipe, before LoRA and the like; builds the training set if its size depends on it."""
+    """Return the model of a recipe, before LoRA etc. Builds the training set if the model's size depends on it."""
     recipe, where = loaded.recipe, loaded.source.where
     args, notes = _with_classes(loaded, train)
-    seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data was read
+    seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data were read
     model = make(recipe.model.use, args, MODELS, "model", loaded.source)
     if not isinstance(model, nn.Module):
         got, remedy = type(model).__name__, "return the module from it"
@@ -148,10 +164,10 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
 
 
 def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
-    """Applies the recipe to a model: LoRA, freezing, 8-bit layers, activation checkpointing, device, compile.
+    """Apply the recipe to a model: LoRA, freezing, 8-bit layers, activation checkpointing, device, compile.
 
-    ``planned`` is the activation checkpointing of the plan, where the recipe leaves it to the plan. Raises RecipeError,
-    also for a quarantine that the training set does not have.
+    ``planned`` is the activation checkpointing of the plan, if the recipe leaves it to the plan. Raises RecipeError,
+    also for a quarantine beyond the training set.
     """
     recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
     require_in_set(parts.train, loaded)
@@ -194,9 +210,9 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         if applied.count:
             notes.append(Note("activation checkpointing", f"{applied.count} blocks", describe(applied)))
     model.to(device)
-    if isinstance(parts.loss, nn.Module):  # it may hold class weights, or a frozen teacher
+    if isinstance(parts.loss, nn.Module):  # it may contain class weights, or a frozen teacher
         parts.loss.to(device)
-    if not model.training:  # parts that are in evaluation mode within a model that is not stay so: frozen BatchNorm
+    if not model.training:  # if the model is in training mode, parts in evaluation mode (frozen BatchNorm) stay so
         model.train()
     if recipe.model.compile:
         compile_in_place(model)
@@ -210,7 +226,7 @@ def gather_facts(
     threads: tuple[int, ...],
     quarantine: Collection[int] = (),
 ) -> RunFacts:
-    """Returns the facts of the live objects that the plan needs. Samples in ``quarantine`` are not read."""
+    """Return the facts of the live objects that the plan needs. Samples in ``quarantine`` are not read."""
     total, trainable = count_parameters(parts.model)
     return RunFacts(
         train_samples=parts.train.samples,
@@ -223,13 +239,13 @@ def gather_facts(
         low_precision=low_precision(device, machine),
         threads=threads,
         classes=getattr(parts.train.dataset, "classes", None),
-        notes=(*parts.notes, *_of_resume(parts.train)),
+        notes=(*parts.notes, *_resume_notes(parts.train)),
         own_batches=parts.train.own_batches,
     )
 
 
 def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
-    """Returns the state before the first step."""
+    """Return the state before the first step."""
     optimizer, ask = build_optimizer(parts, loaded, plan), loaded.recipe.model
     if ask.keeps_average and with_modes(optimizer):
         path, names = "model.ema" if ask.ema is not None else "model.swa", names_with_modes(optimizer)
@@ -265,7 +281,7 @@ def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | 
 
 
 def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
-    """Returns the optimizer that was passed in Python, or that the recipe names."""
+    """Return the optimizer that was passed in Python, or that the recipe names."""
     ask, factory = loaded.recipe.optimizer, parts.optimizer
     if factory is None:
         factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
@@ -285,10 +301,10 @@ def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
 
 
 def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimizer) -> ScheduleFn | SteppedSchedule:
-    """Returns the schedule that was passed in Python, or that the recipe names.
+    """Return the schedule that was passed in Python, or that the recipe names.
 
-    A callable that a recipe names is made with ``optimizer`` where that is its first parameter, is the schedule itself
-    where that is ``step``, and else gets ``total``, ``warmup`` and ``floor``.
+    A callable in a recipe is called with ``optimizer`` if that is its first parameter; it is the schedule itself if its
+    first parameter is ``step``; else it is called with ``total``, ``warmup`` and ``floor``.
     """
     ask, source = loaded.recipe.schedule, loaded.source
     shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
@@ -299,15 +315,15 @@ def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimize
             return make_schedule(ask.use, **shared, args=ask.args)
         every = _steps_between(ask.every, plan)
         if parts.schedule is not None:
-            return own_schedule(parts.schedule, optimizer, every)
+            return convert_schedule(parts.schedule, optimizer, every)
         named = find_schedule(loaded)
         if takes_first(named, "optimizer") or takes_first(named, "step"):
-            return own_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)
+            return convert_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)
         return function_of_step(make(ask.use, {**shared, **ask.args}, {}, "schedule", source))
 
 
 def find_schedule(loaded: Loaded) -> Callable[..., Any]:
-    """Returns the callable that a recipe names as its schedule. Raises RecipeError for arguments that do not fit."""
+    """Return the callable that a recipe names as its schedule. Raises RecipeError for arguments that it rejects."""
     ask, source = loaded.recipe.schedule, loaded.source
     named = find(ask.use, {}, "schedule", source)
     if takes_first(named, "optimizer"):
@@ -328,7 +344,7 @@ def _steps_between(every: Duration, plan: Plan) -> int:
 
 
 def draws_as_a_loop(parts: Parts, recipe: Recipe, plan: Plan) -> bool:
-    """Whether the user's loader draws from the generators of the process, as in a loop over it, and not from a seed."""
+    """Return True if the user's loader draws from the generators of the process, as in a loop, and not from a seed."""
     return parts.generators is not None and plan.degrees.ranks == 1 and not recipe.parallel.exact
 
 
@@ -341,10 +357,10 @@ def build_loading(
     quarantine: Collection[int] = (),
     world: World = SOLO,
 ) -> Loading:
-    """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad.
+    """Return how training batches are made. ``quarantine`` contains the bad samples found by the run itself.
 
-    The order of a loader that was passed in Python is the one that a loop over it gets. It follows from (seed, epoch)
-    where a seed is asked for, and on several ranks, which must all draw the same.
+    A loader that was passed in Python has the order of a loop over it. The order follows from (seed, epoch) if a seed
+    is requested, and on several ranks, which must all draw the same.
     """
     pin, own = recipe.data.pin_memory, parts.train.own_batches
     live = draws_as_a_loop(parts, recipe, plan)
@@ -376,7 +392,7 @@ def build_loading(
 
 
 def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = silent) -> StepBatches:
-    """Returns the stream of global batches from ``cursor`` on. Raises DataError where no sample is left."""
+    """Return the stream of global batches from ``cursor`` on. Raises DataError if no sample is left."""
     if (size := length_of(parts.train.dataset)) and sum(i < size for i in loading.quarantine) == size:
         remedy = "take those that can be trained on out of data.quarantine"
         raise DataError(f"all {size} samples of the training set are in quarantine", remedy=remedy)
@@ -384,7 +400,7 @@ def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = 
 
 
 def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> EvaluationBatches | None:
-    """Returns the batches of the validation set, read in this process; None without one."""
+    """Return the batches of the validation set, read in this process; None without one."""
     if parts.val is None:
         return None
     size, ranks, limit = _evaluation_size(parts, recipe, loading), loading.ranks, recipe.evaluation.batches
@@ -400,30 +416,30 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
         loader=None,
         joined=1,
     )
-    if limit is not None and parts.val.own_batches is None:  # else ranks share each batch as it is
+    if limit is not None and parts.val.own_batches is None:  # else ranks share each ready-made batch
         limit = -(-limit // ranks)
     return EvaluationBatches(parts.val.dataset, how, limit=limit)
 
 
 def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:
-    """The batches of each validation set by its name; the best goes by the first."""
+    """Return the batches of each validation set by name; the first set determines the best checkpoint."""
     sets = {parts.val_name: parts.val, **parts.more_val}
     made = {name: validation_batches(replace(parts, val=each), recipe, loading) for name, each in sets.items()}
     return {name: batches for name, batches in made.items() if batches is not None}
 
 
 def _evaluation_size(parts: Parts, recipe: Recipe, loading: Loading) -> int:
-    """Samples of a micro-batch of the validation set; where it has batches of its own, they are not cut."""
+    """Return the number of samples in a validation micro-batch. Ready-made batches are not cut."""
     assert parts.val is not None
     if parts.val.own_batches is not None:
         return sys.maxsize
-    if loading.micro_size == sys.maxsize:  # the training set has batches of its own
+    if loading.micro_size == sys.maxsize:  # the training set has ready-made batches
         return recipe.evaluation.batch or parts.train.batch_size or DEFAULT_BATCH_SIZE
     return recipe.evaluation.batch or loading.micro_size
 
 
-def _of_resume(train: Unwrapped) -> Iterator[Note]:
-    """What is known beforehand of how exactly a run can be resumed, where the order is not ours."""
+def _resume_notes(train: Unwrapped) -> Iterator[Note]:
+    """Yield notes on how exactly a run can be resumed, if the order is not Trainwright's."""
     if isinstance(train.dataset, ReadyBatches):
         kind = train.dataset.kind
         why = "a resume reads them again up to where it was, and compares"
@@ -439,26 +455,26 @@ def _of_resume(train: Unwrapped) -> Iterator[Note]:
 
 
 def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
-    """Returns the dataset that ``data.train`` or ``data.val`` of a recipe names."""
+    """Return the dataset that ``data.train`` or ``data.val`` of a recipe names."""
     return make_dataset(loaded, getattr(loaded.recipe.data, which), f"data.{which}")
 
 
 def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
-    """Returns a dataset of a recipe, which is written at ``path``."""
+    """Return a dataset that a recipe names at ``path``."""
     made = make(part.use, part.args, DATASETS, path, loaded.source)
     with at_recipe(loaded, path):
         found = unwrap(made)
-    if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # what made it makes it again for each epoch
+    if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # created again for each epoch
 
-        def made_again() -> object:
+        def create_again() -> object:
             return make(part.use, part.args, DATASETS, path, loaded.source)
 
-        return Unwrapped(ReadyBatches(made_again, kind=part.use))
+        return Unwrapped(ReadyBatches(create_again, kind=part.use))
     return found
 
 
 def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
-    """Raises RecipeError for positions in quarantine that the training set does not have."""
+    """Raise RecipeError for positions in quarantine beyond the training set."""
     size, quarantine = length_of(train.dataset), loaded.recipe.data.quarantine
     beyond = [] if size is None else [i for i in quarantine if i >= size]
     if beyond:
@@ -469,7 +485,7 @@ def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
 
 
 def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, object], tuple[Note, ...]]:
-    """Returns the arguments of the model, with the number of classes or ids of the dataset where it is missing."""
+    """Return the arguments of the model, with the number of classes or ids of the dataset added if missing."""
     ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
     accepted = parameters_of(find(ask.use, MODELS, "model", loaded.source))
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
@@ -488,13 +504,13 @@ def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
     if known is not None:
         return int(known)
     if not hasattr(data.dataset, "__getitem__"):
-        return 0  # reading a stream would use its first samples up
-    for most in (1, ENOUGH_TRIES):
+        return 0  # reading a stream would consume its first samples
+    for most in (1, MAX_SAMPLES_TRIED):
         for sample in first_samples(data.dataset, most, quarantine):
             try:
                 return count_tokens(data.collate([sample]))
             except TrainwrightError:
                 raise
             except Exception:
-                continue  # its batch raises the same
+                continue  # its batch raises the same error
     return 0

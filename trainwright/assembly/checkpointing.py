@@ -1,6 +1,6 @@
-"""Applies activation checkpointing to a model: block by block, as a ``Checkpointing`` says.
+"""Applies activation checkpointing to a model, block by block, as specified by a ``Checkpointing``.
 
-Gradients, random numbers and buffers are the same bits as without it; see ``selective``.
+Gradients, random numbers and buffers are bit-identical to those without it; see ``selective``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of a model: the layers of a Hugging Face model, else ``model.blocks``, else the
-    largest list of modules of one class.
+    """Return the repeated blocks of a model.
 
-    Raises UsageError when there is none.
+    These are the layers of a Hugging Face model, else ``model.blocks``, else the largest list of modules of one class.
+
+    Raises:
+        UsageError: There are none.
     """
     if layers := _hugging_face_layers(model):
         return layers
@@ -36,23 +38,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     if isinstance(declared, nn.ModuleList | nn.Sequential):
         return list(declared)
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    alike = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
-    if not alike:
+    uniform_lists = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
+    if not uniform_lists:
         raise UsageError(
             "activation checkpointing per block: the model has no list of equal blocks",
             remedy="give the model an attribute `blocks` (nn.ModuleList or nn.Sequential)",
         )
-    return max(alike, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
+    return max(uniform_lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> int:
-    """Applies activation checkpointing to the blocks of a model; returns the number of blocks that have it.
+    """Apply activation checkpointing to the blocks of a model; return the number of blocks that have it.
 
-    Replaces what was applied before. It is active in training mode with gradients enabled. Names in the state dict do
-    not change. Models of ``transformers`` are set through their own switch, which also turns the cache of past keys
-    off.
+    Replaces earlier activation checkpointing. It is active in training mode with gradients enabled. Names in the state
+    dict do not change. Models of ``transformers`` use their switch, which also turns off the cache of past keys.
 
-    Raises UsageError when the model has no blocks, or another number of them.
+    Raises:
+        UsageError: The model has no blocks, or another number of them.
     """
     blocks = find_blocks(model)
     if len(blocks) != len(checkpointing.blocks):
@@ -70,14 +72,14 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> int:
 
 
 def checkpointing_as_requested(model: nn.Module, setting: str, planned: Checkpointing | None = None) -> Checkpointing:
-    """Applies ``model.activation_checkpointing`` of a recipe and returns what was applied.
+    """Apply ``model.activation_checkpointing`` of a recipe and return what was applied.
 
-    ``auto`` and an amount of memory apply ``planned``. Raises UsageError where that is missing.
+    ``auto`` and an amount of memory apply ``planned``. Raises UsageError if that is missing.
     """
     if setting in ("block", "selective"):
         planned = Checkpointing.every(len(find_blocks(model)), SELECTIVE if setting == "selective" else ())
     if planned is None:
-        raise UsageError(f"{setting!r} asks for a plan, and none was made", remedy="write none, block or selective")
+        raise UsageError(f"{setting!r} requires a plan, and there is none", remedy="write none, block or selective")
     apply_checkpointing(model, planned)
     return planned
 
@@ -96,7 +98,7 @@ class Region:
         ]
 
     def install(self) -> None:
-        """Replaces the block's ``forward``. Hooks on the block stay outside, as those of FSDP must."""
+        """Replace the block's ``forward``. Hooks on the block stay outside, as those of FSDP must."""
         installed = self.block.__dict__.get("forward")
         if isinstance(installed, partial) and installed.func is _forward:
             forward = installed.args[1]
@@ -106,10 +108,10 @@ class Region:
         if self.keep is not None:
             self.block.forward = partial(_forward, self, forward)
         elif getattr(forward, "__func__", None) is not type(self.block).forward:
-            self.block.forward = forward  # an attribute of the instance that was there before
+            self.block.forward = forward  # an instance attribute that existed before
 
     def run(self, forward: Callable[..., object], *args: object, **kwargs: Any) -> object:
-        """Returns ``forward(*args, **kwargs)`` under activation checkpointing."""
+        """Return ``forward(*args, **kwargs)`` under activation checkpointing."""
         if self.keep is None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a compiled graph restores neither buffers nor generators of the host
@@ -126,7 +128,7 @@ def _forward(region: Region, forward: Callable[..., object], *args: object, **kw
 
 
 def _contexts(keep: tuple[str, ...]) -> Contexts:
-    """Returns torch's contexts of the forward pass and of its second run, which torch.compile understands."""
+    """Return torch's contexts of the forward pass and of its second run, which torch.compile supports."""
     rule = KeepRule(keep)
 
     def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -138,12 +140,12 @@ def _contexts(keep: tuple[str, ...]) -> Contexts:
 
 
 def _hugging_face_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers that ``transformers`` itself can checkpoint, in the order of the model."""
+    """Return the layers that ``transformers`` itself can checkpoint, in the order of the model."""
     return [m for m in model.modules() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
 
 
 def _switch_hugging_face(model: nn.Module, regions: Sequence[Region]) -> None:
-    """Uses the switch of ``transformers``, whose name changed in 5.x; it also turns off the cache of past keys."""
+    """Use the switch of ``transformers``, whose name changed in 5.x; it also turns off the cache of past keys."""
     on = any(region.keep is not None for region in regions)
     verb = "enable" if on else "disable"
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A model that is compiled where it is: its class and the names of its weights stay."""
+"""Compiles a model in place: its class and the names of its weights stay."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 def compile_in_place(model: nn.Module, backend: str = "inductor") -> None:
-    """As ``model.compile()``, also where ``forward`` is torch's own, as that of ``nn.Sequential``.
+    """Compile as ``model.compile()``, also if ``forward`` is torch's, as that of ``nn.Sequential``.
 
-    torch.compile leaves out the frames of torch.nn: of such a model ``compile()`` compiles nothing, without a word, or
-    each of its parts alone. Here the call comes from a frame that is not torch's.
+    torch.compile skips the frames of torch.nn: for such a model ``compile()`` silently compiles nothing, or each of its
+    parts separately. Here the call comes from a frame outside torch.
     """
     if not type(model).forward.__module__.startswith("torch.nn"):
         model.compile(backend=backend)

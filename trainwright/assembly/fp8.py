@@ -1,4 +1,4 @@
-"""Replaces linear layers by layers whose matrix products are computed in 8-bit floating point, by torchao."""
+"""Replaces linear layers by layers that compute matrix products in 8-bit floating point, by torchao."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainwright.optim.torchao import torchao_module
 from trainwright.plan.make import Note
 from trainwright.recipe.schema import Fp8
 
-BLOCK = {"fp8": 16, "mxfp8": 32}
-"""Both dimensions of a layer must be multiples of this: of what tensor cores take, and of the values per MX scale."""
+BLOCK_SIZE = {"fp8": 16, "mxfp8": 32}
+"""Both dimensions of a layer must be multiples of this: the tile of tensor cores, or the values per MX scale."""
 
 
 def convert_linear_layers(model: nn.Module, precision: Literal["fp8", "mxfp8"], settings: Fp8) -> ChosenLayers:
     """Replace linear layers of ``model`` in place. Parameters keep their identity, their names and their dtype.
 
-    Without patterns these are all ``nn.Linear`` but the first and the last, whose rounding costs the most accuracy.
+    Without patterns these are all ``nn.Linear`` except the first and the last, whose rounding costs the most accuracy.
 
     Raises:
         UsageError: A pattern matches no linear layer, or no layer is left to convert.
         MissingExtra: torchao is not installed.
     """
-    multiples = (BLOCK[precision], BLOCK[precision])
+    multiples = (BLOCK_SIZE[precision], BLOCK_SIZE[precision])
     found = choose_linear_layers(model, settings.layers, key="fp8.layers", multiples=multiples)
     needed_for = f"precision {precision}"
     if precision == "fp8":
@@ -40,7 +40,7 @@ def convert_linear_layers(model: nn.Module, precision: Literal["fp8", "mxfp8"], 
 
 
 def note_of(done: ChosenLayers, precision: str, settings: Fp8) -> Note:
-    """Describe what was converted, and what was left out, for the plan."""
+    """Describe the converted and the skipped layers, for the plan."""
     scales = "a scale per 32 values" if precision == "mxfp8" else f"{settings.scales} scales"
     how = f"{scales}, emulated" if settings.emulate else scales
     left_out = "; ".join(["bf16 elsewhere", *done.reasons()])
@@ -59,7 +59,7 @@ def _convert_fp8(model: nn.Module, chosen: frozenset[str], settings: Fp8, needed
 
 @dataclass(frozen=True)
 class _MxProduct:
-    """torchao's matrix product of two tensors, which it casts to MXFP8; on CPU by emulation."""
+    """torchao's matrix product of two tensors, which are cast to MXFP8; on CPU by emulation."""
 
     function: Any
     options: tuple[Any, ...]
@@ -77,7 +77,7 @@ class _MxProduct:
             how = (kernels.KernelPreference.EMULATED, dim0.TORCH, dim1.TORCH)
         else:
             how = (kernels.KernelPreference.AUTO, dim0.TRITON, dim1.CUDA)
-        return cls(function, (*([torch.float8_e4m3fn] * 3), BLOCK["mxfp8"], *how, scale.RCEIL, False))
+        return cls(function, (*([torch.float8_e4m3fn] * 3), BLOCK_SIZE["mxfp8"], *how, scale.RCEIL, False))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         product: Tensor = self.function.apply(x, weight, *self.options)
@@ -87,7 +87,7 @@ class _MxProduct:
 class MxLinear(nn.Linear):
     """A linear layer that casts input, weight and gradient to MXFP8 (OCP Microscaling Formats specification, 2023).
 
-    The weight itself stays in the dtype that it has.
+    The weight itself keeps its dtype.
     """
 
     def __init__(self, layer: nn.Linear, product: _MxProduct) -> None:

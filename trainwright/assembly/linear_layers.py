@@ -16,7 +16,7 @@ MAX_NAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """Names of the chosen layers, and of those that are left out, by the reason."""
+    """Names of the chosen layers, and of the skipped ones by reason."""
 
     chosen: tuple[str, ...]
     left_out: dict[str, tuple[str, ...]]
@@ -42,7 +42,7 @@ def choose_linear_layers(
         model: The model; it is not changed.
         patterns: Names of layers, with wildcards.
         key: The recipe key of the patterns, for messages.
-        multiples: What ``in_features`` and ``out_features`` must be multiples of.
+        multiples: Required divisors of ``in_features`` and ``out_features``.
 
     Raises:
         UsageError: A pattern matches no linear layer, or no layer is left.
@@ -72,6 +72,6 @@ def choose_linear_layers(
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put ``module`` in the place of the submodule ``name``."""
+    """Replace the submodule ``name`` by ``module``."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)

@@ -1,4 +1,4 @@
-"""What is done to a model before training: whether it is ready, frozen parameters; and how many it has."""
+"""Checks and changes of a model before training: readiness, frozen parameters, number of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.errors import Problem, UsageError
 
 
 def require_ready(model: nn.Module) -> None:
-    """Raises UsageError for weights that have no shape or no memory yet, and for a model that torch.jit made."""
+    """Raise UsageError for weights without shape or memory, and for a model made by torch.jit."""
     require_python(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
@@ -31,13 +31,13 @@ def require_ready(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Stops gradients for every parameter whose name matches a glob pattern; returns their names.
+    """Disable gradients for every parameter whose name matches a glob pattern; return their names.
 
-    Raises UsageError for a pattern that matches nothing, and when nothing is left to train.
+    Raises UsageError for a pattern that matches nothing, and if nothing is left to train.
     """
     for found in unmatched_patterns(model, patterns):
         raise UsageError(found.rule, remedy=found.remedy)
-    named = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has two names, both of them good
+    named = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has two names, both valid
     frozen = [name for pattern in patterns for name in named if fnmatchcase(name, pattern)]
     for name in frozen:
         named[name].requires_grad_(False)
@@ -47,7 +47,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> Iterator[Problem]:
-    """The problems of patterns of ``model.freeze`` that match no name of a parameter."""
+    """Yield the problems of patterns of ``model.freeze`` that match no parameter name."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for number, pattern in enumerate(patterns):
         if any(fnmatchcase(name, pattern) for name in names):
@@ -60,6 +60,6 @@ def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> Iterator[Pr
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(all, trainable); tied weights count once."""
+    """Return the numbers of all and of trainable parameters; tied weights count once."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

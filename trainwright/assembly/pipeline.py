@@ -1,9 +1,9 @@
-"""Pipeline parallelism: the blocks of a model divided into stages, each on ranks of its own, by torch's schedules.
+"""Pipeline parallelism: the blocks of a model divided into stages on separate ranks, by torch's schedules.
 
-A model can be cut if it has ``blocks``; the attribute ``stage_ends``, the names of the modules before the first block
-and after the last one; and a forward that runs what is left of it where others are None. For two stages on a rank it
-also needs ``embed(input)`` and ``unembed(x)``, what forward does before and after the blocks. Any other needs a table,
-see ``stage_plan``.
+A model can be divided if it has ``blocks``; the attribute ``stage_ends``, the names of the modules before the first
+block and after the last one; and a forward that runs the remaining modules if others are None. For two stages on a rank
+it also needs ``embed(input)`` and ``unembed(x)``, the parts of forward before and after the blocks. Other models need a
+table, see ``stage_plan``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainwright.recipe.parallel import PipelineSchedule
 
 
 def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
-    """Which blocks each stage has: even shares, the larger ones first."""
+    """Return the blocks of each stage: divided evenly, the larger parts first."""
     return [part.tolist() for part in np.array_split(np.arange(blocks), stages)]
 
 
@@ -34,8 +34,8 @@ def stages_per_rank(schedule: PipelineSchedule) -> int:
 class Stages:
     """The stages of this rank, one or (interleaved) two, and the schedules that run them.
 
-    ``group`` has the ranks of all stages in their order. Takes out of ``model`` what this rank does not compute, as
-    ``by_table`` says where the model itself does not.
+    ``group`` contains the ranks of all stages in order. Removes from ``model`` what this rank does not compute, as
+    defined by ``by_table`` or by the model itself.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Stages:
             }
 
     def fitting(self, num_micro: int) -> int:
-        """The least number of micro-batches, of this many or more, that the schedule takes."""
+        """Return the smallest number of micro-batches >= ``num_micro`` that the schedule supports."""
         if self._schedule == "gpipe":
             return num_micro
         each = self._ranks if self._schedule == "interleaved" else 1
         return max(self._ranks, -(-num_micro // each) * each)
 
     def as_returned(self, output: Tensor) -> object:
-        """The output of the last stage, in the form that the whole model gives."""
+        """Return the output of the last stage, in the form that the full model returns."""
         return output if self._by_table is None else self._by_table.as_returned(output)
 
     def make(self, num_micro: int, loss: Any) -> Any:
-        """A schedule for so many micro-batches. Its gradients are sums over them, not means."""
+        """Return a schedule for ``num_micro`` micro-batches. Its gradients are sums over them, not means."""
         stages: list[_PipelineStageBase] = [
             PipelineStage(module, index, self._count, self._device, group=self._group)
             for index, module in self._modules.items()
@@ -89,7 +89,7 @@ class Stages:
 
 
 class _Stage(nn.Module):
-    """Some blocks of a model of which this rank has more; and the ends, where it is the first stage or the last."""
+    """Some of the blocks on this rank; and the ends, if it is the first stage or the last."""
 
     def __init__(self, model: Any, blocks: Sequence[int], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Stage(nn.Module):
 
 
 def keep_stage(model: Any, blocks: set[int], *, is_first: bool, is_last: bool) -> None:
-    """Takes out the modules that other ranks compute; the names of the rest stay as they are."""
+    """Remove the modules that other ranks compute; the names of the rest do not change."""
     for index in range(len(model.blocks)):
         if index not in blocks:
             model.blocks[index] = nn.Identity()

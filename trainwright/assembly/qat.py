@@ -13,8 +13,8 @@ from trainwright.plan.make import Note
 from trainwright.recipe.schema import Qat
 
 _NEEDED_FOR = "model.qat"
-SCALE = "_scale"
-"""An exported weight ``NAME`` has integers, and ``NAME_scale`` has what they are multiplied by."""
+SCALE_SUFFIX = "_scale"
+"""An exported weight ``NAME`` contains integers, and ``NAME_scale`` their multipliers."""
 
 
 def round_linear_layers(model: nn.Module, settings: Qat) -> ChosenLayers:

@@ -15,7 +15,7 @@ MAX_MODULES = 200
 
 
 def retained_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Returns the modules whose name matches a glob pattern, by name. Containers that are never called are left out."""
+    """Return the modules whose name matches a glob pattern, by name. Containers that are never called are excluded."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -25,7 +25,7 @@ def retained_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.
 
 
 def retain_grad_problems(model: nn.Module, recipe: Recipe) -> Iterator[Problem]:
-    """The problems of ``log.retain_grad``: patterns without a match, too many modules, and what has no hooks."""
+    """Yield the problems of ``log.retain_grad``: patterns without a match, too many modules, models without hooks."""
     patterns, path = recipe.log.retain_grad, "log.retain_grad"
     names = [name for name, module in model.named_modules() if name]
     for number, pattern in enumerate(patterns):

@@ -1,11 +1,11 @@
-"""The forward pass of a block under selective activation checkpointing: it runs again in backward, with the same bits.
+"""The forward pass of a block under selective activation checkpointing, which is rerun in backward with the same bits.
 
 The second run starts from the random generators and the buffers (BatchNorm's statistics, spectral norm's vectors) that
-the first run started from, and leaves both unchanged. Outputs that were saved are returned instead of being computed.
-The output of an operator that draws random numbers is never saved: to skip the operator would shift all later draws.
+the first run started from, and leaves both unchanged. Saved outputs are returned instead of being computed. The output
+of an operator that draws random numbers is never saved: skipping the operator would shift all later draws.
 
-torch's ``create_selective_checkpoint_contexts`` saves outputs too, but fails when a saved output is changed in place
-later in the block, and when a weight is used twice under autocast (it counts the casts, of which there is one). It also
+torch's ``create_selective_checkpoint_contexts`` also saves outputs, but fails if a saved output is changed in place
+later in the block, and if a weight is used twice under autocast (it counts the casts, of which there is one). It also
 makes each operator of the forward pass take half as much time again. It is used under torch.compile only.
 """
 
@@ -39,15 +39,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "_efficient_attention_forward",
     ),
 }
-"""ATen operators by family. Any other operator is a family of its own: ``"gelu"``, ``"native_layer_norm"``."""
+"""ATen operators by family. Any other operator is a separate family: ``"gelu"``, ``"native_layer_norm"``."""
 _FAMILY_OF = {f"aten::{op}": family for family, ops in FAMILIES.items() for op in ops}
 _CASTS = ("_to_copy", "clone", "detach")
-"""Operators that run more or less often in the second run, since autocast caches the casts of weights."""
+"""Operators that run more or less often in the second run, because autocast caches the casts of weights."""
 
 
 @cache
 def family_of(op: OpOverload) -> str | None:
-    """Returns the family of an operator, or None if its output cannot be saved."""
+    """Return the family of an operator, or None if its output cannot be saved."""
     name = op._schema.name
     if op._schema.is_mutable or name.removeprefix("aten::") in _CASTS:
         return None
@@ -55,7 +55,7 @@ def family_of(op: OpOverload) -> str | None:
 
 
 def draws_random_numbers(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Returns whether this call advances a random generator. Attention without dropout does not."""
+    """Return True if this call advances a random generator. Attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for index, argument in enumerate(op._schema.arguments):
@@ -73,7 +73,7 @@ class KeepRule:
         self._calls: Counter[str] = Counter()
 
     def site(self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-        """Returns the name of this call within its family, ``"matmul:3"``, or None if its output is not saved."""
+        """Return the name of this call within its family, ``"matmul:3"``, or None if its output is not saved."""
         family = family_of(op)
         if family not in self._families:
             return None
@@ -92,7 +92,7 @@ class _Saved(NamedTuple):
 
 
 class _SaveOutputs(TorchDispatchMode):
-    """The first run: puts outputs into ``saved``, by site."""
+    """The first run: stores outputs in ``saved``, by site."""
 
     def __init__(self, keep: Sequence[str], saved: dict[str, _Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class _SaveOutputs(TorchDispatchMode):
         return out
 
     def _copy_saved(self, changed: Sequence[Tensor]) -> None:
-        """Copies the saved outputs that an operator is about to change in place."""
+        """Copy the saved outputs that an operator is about to change in place."""
         for tensor in changed:
             site = self._sites.pop(storage_number(tensor), None)
             if site is not None:
@@ -155,11 +155,11 @@ class _ReuseOutputs(TorchDispatchMode):
 
 
 class CheckpointedForward:
-    """The function for ``torch.utils.checkpoint``: its first call is the forward pass, later ones run it in backward.
+    """The function for ``torch.utils.checkpoint``: its first call is the forward pass, later ones rerun it in backward.
 
     ``keep`` names the sites whose outputs are saved, ``buffers`` the buffers that the pass may change.
-    ``torch.utils.checkpoint`` restores torch's generators; those of Python and NumPy, by which some models drop whole
-    layers, are restored here.
+    ``torch.utils.checkpoint`` restores torch's generators; those of Python and NumPy, by which some models drop layers,
+    are restored here.
     """
 
     def __init__(
@@ -182,9 +182,9 @@ class CheckpointedForward:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restores buffers and generators of the first run inside the context, and the present ones after it.
+        """Context with the buffers and generators of the first run; restores the current ones afterwards.
 
-        Buffers are replaced, not written to: autograd may have saved the present tensors.
+        Buffers are replaced, not written to: autograd may have saved the current tensors.
         """
         live, generators = [_value(module, name) for module, name, _ in self._buffers], _host_generators()
         for module, name, value in self._buffers:
@@ -199,7 +199,7 @@ class CheckpointedForward:
 
 
 def written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
-    """Returns the tensors among ``args`` that an operator changes in place."""
+    """Return the tensors among ``args`` that an operator changes in place."""
     return [
         tensor
         for parameter, value in zip(op._schema.arguments, args, strict=False)
@@ -218,7 +218,7 @@ def _save(out: object, copied: Callable[[Tensor], Tensor]) -> _Saved:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same memory and version counter that is outside of the graph of ``tensor``."""
+    """Return a tensor with the same memory and version counter, outside of the graph of ``tensor``."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -228,7 +228,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def storage_number(tensor: Tensor) -> int:
-    """Returns a number that tensors share exactly if they share memory, while that is alive."""
+    """Return a number that is equal for tensors that share memory, while that memory is alive."""
     number: int = tensor.untyped_storage()._cdata
     return number
 

@@ -1,8 +1,8 @@
-"""The stages of a model that was not made for a pipeline: which of its modules lie on the first, on each, on the last.
+"""Pipeline stages of a model that was not written for them: its modules on the first stage, on each, and on the last.
 
 The plan is a table from patterns of module names to ``first``, ``block`` or ``last``: that of a recipe, or of a model
-of ``transformers``. A stage is the model itself, in which the modules of other stages hand on what they get. Whether
-that computes the same as the whole is not taken on trust: ``StagedModel.require_same`` tries it.
+of ``transformers``. A stage is the model itself, with modules of other stages replaced by pass-through modules.
+``StagedModel.require_same`` tests that this computes the same as the full model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainwright.distributed.split_plan import names_like
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe.parallel import StageStyle
 
-OF_TRANSFORMERS: Mapping[str, Mapping[str, StageStyle]] = {
+TRANSFORMERS_STAGES: Mapping[str, Mapping[str, StageStyle]] = {
     "gpt2": {
         "transformer.wte": "first",
         "transformer.wpe": "first",
@@ -32,55 +32,54 @@ OF_TRANSFORMERS: Mapping[str, Mapping[str, StageStyle]] = {
         "lm_head": "last",
     }
 }
-"""By model type: plans that ``transformers`` lacks."""
-TRIED_POSITIONS = 16
-APART = 1e-5
-"""What stages may differ from the whole, as a share of the largest output: the same operators in the same order."""
-_SHAPE = "parallel.stages: {embed: first, 'layers.*': block, norm: last, head: last}"
-_SHARD = "or use parallel.shard, which divides any model"
+"""Plans by model type that ``transformers`` lacks."""
+MAX_POSITIONS_TRIED = 16
+MAX_RELATIVE_DIFFERENCE = 1e-5
+"""Maximum difference of the stages from the full model, relative to the largest output: the operators are the same."""
+_EXAMPLE_TABLE = "parallel.stages: {embed: first, 'layers.*': block, norm: last, head: last}"
+_SHARD_REMEDY = "or use parallel.shard, which divides any model"
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Names of modules: those of the first stage, those that are divided, in their order, and those of the last."""
+    """Module names: those of the first stage, those that are divided, in order, and those of the last stage."""
 
     first: tuple[str, ...]
     blocks: tuple[str, ...]
     last: tuple[str, ...]
 
     def elsewhere(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> list[str]:
-        """What a stage with these blocks does not have."""
+        """Return the modules that a stage with these blocks does not have."""
         absent = [name for index, name in enumerate(self.blocks) if index not in blocks]
         return [*(() if is_first else self.first), *absent, *(() if is_last else self.last)]
 
 
-def stage_plan(model: nn.Module, asked: Mapping[str, StageStyle]) -> StagePlan | None:
-    """The plan that is ``asked`` for, or that of ``transformers``; None where there is none, and where the model itself
-    says how it is cut.
+def stage_plan(model: nn.Module, requested: Mapping[str, StageStyle]) -> StagePlan | None:
+    """Return the ``requested`` plan, or that of ``transformers``.
 
-    Raises UsageError where a pattern that was asked for matches nothing, nothing is divided, or a weight is in no part
-    or in two.
+    Returns None if there is none, or if the model itself defines its stages. Raises UsageError if a requested pattern
+    matches nothing, nothing is divided, or a weight is in no part or in two.
     """
-    if hasattr(model, "stage_ends") and not asked:
+    if hasattr(model, "stage_ends") and not requested:
         return None
-    table = asked or _of_transformers(model)
+    table = requested or _transformers_table(model)
     if not table:
         return None
     found: dict[StageStyle, list[str]] = {"first": [], "block": [], "last": []}
     for pattern, part in table.items():
-        found[part] += names_like(pattern, model, "parallel.stages" if asked else None)
+        found[part] += names_like(pattern, model, "parallel.stages" if requested else None)
     plan = StagePlan(tuple(found["first"]), tuple(found["block"]), tuple(found["last"]))
     if not plan.blocks:
-        raise UsageError("parallel.stages divides nothing: it names no block", remedy=f"write {_SHAPE}")
+        raise UsageError("parallel.stages divides nothing: it names no block", remedy=f"write {_EXAMPLE_TABLE}")
     _require_each_weight_once(model, plan)
     return plan
 
 
-def _of_transformers(model: Any) -> Mapping[str, StageStyle]:
-    """What their plan says of each module by the names of its inputs."""
+def _transformers_table(model: Any) -> Mapping[str, StageStyle]:
+    """Return the plan of ``transformers`` by the names of each module's inputs."""
     kind = str(getattr(getattr(model, "config", None), "model_type", None))
-    if kind in OF_TRANSFORMERS:
-        return OF_TRANSFORMERS[kind]
+    if kind in TRANSFORMERS_STAGES:
+        return TRANSFORMERS_STAGES[kind]
     plan: Mapping[str, Sequence[Sequence[str]]] = getattr(model, "_pp_plan", None) or {}
     modules, found = dict(model.named_modules()), dict[str, StageStyle]()
     for name, (inputs, _) in plan.items():
@@ -91,7 +90,7 @@ def _of_transformers(model: Any) -> Mapping[str, StageStyle]:
 
 
 def _require_each_weight_once(model: nn.Module, plan: StagePlan) -> None:
-    """What is in no part would be trained apart on every stage."""
+    """Raise UsageError unless each weight is in one part. Others would be trained separately on every stage."""
     parts = [f"{name}." for name in (*plan.first, *plan.blocks, *plan.last)]
     for name, _ in model.named_parameters():
         places = [part[:-1] for part in parts if name.startswith(part)]
@@ -99,14 +98,14 @@ def _require_each_weight_once(model: nn.Module, plan: StagePlan) -> None:
             where = f"in two parts, {places[0]} and {places[1]}" if places else "in no part"
             raise UsageError(
                 f"parallel.stages: the weight {name} is {where}, and each must be in one",
-                remedy=f"name its module first, block or last, as in {_SHAPE}",
+                remedy=f"name its module first, block or last, as in {_EXAMPLE_TABLE}",
             )
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a module of another stage: hands on its first input.
+    """Stands in for a module of another stage: passes its first input on.
 
-    An embedding of something else than what the stage was given, such as positions, gives zeros: it was added before.
+    An embedding of other inputs, such as positions, returns zeros: it was already added.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -122,7 +121,7 @@ class _Elsewhere(nn.Module):
 
 
 class StagedModel:
-    """A model that is cut by a plan. Before it is cut, ``require_same`` must have tried it."""
+    """A model that is divided by a plan. ``require_same`` must test it before it is divided."""
 
     def __init__(self, model: nn.Module, plan: StagePlan) -> None:
         self.model, self.plan = model, plan
@@ -130,10 +129,12 @@ class StagedModel:
         self._made: type[Any] | None = None
 
     def require_same(self, inputs: Tensor, shares: Sequence[Sequence[int]]) -> None:
-        """Tries the stages one after the other, each with its share of the blocks. Raises UsageError where that gives
-        something else than the whole model."""
+        """Run the stages one after the other, each with its part of the blocks.
+
+        Raises UsageError if the result differs from that of the full model.
+        """
         if not inputs.is_floating_point() and inputs.dim() > 1:
-            inputs = inputs[:, :TRIED_POSITIONS]
+            inputs = inputs[:, :MAX_POSITIONS_TRIED]
         with torch.no_grad(), preserved_rng(), _ready_to_try(self.model):
             try:
                 made = self.model(inputs)
@@ -147,12 +148,12 @@ class StagedModel:
                 raise
             except Exception as error:
                 raise self._cannot(f"a stage cannot be computed: {text_of(error, lines=1)}") from error
-        apart = float((x - whole).abs().max()) if x.shape == whole.shape else float("inf")
-        if not apart <= APART * float(whole.abs().max()):
-            raise self._cannot(f"the stages give something else than the whole model: {apart:.2g} away")
+        difference = float((x - whole).abs().max()) if x.shape == whole.shape else float("inf")
+        if not difference <= MAX_RELATIVE_DIFFERENCE * float(whole.abs().max()):
+            raise self._cannot(f"the stages give something else than the whole model: {difference:.2g} away")
 
     def keep(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> None:
-        """Takes out the modules that other ranks compute; the names of the rest stay as they are."""
+        """Remove the modules that other ranks compute; the names of the rest do not change."""
         for name in self.plan.elsewhere(blocks, is_first=is_first, is_last=is_last):
             self.model.set_submodule(name, _Elsewhere(self.model.get_submodule(name)))
 
@@ -162,7 +163,7 @@ class StagedModel:
         self.model.forward = MethodType(forward, self.model)
 
     def as_returned(self, output: Tensor) -> object:
-        """The output of the last stage, in the form that the whole model gives."""
+        """Return the output of the last stage, in the form that the full model returns."""
         return output if self._made is None else self._made(logits=output)
 
     def _forward(self, x: Tensor, *, is_first: bool) -> Tensor:
@@ -184,24 +185,24 @@ class StagedModel:
     def _cannot(self, why: str) -> UsageError:
         return UsageError(
             f"parallel.pipeline: {type(self.model).__name__} cannot be cut so: {why}",
-            remedy=f"let its forward be embedding, blocks one after the other, and output layer; {_SHARD}",
+            remedy=f"let its forward be embedding, blocks one after the other, and output layer; {_SHARD_REMEDY}",
         )
 
 
 def _tensor_of(made: Any) -> Tensor:
-    """A tensor, or the logits of an output of ``transformers``."""
+    """Return a tensor, or the logits of an output of ``transformers``."""
     found = made if isinstance(made, Tensor) else getattr(made, "logits", None)
     if not isinstance(found, Tensor):
         raise UsageError(
             f"parallel.pipeline: the model gives a {type(made).__name__}, and stages send one tensor",
-            remedy=f"return a tensor, {_SHARD}",
+            remedy=f"return a tensor, {_SHARD_REMEDY}",
         )
     return found
 
 
 @contextmanager
 def _ready_to_try(model: nn.Module) -> Iterator[None]:
-    """Without dropout. Weights that are zero are not, for what they scale would not show."""
+    """Context without dropout and without zero weights, which would hide differences."""
     modes = [(module, module.training) for module in model.modules()]
     zeros = [each for each in model.parameters() if each.numel() and not each.any()]
     try:

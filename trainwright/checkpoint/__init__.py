@@ -1,1 +1,1 @@
-"""What a run *is* at step n, and how it is kept."""
+"""The state of a run at step n, and how it is saved."""

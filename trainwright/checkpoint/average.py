@@ -20,9 +20,12 @@ from trainwright.errors import UsageError
 
 
 class WeightAverage(ABC):
-    """An average of the trainable weights, in ``shadow`` by name. ``num_updates`` counts what is in it.
+    """An average of the trainable weights.
 
-    ``norms`` are the BatchNorm layers whose running statistics the average has a copy of, by name.
+    Attributes:
+        shadow: The averaged tensors by name.
+        num_updates: Number of updates in the average.
+        norms: BatchNorm layers, by name, whose running statistics are copied into the average.
     """
 
     kind: ClassVar[str]
@@ -38,16 +41,16 @@ class WeightAverage(ABC):
 
     @abstractmethod
     def update(self, step: int) -> None:
-        """Is called once after each optimizer step; ``step`` counts the completed ones."""
+        """Update the average. Called once after each optimizer step; ``step`` is the number of completed steps."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the model can be evaluated with the average."""
+        """True if the model can be evaluated with the average."""
         return self.num_updates > 0
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside; the live ones come back bit for bit."""
+        """Context in which the model has the averaged weights. The live weights are restored bit for bit."""
         self._swap()
         try:
             yield
@@ -57,7 +60,7 @@ class WeightAverage(ABC):
     @torch.no_grad()
     def _swap(self) -> None:
         for name, live in self._live.items():
-            if is_divided(live):  # FSDP has views of it
+            if is_divided(live):  # FSDP holds views of it
                 _exchange(live, self.shadow[name])
             else:
                 live.data, self.shadow[name] = self.shadow[name], live.data
@@ -74,16 +77,17 @@ class WeightAverage(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, saved: StateDict) -> None:
-        """Loads the averages. A weight that was not averaged before starts with its live value: load that first.
+        """Load the averages. A weight that was not averaged before starts with its live value, so load the weights
+        first.
 
-        An average of another kind is not continued. Raises ValueError for an average of another shape.
+        An average of another kind is not continued. Raises ValueError for a tensor of another shape.
         """
         is_same = saved.get("kind", "ema") == self.kind
         self.num_updates = saved.get("num_updates", 0) if is_same else 0
         before = saved.get("shadow", {}) if is_same else {}
         for name, live in (self._live | self._statistics()).items():
             average, shadow = before.get(name, live), self.shadow[name]
-            if average.shape != shadow.shape:  # copy_ would repeat a smaller one
+            if average.shape != shadow.shape:  # copy_ would broadcast a smaller one
                 raise ValueError(
                     f"the average of {name} is {tuple(average.shape)}, and the weight {tuple(shadow.shape)}"
                 )
@@ -91,12 +95,18 @@ class WeightAverage(ABC):
 
 
 class Ema(WeightAverage):
-    """Exponential moving average (Polyak & Juditsky 1992).
+    """Exponential moving average of the weights (Polyak & Juditsky 1992).
 
-    Keeps shadow <- decay * shadow + (1 - decay) * weights, after each optimizer step.
+    Computes shadow <- decay * shadow + (1 - decay) * weights after each optimizer step. The decay warms up as
+    min(decay, (1 + n) / (10 + n)) over the n updates so far, so that the random initial weights are forgotten (as in
+    TensorFlow's ExponentialMovingAverage).
 
-    The decay warms up as min(decay, (1 + n) / (10 + n)) over the n updates so far, so that the random
-    initial weights are forgotten (as in TensorFlow's ExponentialMovingAverage).
+    Args:
+        model: The model whose trainable weights are averaged.
+        decay: Between 0 and 1.
+
+    Raises:
+        UsageError: ``decay`` is out of range.
     """
 
     kind = "ema"
@@ -109,17 +119,17 @@ class Ema(WeightAverage):
 
     @torch.no_grad()
     def update(self, step: int = 0) -> None:
-        """Once after each optimizer step; one multiply-add over the trainable weights."""
+        """Update the average after an optimizer step: one multiply-add over the trainable weights."""
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         torch._foreach_lerp_(locals_of(self.shadow.values()), locals_of(self._live.values()), 1.0 - decay)
         self.num_updates += 1
 
 
 class Swa(WeightAverage):
-    """The mean of the weights after the steps ``start``, ``start + every``, and so on, as torch's ``AveragedModel``.
+    """Mean of the weights after steps ``start``, ``start + every``, and so on, as torch's ``AveragedModel``.
 
     The running statistics of BatchNorm belong to the weights that they were measured with. Until they are measured with
-    the average (``norms_are_current``), it has a copy of the live ones.
+    the average (``norms_are_current``), it holds a copy of the live ones.
     """
 
     kind = "swa"
@@ -162,7 +172,7 @@ class Swa(WeightAverage):
 
 
 class NoAverage:
-    """The null object of a run that keeps no average."""
+    """The null object of a run without an average."""
 
     kind = ""
     is_complete = False
@@ -180,7 +190,6 @@ class NoAverage:
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
-    """Exchanges the contents of two tensors."""
     before = one.detach().clone()
     one.copy_(other)
     other.copy_(before)

@@ -1,11 +1,11 @@
-"""Saving and loading a TrainState: written aside, committed by one rename, never unpickled.
+"""Saving and loading a TrainState: written to a temporary folder, committed by one rename, never unpickled.
 
 checkpoints/step-00000400/
-  model.safetensors    the model's state_dict under its own key names; of an optimizer that averages the weights itself
-                       (``state.modes``) the averaged weights
-  rest.safetensors     tensors of the optimizer, EMA and random generators; the training weights of such an optimizer
-  state.json           everything else, and the metadata of the run
-  manifest.json        step, sizes and sha256
+    model.safetensors    the model's state_dict under its key names; the averaged weights if the optimizer averages
+                         them itself (see checkpoint/optimizer_modes.py)
+    rest.safetensors     tensors of optimizer, EMA and random generators; the training weights of such an optimizer
+    state.json           everything else, and the metadata of the run
+    manifest.json        step, sizes and sha256
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainwright.checkpoint.codec import StateDict, Tree, encode
 from trainwright.checkpoint.contents import read_contents
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.manifest import (
-    NOT_WHAT_WE_WRITE,
+    INVALID_CONTENT_ERRORS,
     fsync,
     name_of,
     raising_checkpoint_error,
@@ -34,12 +34,12 @@ from trainwright.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from trainwright.checkpoint.modes import both_weights
 from trainwright.checkpoint.moments import load_moments, moments
 from trainwright.checkpoint.names import plain_name
+from trainwright.checkpoint.optimizer_modes import both_weights
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.shards import holds_parts, whole
-from trainwright.checkpoint.stages import StagePart, bring_together
+from trainwright.checkpoint.stages import StagePart, gather_stages
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
 from trainwright.checkpoint.store import Best, delete, draft_of_step, is_own, sweep
 from trainwright.checkpoint.tensor_file import write_tensors
@@ -67,12 +67,12 @@ class CheckpointData:
 def capture(
     state: TrainState, staging: Staging | None = None, run_metadata: Mapping[str, Tree] | None = None
 ) -> CheckpointData:
-    """Returns what a checkpoint of ``state`` holds: with ``staging`` a copy, else the live tensors.
+    """Return the contents of a checkpoint of ``state``: a copy if ``staging`` is given, else the live tensors.
 
     ``run_metadata`` is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
     """
     own = _part_of(state, staging)
-    copies, values, trained = own if state.stages.size == 1 else bring_together(own, state.stages)
+    copies, values, trained = own if state.stages.size == 1 else gather_stages(own, state.stages)
     parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
     return CheckpointData(
         state.step, parts["model"], parts["rest"], {**values, "metadata": run_metadata or {}}, trained
@@ -80,17 +80,17 @@ def capture(
 
 
 def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
-    """The live tensors that ``capture`` copies, by file and name."""
+    """Return the live tensors that ``capture`` copies, by file and name."""
     return _encoded_parts(state)[0]
 
 
 def take_part(state: TrainState, stages: World) -> None:
-    """Gives this rank's parts of the state to the rank that captures it at the same time.
+    """Send this rank's parts of the state to the rank that captures it at the same time.
 
-    ``stages`` are that rank's; other ranks than these have nothing to give but their parts of tensors.
+    ``stages`` are the ranks of the pipeline that rank 0 belongs to. All other ranks only send their parts of tensors.
     """
     if stages.size > 1:
-        bring_together(_part_of(state), stages)
+        gather_stages(_part_of(state), stages)
         return
     for tensor in tensors_of(state).values():
         whole(tensor)
@@ -126,7 +126,7 @@ def _model(model: nn.Module, averaged: Mapping[int, Tensor]) -> StateDict:
 
 
 def _training_weights(model: nn.Module, training: Mapping[int, Tensor]) -> StateDict:
-    """Under all names that a tied weight has."""
+    """Return the training weights under all names, so that a tied weight appears several times."""
     plain = plain_state_dict(model, keep_vars=True) if training else {}
     return {name: training[id(value)] for name, value in plain.items() if id(value) in training}
 
@@ -151,7 +151,7 @@ def _rest(state: TrainState, training: Mapping[int, Tensor]) -> StateDict:
 
 
 def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the non-persistent buffers, which a state_dict leaves out: a forward pass may write into one."""
+    """Yield the non-persistent buffers, which a state_dict omits: a forward pass may write to them."""
     for path, module in unwrapped(model).named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set and buffer.layout == torch.strided:
@@ -159,11 +159,14 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run: str = "") -> tuple[Path, int]:
-    """Writes ``folder/step-XXXXXXXX``; ``best`` and the identity of the run are stored in its manifest.
+    """Write ``folder/step-XXXXXXXX``; ``best`` and the identity of the run are stored in its manifest.
 
-    Returns its path and its size in bytes. A kill at any time leaves either the whole checkpoint or none. Raises
-    StorageError when it cannot be written, as where a folder that is not of this run is in the way, and CheckpointError
-    for a state that is not finite; both remove what was written.
+    Returns its path and its size in bytes. If the process is killed at any time, either the complete checkpoint or none
+    exists. Both errors below remove what was written.
+
+    Raises:
+        StorageError: It cannot be written, for example because a folder of another run has its name.
+        CheckpointError: The state is not finite.
     """
     _require_finite(snapshot)
     values = json.dumps(snapshot.values)
@@ -173,7 +176,7 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
             remedy="keep large values in tensors, or leave them out of what state_dict() and get_extra_state() return",
         )
     target = folder / name_of(snapshot.step)
-    replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed while we replace it
+    replaced = target.with_suffix(".old")  # still found by ``checkpoints`` if the process is killed here
     aside = draft_of_step(folder, snapshot.step, run)
     with _storage_errors(aside):
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,15 +209,35 @@ def _require_own(path: Path, run: str) -> None:
 def save_checkpoint(
     state: TrainState, folder: Path | str, run_metadata: Mapping[str, Tree] | None = None
 ) -> tuple[Path, int]:
-    """Saves ``state`` and waits until it is on disk. Returns the path of the checkpoint and its size in bytes."""
+    """Save ``state`` and wait until it is on disk.
+
+    Args:
+        state: The state between two steps.
+        folder: Folder of the run's checkpoints; created if missing.
+        run_metadata: JSON about the run, stored unchanged.
+
+    Returns:
+        The path of the checkpoint and its size in bytes.
+
+    Raises:
+        StorageError: It cannot be written.
+        CheckpointError: The state is not finite or cannot be stored.
+    """
     return commit(capture(state, run_metadata=run_metadata), Path(folder))
 
 
 def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = False) -> None:
-    """Loads ``path`` into ``state`` in place, random generators of the process included.
+    """Load ``path`` into ``state`` in place, including the random generators of the process.
 
-    Verifies it first unless ``verified``. The caller must restart the data at ``state.data``. Raises CheckpointError
-    when a file is missing or damaged, or when model or optimizer do not fit.
+    The caller must restart the data at ``state.data``.
+
+    Args:
+        state: Overwritten.
+        path: A checkpoint folder, ``step-XXXXXXXX``.
+        verified: Skip the verification of sizes and hashes.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or model or optimizer do not match.
     """
     path = Path(path)
     if not verified:
@@ -233,7 +256,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
         for name, saved in rest.get("stateful", {}).items():
             if name in state.stateful:
                 state.stateful[name].load_state_dict(saved)
-    except NOT_WHAT_WE_WRITE as error:
+    except INVALID_CONTENT_ERRORS as error:
         raise CheckpointError(
             f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",
             remedy="resume with the recipe of the run (recipe.yaml in its folder)",
@@ -251,21 +274,21 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
 
 @torch.no_grad()
 def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Skips buffers of another shape: their module computes them when it needs them."""
+    """Copy the saved buffers. Skips buffers of another shape, which their module computes when it needs them."""
     for name, buffer in _transient(model):
         if name in saved and saved[name].shape == buffer.shape:
             buffer.copy_(saved[name])
 
 
 def read_run_metadata(path: Path) -> StateDict:
-    """Recipe, plan and provenance that a verified checkpoint was saved with."""
+    """Return recipe, plan and provenance stored in a verified checkpoint."""
     with raising_checkpoint_error(path):
         metadata = read_state(path)["metadata"]
         return {name: metadata[name] for name in ("recipe", "plan", "provenance")}
 
 
-def misfits(state: TrainState, path: Path) -> list[str]:
-    """Returns one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
+def mismatches(state: TrainState, path: Path) -> list[str]:
+    """Return one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
     with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
         names = read_state(path)["model"]
@@ -285,7 +308,7 @@ def misfits(state: TrainState, path: Path) -> list[str]:
 
 
 def _require_finite(snapshot: CheckpointData) -> None:
-    """Raises CheckpointError unless trained weights, averages and moments are finite and nothing else holds a NaN.
+    """Raise CheckpointError unless trained weights, averages and moments are finite and nothing else holds a NaN.
 
     Other tensors may hold infinities, as masks do.
     """
@@ -303,7 +326,7 @@ def _require_finite(snapshot: CheckpointData) -> None:
 
 
 def _is_finite(tensor: Tensor, *, or_infinite: bool = False) -> bool:
-    """Reads the tensor once without a copy of it: minimum and maximum are NaN or infinite if any element is."""
+    """Return True if all elements are finite. Uses minimum and maximum, which need no copy of the tensor."""
     if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not tensor.numel():
         return True
     extremes = torch.stack(torch.aminmax(tensor))

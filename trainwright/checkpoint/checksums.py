@@ -1,4 +1,4 @@
-"""Checksums of the bits of tensors: equal tensors have equal ones, and one flipped bit changes it by a power of two."""
+"""Checksums of the bits of tensors. Equal tensors have equal checksums; a flipped bit changes one by a power of two."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Checksums = Callable[[], list[int]]
-"""Returns the checksums; on a GPU it waits until they are there."""
+"""Returns the checksums; on a GPU it waits until they are computed."""
 
 
 def no_checksums() -> list[int]:
-    """Of nothing."""
+    """Return no checksums."""
     return []
 
 
 @torch.no_grad()
 def start_checksums(tensors: Sequence[Tensor | None]) -> Checksums:
-    """Begins to add up the bits of each tensor as integers. One pass over the memory; 0 for None and for sparse ones.
+    """Start summing the bits of each tensor as integers, in one pass over the memory; 0 for None and for sparse
+    tensors.
 
-    On a GPU nothing waits before the function that is returned is called.
+    On a GPU nothing waits until the returned function is called.
     """
     sums = [_sum(each) if each is not None else 0 for each in tensors]
     devices = {each.device for each in sums if isinstance(each, Tensor) and each.is_cuda}

@@ -1,4 +1,4 @@
-"""Nested state as tensors (for safetensors) and JSON: nothing that could execute code when it is read."""
+"""Encodes nested state as tensors (for safetensors) and JSON, neither of which can execute code when read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from torch import Tensor
 from trainwright.checkpoint.shards import is_divided
 
 Tree: TypeAlias = Any
-"""Nested dicts, lists and tuples of tensors, numbers, strings, dtypes and None: what a checkpoint can hold."""
+"""Nested dicts, lists and tuples of tensors, numbers, strings, dtypes and None: the types a checkpoint can hold."""
 StateDict: TypeAlias = dict[str, Tree]
-"""What ``state_dict()`` returns."""
+"""Result of ``state_dict()``."""
 
-_AS_THEY_ARE = frozenset({int, bool, str, type(None)})
-_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__", "__sparse__")
+_JSON_TYPES = frozenset({int, bool, str, type(None)})
+_RESERVED_KEYS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__", "__sparse__")
 
 
 def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
-    """Takes dicts, lists, tuples, strings, numbers, dtypes, None and tensors apart.
+    """Split a tree of dicts, lists, tuples, strings, numbers, dtypes, None and tensors into tensors and JSON.
 
-    Returns the tensors by a path-like name, and a JSON value in which each stands as a reference. A tensor
-    that occurs twice (tied weights) is kept once; one whose memory is laid out otherwise than row by row comes back
-    so. Raises TypeError for anything else, with its path.
+    Returns the tensors by a path-like name, and a JSON value that refers to them. A tensor that occurs twice (tied
+    weights) is stored once. Memory layouts other than row-major are restored by ``decode``.
+
+    Raises:
+        TypeError: The tree contains another type; the message has its path.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[Tree, ...], str] = {}
@@ -34,7 +36,7 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
         return f"{path}.{key}" if path else str(key)
 
     def each(items: Sequence[Tree], path: str) -> list[Tree]:
-        if _AS_THEY_ARE.issuperset(map(type, items)):  # the state of a generator is a thousand numbers
+        if _JSON_TYPES.issuperset(map(type, items)):  # fast path: the state of a generator is a thousand numbers
             return [*items]
         return [walk(item, below(path, i)) for i, item in enumerate(items)]
 
@@ -46,13 +48,13 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
             case Tensor() if value.layout == torch.strided:
                 identity = _identity(value)
                 if identity not in names:
-                    while path in tensors:  # {"a.b": x, "a": {"b": y}} and keys 1 and "1" have one path
+                    while path in tensors:  # {"a.b": x, "a": {"b": y}} and keys 1 and "1" have the same path
                         path += "'"
                     names[identity] = path
                     tensors[path] = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
                 return {"__tensor__": names[identity], **_beside(value)}
             case Mapping():
-                if all(isinstance(key, str) and key not in _MARKS for key in value):
+                if all(isinstance(key, str) and key not in _RESERVED_KEYS for key in value):
                     return {key: walk(item, below(path, key)) for key, item in value.items()}
                 return {"__items__": [[walk(key, path), walk(item, below(path, key))] for key, item in value.items()]}
             case tuple():
@@ -71,7 +73,7 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
 
 
 def decode(tensors: Mapping[str, Tensor], value: Tree) -> Tree:
-    """The inverse of ``encode``."""
+    """Invert ``encode``."""
     if isinstance(value, list):
         return [decode(tensors, item) for item in value]
     if not isinstance(value, dict):
@@ -100,7 +102,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _beside(tensor: Tensor) -> StateDict:
-    """What a file of contiguous real numbers does not say of a tensor: fused kernels read memory as it lies."""
+    """Return properties that a file of contiguous real numbers loses; fused kernels depend on the memory layout."""
     details: StateDict = {"complex": True} if tensor.is_complex() else {}
     if tensor.layout == torch.strided and not tensor.is_contiguous() and _is_dense(tensor.shape, tensor.stride()):
         details["stride"] = list(tensor.stride())
@@ -118,7 +120,7 @@ def _restored(tensor: Tensor, reference: Mapping[str, Tree]) -> Tensor:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements of a tensor fill its memory without a gap or an overlap, in whatever order."""
+    """Return True if the elements of a tensor fill its memory without gaps or overlaps, in any order."""
     filled = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != filled:
@@ -128,14 +130,17 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _identity(tensor: Tensor) -> tuple[Tree, ...]:
-    """Equal for tensors that are the same memory seen the same way; an empty tensor is only itself."""
+    """Return a key that is equal for tensors that are the same view of the same memory.
+
+    An empty tensor equals only itself.
+    """
     if tensor.numel() == 0 or tensor.device.type == "meta" or is_divided(tensor):
-        return (id(tensor),)  # a rank's part may be empty, and all ranks must see the same tensors
+        return (id(tensor),)  # a rank's part may be empty, and all ranks must find the same tensors
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits, NaN and the sign of zero included."""
+    """Return True if two tensors hold the same bits, including NaN and the sign of zero."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_bytes(a), _bytes(b))

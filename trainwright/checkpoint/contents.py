@@ -1,6 +1,6 @@
-"""Reads what a verified checkpoint holds, and refuses what no run writes, before anything is loaded into a run.
+"""Reads the contents of a verified checkpoint and rejects invalid contents before anything is loaded into a run.
 
-A sum that fits proves that nothing was damaged since. It does not prove that the content ever was the state of a run.
+A matching hash proves that nothing was damaged since. It does not prove that the content was the state of a run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict, Tree, decode
-from trainwright.checkpoint.manifest import not_ours, raising_checkpoint_error, read_manifest, read_state, verify
+from trainwright.checkpoint.manifest import invalid_content, raising_checkpoint_error, read_manifest, read_state, verify
 from trainwright.checkpoint.rng import RngBag
-from trainwright.checkpoint.rules import AMOUNT, ANYTHING, FLOAT, NATURAL, TENSOR, TEXT, Maybe, Rule, wrong
+from trainwright.checkpoint.schema import AMOUNT, ANYTHING, FLOAT, NATURAL, TENSOR, TEXT, Maybe, Rule, violations
 
 PARTS = ("model", "rest")
 REST: Rule = {
@@ -81,25 +81,27 @@ class Contents:
 
 
 def require_whole(path: Path) -> None:
-    """Raises CheckpointError unless a checkpoint is undamaged, and a state that can be loaded."""
+    """Raise CheckpointError unless a checkpoint is undamaged and can be loaded."""
     verify(path)
     read_contents(path)
 
 
 def read_contents(path: Path) -> Contents:
-    """Reads a verified checkpoint. Raises CheckpointError unless every part is there and of the right type."""
+    """Read a verified checkpoint. Raises CheckpointError unless every part is present and of the right type."""
     with raising_checkpoint_error(path):
         tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
         values = read_state(path)
-        for problem in wrong(values, dict.fromkeys(PARTS, ANYTHING), "state.json"):
-            raise not_ours(path, problem)
+        for problem in violations(values, dict.fromkeys(PARTS, ANYTHING), "state.json"):
+            raise invalid_content(path, problem)
         model, rest = (_decoded(path, part, tensors[part], values[part]) for part in PARTS)
-        for problem in wrong(model, {}, "state.json: model"):
-            raise not_ours(path, problem)
-        for problem in wrong(rest, REST, "state.json: rest"):
-            raise not_ours(path, problem)
+        for problem in violations(model, {}, "state.json: model"):
+            raise invalid_content(path, problem)
+        for problem in violations(rest, REST, "state.json: rest"):
+            raise invalid_content(path, problem)
         if rest["counters"]["step"] != (step := read_manifest(path)["step"]):
-            raise not_ours(path, f"state.json holds step {rest['counters']['step']}, and the manifest says {step}")
+            raise invalid_content(
+                path, f"state.json holds step {rest['counters']['step']}, and the manifest says {step}"
+            )
         return Contents(model, rest, RngBag.from_state_dict(rest["rng"]), tensors)
 
 
@@ -107,12 +109,12 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(file))
     except (SafetensorError, ValueError) as error:
-        raise not_ours(file.parent, f"{file.name} is no safetensors file: {error}") from None
+        raise invalid_content(file.parent, f"{file.name} is no safetensors file: {error}") from None
 
 
 def _decoded(path: Path, part: str, tensors: Mapping[str, Tensor], values: Tree) -> StateDict:
     try:
         decoded: StateDict = decode(tensors, values)
     except KeyError as error:
-        raise not_ours(path, f"state.json refers to {error}, which is not in {part}.safetensors") from None
+        raise invalid_content(path, f"state.json refers to {error}, which is not in {part}.safetensors") from None
     return decoded

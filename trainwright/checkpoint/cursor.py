@@ -1,4 +1,4 @@
-"""What one optimizer step consumes, and where the data stream stands after it."""
+"""The batch of one optimizer step, and the position in the data after it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ Ids = NDArray[np.int64]
 
 
 class StreamState(NamedTuple):
-    """What ``state_dict()`` of the user's own iterator gave after a batch, and the random state that it draws from.
+    """State of the user's iterator after a batch, and the random state that it draws from.
 
-    ``rng`` gives that random state: to make it takes 50 us, and of most batches nobody asks for it. ``number`` is how
-    many batches of the epoch had come.
+    Attributes:
+        own: Result of the iterator's ``state_dict()``.
+        rng: Returns that random state. Lazy, because it takes 50 us and is rarely needed.
+        number: Number of batches of the epoch so far.
     """
 
     own: Tree
@@ -33,9 +35,9 @@ class StreamState(NamedTuple):
 
 
 class EpochStart(NamedTuple):
-    """The random state in which a pass over a user's loader began: its order can be drawn again from it.
+    """Random state at the begin of a pass over a user's loader, from which its order can be drawn again.
 
-    ``held`` are the states of the generators that loader and samplers hold, as ``build.generators`` finds them.
+    ``held`` are the states of the generators that loader and samplers hold, as ``data.generators`` finds them.
     """
 
     rng: RngBag
@@ -44,10 +46,14 @@ class EpochStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position of the *consumed* data, not of the prefetched: samples of ``epoch`` already trained on.
+    """Position in the *consumed* data, not the prefetched: samples of ``epoch`` that were already trained on.
 
-    Where the order is not ours, ``digest`` identifies what the epoch gave so far, and ``stream`` is the state of an
-    iterator that has one. ``start`` is set where the order of the epoch was drawn from the generators of the process.
+    Attributes:
+        epoch: Number of completed passes over the dataset.
+        position: Number of samples of this epoch.
+        digest: Identifies the samples of the epoch so far, if the order is not Trainwright's.
+        stream: State of a stateful iterator of the user.
+        start: Set if the order of the epoch was drawn from the generators of the process.
     """
 
     epoch: int = 0
@@ -57,7 +63,7 @@ class Cursor:
     start: EpochStart | None = field(default=None, compare=False)
 
     def state_dict(self) -> StateDict:
-        """Plain values and tensors, for a checkpoint."""
+        """Return plain values and tensors, for a checkpoint."""
         stream, start = self.stream, self.start
         own = {"own": stream.own, "rng": stream.rng().state_dict(), "number": stream.number} if stream else None
         begun = {"rng": start.rng.state_dict(), "held": list(start.held)} if start else None
@@ -65,7 +71,7 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
-        """The inverse of ``state_dict``; one of an older version has no digest, stream or start, or parts of them."""
+        """Invert ``state_dict``. Older versions have no digest, stream or start, or only parts of them."""
         stream, start, digest = saved.get("stream"), saved.get("start"), saved.get("digest", "")
         begun = EpochStart(RngBag.from_state_dict(start["rng"]), tuple(start["held"])) if start else None
         if not stream:
@@ -76,7 +82,7 @@ class Cursor:
 
 
 class MicroBatch(NamedTuple):
-    """One forward and backward. ``data`` is what the loss function gets."""
+    """The batch of one forward and backward pass. ``data`` is passed to the loss function."""
 
     data: Any
     ids: Ids
@@ -88,7 +94,7 @@ class MicroBatch(NamedTuple):
 
 
 class BadSample(NamedTuple):
-    """A sample that cannot be read: its dataset position, and what the dataset raised, as text."""
+    """A sample that cannot be read: its dataset position, and the error of the dataset as text."""
 
     id: int
     what: str
@@ -98,10 +104,12 @@ class BadSample(NamedTuple):
 class StepBatch:
     """The batch of one optimizer step on this rank, in micro-batches.
 
-    ``cursor`` is where the stream stands once this batch has been trained on. ``bad`` are the samples that were
-    found on the way here, left out, and go into quarantine with it. ``of_all`` are the dataset positions of all ranks,
-    None where there is one. ``read_s`` is how long reading took the processes that read it, in seconds; 0 where the
-    batches come ready.
+    Attributes:
+        micro: The micro-batches.
+        cursor: Position in the data after this batch has been trained on.
+        bad: Unreadable samples found while this batch was read. They are left out and quarantined with it.
+        of_all: Dataset positions of all ranks; None on a single rank.
+        read_s: Time that the reading processes spent, in seconds; 0 for ready-made batches.
     """
 
     micro: tuple[MicroBatch, ...]
@@ -112,7 +120,7 @@ class StepBatch:
 
     @property
     def data(self) -> Any:
-        """The data of a batch that is one micro-batch. Raises UsageError where it is several."""
+        """The data of the only micro-batch. Raises UsageError if there are several."""
         if len(self.micro) != 1:
             raise UsageError(
                 f"the batch has {len(self.micro)} micro-batches, and .data is that of one",
@@ -132,7 +140,7 @@ class StepBatch:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of token ids in the inputs; 0 where they are something else."""
+        """Number of token ids in the inputs; 0 for other inputs."""
         return sum([count_tokens(data) for data, ids in self.micro if len(ids)])
 
     @property
@@ -142,22 +150,22 @@ class StepBatch:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the batch that counts the writes to it, in order."""
+        """Every tensor of the batch that has a version counter, in order."""
         return [each for micro in self.micro for each in tensors_in(micro.data) if not each.is_inference()]
 
     @property
     def versions(self) -> list[int]:
-        """Of each tensor, the number of writes to it in place."""
+        """Version counter (number of in-place writes) of each tensor."""
         return [each._version for each in self.tensors]
 
 
 def tensors_in(data: object) -> list[Tensor]:
-    """Every tensor of a batch of any nesting."""
+    """Return every tensor of a batch of any nesting."""
     if isinstance(data, Tensor):
         return [data]
     found: list[Tensor] = []
-    if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
-        for each in data:  # in each step: of a flat batch there is one call
+    if isinstance(data, tuple | list):  # first: isinstance with the abstract Mapping is slow
+        for each in data:  # runs in each step: one call suffices for a flat batch
             if isinstance(each, Tensor):
                 found.append(each)
             else:
@@ -167,9 +175,9 @@ def tensors_in(data: object) -> list[Tensor]:
 
 
 def count_rows(data: object) -> int | None:
-    """The number of samples in a ready batch: the first dimension, where all its tensors have the same; else None.
+    """Return the number of samples in a ready-made batch: the first dimension, if all its tensors agree; else None.
 
-    A batch of graphs may say it itself, as ``num_graphs``.
+    A batch of graphs may define it as ``num_graphs``.
     """
     if type(data) is not tuple and isinstance(graphs := getattr(data, "num_graphs", None), int):
         return graphs
@@ -178,16 +186,16 @@ def count_rows(data: object) -> int | None:
 
 
 def count_tokens(data: Any) -> int:
-    """Token ids in the inputs of a batch, 0 where these are something else.
+    """Return the number of token ids in the inputs of a batch; 0 for other inputs.
 
     Token ids are int32 or int64 in two dimensions, and ``input_ids`` of a mapping in any. In a tuple or list the first
-    tensor of two or more dimensions is the input: integers that come after it are targets, such as the classes of
-    pixels. A mapping has no order, so there every tensor but ``labels`` may be one.
+    tensor of two or more dimensions is the input: later integers are targets, such as the classes of pixels. A mapping
+    has no order, so any of its tensors except ``labels`` may be the input.
     """
     if isinstance(data, Tensor):
         return data.numel() if data.dim() == 2 and data.dtype in (torch.int32, torch.int64) else 0
     if isinstance(data, tuple | list):
-        for each in data:  # in each step: next() of a generator takes twice the time
+        for each in data:  # runs in each step: next() of a generator takes twice the time
             if (number := count_tokens(each)) or (isinstance(each, Tensor) and each.dim() >= 2):
                 return number
         return 0

@@ -1,9 +1,9 @@
-"""Keeps code that runs once more from acting outside of the process: on files, connections, processes, the terminal.
+"""Keeps replayed code from acting outside of the process: on files, connections, processes, the terminal.
 
-Inside of ``no_effects``, functions that write files, start processes or send data raise before they do so, and printed
-and logged lines are dropped. This holds for one thread: others are not affected.
+Inside of ``no_effects``, functions that write files, start processes or send data raise instead, and printed and logged
+lines are dropped. This applies to one thread; others are not affected.
 
-An audit hook of Python would see more. It cannot be removed again, and it makes each ``id()`` of the process take seven
+An audit hook of Python would catch more. But it cannot be removed, and it makes each ``id()`` of the process take seven
 times as long.
 """
 
@@ -27,59 +27,59 @@ import torch
 
 
 class NotIsolated(Exception):
-    """Code that must leave no trace acts on something that cannot be put back; the message says on what."""
+    """Code that must have no effects acts on something that cannot be restored; the message names it."""
 
 
 @contextmanager
 def no_effects() -> Iterator[list[str]]:
-    """Inside, this thread has no effects outside of the process. Yields what was refused, which is filled meanwhile.
+    """Prevent effects of this thread outside of the process. Yields the list of prevented effects, filled meanwhile.
 
-    An effect raises NotIsolated. The code may catch that, so the caller must look at what was refused. Garbage is not
-    collected meanwhile: finalizers of the user's objects may have effects, as that of a DataLoader's iterator ends its
-    workers.
+    An effect raises NotIsolated. The code may catch that, so the caller must check the list. Garbage collection is
+    disabled meanwhile, because finalizers of the user's objects may have effects: that of a DataLoader's iterator ends
+    its workers.
     """
     thread = threading.get_ident()
-    if thread in _refused:
-        yield _refused[thread]
+    if thread in _prevented:
+        yield _prevented[thread]
         return
-    refused: list[str] = []
+    prevented: list[str] = []
     collects = gc.isenabled()
     gc.disable()
-    _refused[thread] = refused
+    _prevented[thread] = prevented
     with _changing:
         _patches.enter()
     try:
-        yield refused
+        yield prevented
     finally:
         with _changing:
             _patches.exit()
-        del _refused[thread]
+        del _prevented[thread]
         if collects:
             gc.enable()
 
 
-_refused: dict[int, list[str]] = {}
-"""What was refused, by the threads that must have no effects."""
+_prevented: dict[int, list[str]] = {}
+"""Prevented effects, by the threads that must have none."""
 _changing = threading.Lock()
 
 
-def _of_this_thread() -> list[str] | None:
-    """What was refused in this thread; None where it may have effects."""
+def _prevented_here() -> list[str] | None:
+    """Return the list of prevented effects of this thread; None if it may have effects."""
     thread = threading.get_ident()
-    found = _refused.get(thread)
-    if found is None and _refused and thread not in threading._active:  # type: ignore[attr-defined]
-        return next(iter(_refused.values()), None)  # a thread of autograd, which works for the other
+    found = _prevented.get(thread)
+    if found is None and _prevented and thread not in threading._active:  # type: ignore[attr-defined]
+        return next(iter(_prevented.values()), None)  # a thread of autograd, which works for the other
     return found
 
 
-def _refusing(original: Callable[..., Any], name: str, is_effect: Callable[..., bool]) -> Callable[..., Any]:
+def _preventing(original: Callable[..., Any], name: str, is_effect: Callable[..., bool]) -> Callable[..., Any]:
     what = "it opens a file to write" if name.endswith("open") else f"it calls {name}"
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        refused = _of_this_thread()
-        if refused is not None and is_effect(*args, **kwargs):
-            refused.append(what)
+        prevented = _prevented_here()
+        if prevented is not None and is_effect(*args, **kwargs):
+            prevented.append(what)
             raise NotIsolated(what)
         return original(*args, **kwargs)
 
@@ -116,32 +116,30 @@ _EFFECTS: tuple[tuple[Any, str, tuple[str, ...], Callable[..., bool]], ...] = (
     (threading.Thread, "threading.Thread.", ("start",), _always),
     (torch.serialization, "torch.save", ("_open_zipfile_writer", "_open_file_like"), lambda f, *mode: mode != ("rb",)),
 )  # fmt: skip
-"""The modules and classes with their functions that have effects, and when they do."""
-_OF_THE_SYSTEM = {
-    vars(os)[name] for owner, _, names, _ in _EFFECTS if owner is os for name in names if name in vars(os)
-}
+"""Modules and classes with their functions that have effects, and the condition."""
+_OS_FUNCTIONS = {vars(os)[name] for owner, _, names, _ in _EFFECTS if owner is os for name in names if name in vars(os)}
 
 
 def acts_outside(function: object) -> bool:
-    """Whether it is a function of ``os`` that is refused. One that was imported by name cannot be replaced."""
-    return isinstance(function, Hashable) and function in _OF_THE_SYSTEM
+    """Return True for a prevented function of ``os``. One that was imported by name cannot be replaced."""
+    return isinstance(function, Hashable) and function in _OS_FUNCTIONS
 
 
 class _Silent:
-    """A stream that drops what a thread without effects writes."""
+    """A stream that drops the output of threads that must have no effects."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        return len(text) if _of_this_thread() is not None else int(self.stream.write(text) or 0)
+        return len(text) if _prevented_here() is not None else int(self.stream.write(text) or 0)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        if _of_this_thread() is None:
+        if _prevented_here() is None:
             self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -153,7 +151,7 @@ class _Patches:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was (None: inherited), what it is
+        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, value before (None: inherited), value now
 
     def enter(self) -> None:
         self._depth += 1
@@ -163,8 +161,8 @@ class _Patches:
             for name in names:
                 original = getattr(owner, name, None)
                 if original is not None:  # else this system does not have it
-                    said = prefix if name.startswith("_") else prefix + name
-                    self._replace(owner, name, original, _cached(original, said, is_effect))
+                    full_name = prefix if name.startswith("_") else prefix + name
+                    self._replace(owner, name, original, _cached(original, full_name, is_effect))
         self._replace(logging.Logger, "handle", logging.Logger.handle, _handle_of(logging.Logger.handle))
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -179,7 +177,7 @@ class _Patches:
         if self._depth == 0:
             undo, self._undo = self._undo, []
             for owner, name, original, ours in undo:
-                if vars(owner).get(name) is not ours:  # somebody else has replaced it
+                if vars(owner).get(name) is not ours:  # replaced by other code meanwhile
                     continue
                 if original is None:
                     delattr(owner, name)
@@ -192,14 +190,14 @@ _patches = _Patches()
 
 @functools.cache
 def _cached(original: Callable[..., Any], name: str, is_effect: Callable[..., bool]) -> Callable[..., Any]:
-    return _refusing(original, name, is_effect)
+    return _preventing(original, name, is_effect)
 
 
 @functools.cache
 def _handle_of(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def handle(self: logging.Logger, record: logging.LogRecord) -> None:
-        if _of_this_thread() is None:
+        if _prevented_here() is None:
             original(self, record)
 
     return handle

@@ -1,4 +1,4 @@
-"""Runs code of the user once more and leaves no trace, or says why that is not possible."""
+"""Runs code of the user once more without side effects, or raises if that is impossible."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from trainwright.checkpoint.reach import ReachableState
 
 @contextmanager
 def isolated(state: ReachableState) -> Iterator[None]:
-    """Puts ``state`` back on exit, and lets nothing inside act outside of the process.
+    """Restore ``state`` on exit, and prevent effects outside of the process meanwhile.
 
-    The global random number generators are left to ``preserved_rng``.
+    The global random number generators are handled by ``preserved_rng``.
 
     Raises:
-        NotIsolated: Before anything runs, if something can be reached that cannot be put back; on exit, if something
-            was refused or could not be put back.
+        NotIsolated: Before anything runs, if state that cannot be restored is reachable; on exit, if an effect was
+            prevented or something could not be restored.
     """
     if state.gaps:
         raise NotIsolated(state.gaps[0])
-    with no_effects() as refused:
+    with no_effects() as prevented:
         try:
             yield
         except Exception as error:
-            if refused:  # the code may have made another exception of it
-                raise NotIsolated(refused[0]) from error
+            if prevented:  # the code may have replaced the exception
+                raise NotIsolated(prevented[0]) from error
             raise
         finally:
             lost = state.put_back()
-    if refused or lost:
-        raise NotIsolated(refused[0] if refused else f"{lost[0]} has changed and cannot be put back")
+    if prevented or lost:
+        raise NotIsolated(prevented[0] if prevented else f"{lost[0]} has changed and cannot be put back")

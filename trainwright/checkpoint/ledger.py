@@ -1,4 +1,4 @@
-"""The ledger of skipped steps: nothing is ever skipped silently, in any precision."""
+"""The ledger of skipped steps: no step is skipped silently, in any precision."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from torch import Tensor
 from trainwright.checkpoint.codec import StateDict
 from trainwright.checkpoint.cursor import Ids, StepBatch
 
-READ_EVERY = 256
+MAX_PENDING_STEPS = 256
 NOTHING_COUNTED = "nothing was counted: the weight of the whole batch is 0"
 NOT_FINITE = "the gradient norm is not finite"
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """One step whose update was not applied. ``micro_batch`` is the first whose own loss was non-finite.
+    """One step whose update was not applied.
 
-    ``sample_ids`` are those of that micro-batch, or of the whole step when no loss tells which it was.
-    ``scale`` is the loss scale that the step ran under, None without loss scaling.
+    Attributes:
+        step: Number of the step.
+        reason: Shown to the user.
+        loss: Loss of the step.
+        grad_norm: Norm of its gradients.
+        micro_batch: The first micro-batch with a non-finite loss; None if unknown.
+        sample_ids: Samples of that micro-batch, or of the full step if it is unknown.
+        scale: Loss scale of the step; None without loss scaling.
     """
 
     step: int
@@ -40,7 +46,7 @@ class _Pending(NamedTuple):
     skipped: Tensor
     grad_norm: Tensor
     losses: Sequence[Tensor]
-    ids: Sequence[Ids]  # of each micro-batch; to keep the batches would keep their device memory
+    ids: Sequence[Ids]  # by micro-batch; keeping the batches would keep their device memory
     scale: Tensor | None
     reason: str
 
@@ -48,8 +54,8 @@ class _Pending(NamedTuple):
 class SkipLedger:
     """Counts and names skipped steps without waiting for the device at every step.
 
-    ``note`` only keeps references; ``read_pending`` reads all flags in one transfer and turns those that are
-    true into entries. It runs by itself every 256 steps (one host sync each).
+    ``note`` only stores references. ``read_pending`` reads all flags in one transfer and turns those that are true into
+    entries. It runs automatically every 256 steps (one host sync each).
     """
 
     def __init__(self) -> None:
@@ -67,22 +73,22 @@ class SkipLedger:
         scale: Tensor | None,
         reason: str = "",
     ) -> None:
-        """Remembers one step. ``losses`` are the 0-d losses of its micro-batches; no device is waited for.
+        """Record one step without waiting for the device. ``losses`` are the 0-d losses of its micro-batches.
 
-        ``reason`` says why the update was skipped where it was not for its gradients or its weight.
+        ``reason`` is why the update was skipped, if not because of its gradients or its weight.
         """
         ids = [micro.ids for micro in batch.micro]
         self._pending.append(_Pending(step, skipped, grad_norm, losses, ids, scale, reason))
-        if len(self._pending) >= READ_EVERY:
+        if len(self._pending) >= MAX_PENDING_STEPS:
             self.read_pending()
 
     def add(self, entries: Iterable[SkippedStep]) -> None:
-        """Steps whose update was undone afterwards."""
+        """Add steps whose update was undone afterwards."""
         self.read_pending()
         self.entries += entries
 
     def read_pending(self) -> None:
-        """Reads what is pending: one host sync for all of it."""
+        """Read all pending steps in one host sync."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -92,7 +98,7 @@ class SkipLedger:
 
     @property
     def total(self) -> int:
-        """Number of steps skipped so far; reads what is pending."""
+        """Number of steps skipped so far; reads pending steps."""
         self.read_pending()
         return len(self.entries)
 

@@ -23,25 +23,25 @@ NEEDED = ("model.safetensors", "rest.safetensors", "state.json")
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's folder says; None for a folder of another name."""
+    """Return the step in the name of a checkpoint's folder; None for other names."""
     found = re.fullmatch(r"step-([0-9]{8,18})(\.old)?", path.name)  # step-100 is a name of other programs
     return int(found[1]) if found else None
 
 
 def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
-    """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all.
+    """List all files of ``folder`` and make them and the manifest durable (fsync). Return the total number of bytes.
 
-    ``best`` says by which metric and value the state is the best so far, ``run`` is the identity of the run.
+    ``best`` holds the metric and value by which the state is the best so far; ``run`` is the identity of the run.
     """
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
     body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
-    (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
+    (folder / NAME).write_text(text)  # no newline at its end, so that any truncation is detected
     for name in (*files, NAME):
         fsync(folder / name)
     fsync(folder)
@@ -49,11 +49,11 @@ def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = No
 
 
 class NotReadableHere(CheckpointError):
-    """A checkpoint that may be whole: of another format, or not readable by this user. No older one replaces it."""
+    """A checkpoint that may be intact: of another format, or not readable by this user. No older one replaces it."""
 
 
 def read_manifest(folder: Path) -> StateDict:
-    """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
+    """Read the manifest. Raises CheckpointError if it is unreadable, damaged or of another format."""
     try:
         manifest: StateDict = read_json(folder / NAME, follow_links=True)
         if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> StateDict:
 
 
 def run_of(folder: Path) -> str | None:
-    """The identity of the run that a checkpoint is of; None where its manifest does not say so or cannot be read."""
+    """Return the identity of the run that wrote a checkpoint; None if its manifest lacks it or cannot be read."""
     try:
         run = read_manifest(folder).get("run")
     except CheckpointError:
@@ -82,13 +82,13 @@ def run_of(folder: Path) -> str | None:
 
 
 def read_state(checkpoint: Path) -> StateDict:
-    """Reads state.json. Raises CheckpointError when it cannot be read."""
+    """Read state.json. Raises CheckpointError if it cannot be read."""
     try:
         state: StateDict = read_json(checkpoint / "state.json", STATE, follow_links=True)
     except UnreadableFile as error:
-        raise not_ours(checkpoint, f"state.json: {error.reason}") from None
+        raise invalid_content(checkpoint, f"state.json: {error.reason}") from None
     if not isinstance(state, dict):
-        raise not_ours(checkpoint, "state.json is no mapping")
+        raise invalid_content(checkpoint, "state.json is no mapping")
     if "papers" in state and "metadata" not in state:  # the name that earlier versions wrote
         state["metadata"] = state.pop("papers")
     return state
@@ -101,7 +101,7 @@ def _unreadable(path: Path, error: UnreadableFile) -> CheckpointError:
 
 
 def not_permitted(path: Path, error: PermissionError) -> NotReadableHere:
-    """The error for a file or a folder that this user may not read."""
+    """Return the error for a file or folder that this user may not read."""
     return NotReadableHere(
         f"{path} cannot be read: {error.strerror}",
         remedy=f"let this user read it (chmod -R u+rwX {shlex.quote(str(path.parent))}), or become its owner",
@@ -109,19 +109,19 @@ def not_permitted(path: Path, error: PermissionError) -> NotReadableHere:
 
 
 def _sum(body: Mapping[str, Tree]) -> str:
-    """Of the manifest itself, whatever the order of its keys."""
+    """Return the hash of the manifest itself, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
-    """Raises CheckpointError, naming the file, unless every file is there with its size and hash."""
+    """Raise CheckpointError, naming the file, unless every file is present with its size and hash."""
     manifest = read_manifest(folder)
     for name, expected in {**dict.fromkeys(needed), **manifest["files"]}.items():
         path = folder / name
         if Path(name).name != name or not os.path.lexists(path):
             raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
         try:
-            if not _is(path, expected):
+            if not _matches(path, expected):
                 raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
         except UnreadableFile as error:
             raise _unreadable(path, error) from None
@@ -133,22 +133,22 @@ def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
 
 @contextmanager
 def raising_checkpoint_error(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where a verified checkpoint cannot be read: its content is not what we write."""
+    """Raise CheckpointError if a verified checkpoint cannot be read, because its content is invalid."""
     try:
         yield
-    except NOT_WHAT_WE_WRITE as error:
-        raise not_ours(path, text_of(error, lines=1)) from None
+    except INVALID_CONTENT_ERRORS as error:
+        raise invalid_content(path, text_of(error, lines=1)) from None
 
 
-def not_ours(path: Path, reason: str) -> CheckpointError:
-    """The error for a verified checkpoint whose content no run has written."""
+def invalid_content(path: Path, reason: str) -> CheckpointError:
+    """Return the error for a verified checkpoint with content that no run writes."""
     return CheckpointError(
         f"{path} is no checkpoint of Trainwright, though its manifest fits it ({reason[:300]})",
         remedy="delete it, and resume from an older one",
     )
 
 
-NOT_WHAT_WE_WRITE = (
+INVALID_CONTENT_ERRORS = (
     OSError,
     ValueError,
     LookupError,
@@ -158,12 +158,12 @@ NOT_WHAT_WE_WRITE = (
     RuntimeError,
     SafetensorError,
 )
-"""What reading and loading a content raises that is not what we write."""
+"""Errors that reading and loading invalid content raises."""
 _REMEDY = "resume from an older checkpoint of the run"
 
 
 def fsync(path: Path) -> None:
-    """Makes a file or a folder's entries durable."""
+    """Make a file or a folder's entries durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -177,8 +177,8 @@ def _entry(path: Path) -> dict[str, str | int]:
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _is(path: Path, expected: Tree) -> bool:
-    """Whether a file is as its entry says. The size is compared first: what took the place of a file may be endless."""
+def _matches(path: Path, expected: Tree) -> bool:
+    """Return True if a file matches its entry. The size is compared first: a replaced file may be endless."""
     with open_file(path, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
     return isinstance(expected, dict) and size == expected.get("bytes") and _entry(path) == expected

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.chained import ChainedOptimizer
+from trainwright.checkpoint.chained_optimizer import ChainedOptimizer
 from trainwright.checkpoint.codec import StateDict, Tree
 from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.shards import divided_like
@@ -18,11 +18,11 @@ _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", 
 
 
 def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Returns the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
+    """Return the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
-    A parameter that does not belong to the model is named by its position: ``#3``. Of several optimizers classes,
-    defaults and state of their own are kept in the order of the parts. The learning rate is that before any schedule: a
-    scheduled one follows from the step, and is already the next step's where a save comes in the middle of it.
+    A parameter that does not belong to the model is named by its position: ``#3``. For several optimizers, classes,
+    defaults and own state are stored in the order of the parts. The stored learning rate is the one before any
+    schedule: a scheduled rate follows from the step, and may already be that of the next step when the save happens.
     """
     if isinstance(optimizer, ChainedOptimizer):
         return _joined([moments(model, part) for part in optimizer.parts])
@@ -35,15 +35,17 @@ def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
 
 
 def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tree]) -> None:
-    """Loads what ``moments`` returned. Options that a recipe sets keep the values that the optimizer was built with.
+    """Load the result of ``moments``. Options that a recipe sets keep the values that the optimizer was built with.
 
     A parameter that was not trained before starts without moments; moments of one that is no longer trained are
-    dropped. The base learning rate is the group's ``lr``; the schedule continues from the current step. Raises
-    ValueError for the state of an optimizer of another class.
+    dropped. The base learning rate is the group's ``lr``; the schedule continues from the current step.
+
+    Raises:
+        ValueError: The state is that of another optimizer class.
     """
     if isinstance(optimizer, ChainedOptimizer):
-        for part, its in zip(optimizer.parts, _parted(saved), strict=True):
-            load_moments(model, part, its)
+        for part, saved_part in zip(optimizer.parts, _parted(saved), strict=True):
+            load_moments(model, part, saved_part)
         return
     if saved["class"] != type(optimizer).__name__:
         raise ValueError(f"it holds the state of {saved['class']}, not of {type(optimizer).__name__}")
@@ -57,7 +59,7 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tre
     state = {i: by_name[name] for i, name in enumerate(names) if name in by_name} | saved["own"]
     built = _built(optimizer)
     groups = [_continued(group, [names[i] for i in group["params"]], saved, built) for group in fresh["param_groups"]]
-    before = dict(optimizer.state)  # a constructor may have made buffers already
+    before = dict(optimizer.state)  # a constructor may have created buffers already
     optimizer.load_state_dict({**fresh, "state": state, "param_groups": groups})
     for parameter, name in zip(parameters, names, strict=True):
         if name in by_name:
@@ -80,7 +82,7 @@ def _parted(saved: Mapping[str, Tree]) -> Iterator[StateDict]:
 
 
 def _divided(saved: Tree, parameter: Tensor) -> Tree:
-    """Of tensors as large as their parameter this rank's part, where ranks divide it."""
+    """Return this rank's part of tensors as large as their parameter, if ranks divide it."""
     if isinstance(saved, Tensor):
         return divided_like(saved, parameter)
     if isinstance(saved, Mapping):
@@ -89,9 +91,9 @@ def _divided(saved: Tree, parameter: Tensor) -> Tree:
 
 
 def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
-    """Returns the saved state with its own dtype, on the device that torch loaded it to.
+    """Return the saved state in its saved dtype, on the device to which torch loaded it.
 
-    torch casts the state to the dtype of its parameter, and a file does not keep the memory layout: fused kernels
+    torch casts the state to the dtype of its parameter, and a file does not store the memory layout: fused kernels
     expect moments with the strides of their parameter. The result is a copy, so that no file stays mapped into memory.
     """
     if isinstance(saved, Tensor):
@@ -105,17 +107,17 @@ def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Returns the name of each parameter of the optimizer, in the order of its groups."""
+    """Return the name of each parameter of the optimizer, in the order of its groups."""
     known = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(parameters)]
 
 
 def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: StateDict) -> StateDict:
-    """Returns the group as it was built, with the counters of the saved group that has the same parameters.
+    """Return the group as built, with the counters of the saved group that has the same parameters.
 
-    Names do not distinguish counters from options. An option whose default differs from the saved one was changed by
-    the user, and keeps its new value.
+    Names do not distinguish counters from options. If the default of an option differs from the saved one, the user
+    changed it, and it keeps its new value.
     """
     before: StateDict = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
     changed = {key for key, value in built.items() if value != saved["built"].get(key, value)}
@@ -124,14 +126,14 @@ def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, 
 
 
 def _unscheduled(group: Mapping[str, Tree]) -> StateDict:
-    """The group with the learning rate that it had before the first step, as schedulers of torch keep it."""
+    """Return the group with the learning rate before the first step, which schedulers of torch store."""
     base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
     return {**{key: value for key, value in group.items() if key != "initial_lr"}, **base}
 
 
 def _built(optimizer: Optimizer) -> StateDict:
-    """Returns the optimizer's default options that are plain values."""
+    """Return the optimizer's default options that are plain values."""
     plain = (bool, int, float, str, tuple, type(None))
     options = {key: value for key, value in optimizer.defaults.items() if isinstance(value, plain)}
-    options.pop("differentiable", None)  # torch adds it when it loads
+    options.pop("differentiable", None)  # torch adds it on load
     return options

@@ -1,4 +1,4 @@
-"""The names of the parts of a run: paths as the author of the model writes them, and unique among several models."""
+"""Names of the parts of a run: paths as the author of the model writes them, unique among several models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def plain_name(name: str) -> str:
-    """A path without the segments that torch.compile, activation checkpointing and FSDP put into it."""
+    """Return a path without the segments that torch.compile, activation checkpointing and FSDP insert."""
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 
 def named_roots(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Each with what its paths begin with: "" where it alone has parameters, else its number.
+    """Yield each root with the prefix of its paths: "" if it alone has parameters, else its number.
 
-    One without parameters beside others, such as a loss, has the name of its class.
+    A root without parameters among others, such as a loss, has the name of its class.
     """
     trained = [root for root in roots if any(True for _ in root.parameters())]
     for number, root in enumerate(roots):
@@ -28,14 +28,14 @@ def named_roots(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path. A wrapper comes before what it wraps, and has the same path."""
+    """Yield every module with its path. A wrapper comes before the wrapped module, and has the same path."""
     for start, root in named_roots(roots):
         for path, module in root.named_modules():
             yield _joined(start, path), module
 
 
 def named_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter with its path."""
+    """Yield every parameter with its path."""
     for start, root in named_roots(roots):
         for path, parameter in root.named_parameters():
             yield _joined(start, path), parameter

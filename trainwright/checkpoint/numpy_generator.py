@@ -1,4 +1,4 @@
-"""The state of NumPy's Mersenne Twister as it lies in memory: a copy takes 1 us, its ``state`` 25."""
+"""The state of NumPy's Mersenne Twister, read from memory: a copy takes 1 us, its ``state`` 25 us."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SIZE = (_NUM_WORDS + 1) * _WORDS.itemsize
 
 
 class TwisterState(NamedTuple):
-    """The words of a Mersenne Twister and its place in them."""
+    """The words of a Mersenne Twister and its position in them."""
 
     memory: bytes
 
     @classmethod
     def of(cls, twister: np.random.MT19937) -> TwisterState:
-        """A copy of the state of that generator."""
+        """Copy the state of a generator."""
         return _copied(twister) if _LIES_IN_MEMORY else _packed(twister)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as the global generator has it, without a spare number."""
+        """Return the state in the format of the global generator, without a spare number."""
         *key, place = np.frombuffer(self.memory, _WORDS)
         state = {"key": np.array(key, dtype=_WORDS), "pos": int(place)}
         return {"bit_generator": "MT19937", "state": state, "has_gauss": 0, "gauss": 0.0}
@@ -39,7 +39,7 @@ def _packed(twister: np.random.MT19937) -> TwisterState:
 
 
 def _lies_in_memory() -> bool:
-    """Whether this NumPy has words and place where ``_copied`` takes them from."""
+    """Return True if the memory layout of this NumPy is the one that ``_copied`` assumes."""
     twister = np.random.MT19937(0)
     twister.random_raw(3)
     return _copied(twister) == _packed(twister)

@@ -1,12 +1,12 @@
-"""Captures the Python state that a step can reach, so that the step can run once more and everything be put back.
+"""Captures the Python state that a step can reach, so that the step can be replayed and everything restored.
 
 ``ReachableState`` walks from objects through attributes, containers, closures, default arguments, class attributes and
-the global names that the user's functions use. ``put_back`` writes the captured contents into the same objects.
-``gaps`` names what cannot be captured, such as an iterator, an open file or a thread: code that reaches one of these
-must not run again.
+the global names that the user's functions use. ``put_back`` restores the captured contents of the same objects.
+``gaps`` names objects that cannot be captured, such as an iterator, an open file or a thread: code that reaches one of
+these must not be replayed.
 
 Limits of the walk: global names of installed packages are not followed, nor is state that an extension written in C
-keeps outside of its objects.
+holds outside of its objects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer, optimizer
 
 from trainwright.checkpoint.effects import acts_outside
-from trainwright.checkpoint.parts import (
+from trainwright.checkpoint.shards import is_divided
+from trainwright.checkpoint.state_parts import (
     ArrayData,
     Bindings,
     Cell,
@@ -72,20 +73,19 @@ from trainwright.checkpoint.parts import (
     pickled,
     sample_of,
 )
-from trainwright.checkpoint.shards import is_divided
 
 MAX_OBJECTS = 50_000
 MAX_COPIED_BYTES = 128 * 2**20
 """Tensors and arrays beyond this are not copied, only compared by a sample of their elements."""
 MAX_FOLLOWED_ITEMS = 1024
-"""OwnedItems of longer containers are not followed: such a list is a history, or data."""
+"""Items of longer containers are not followed: such a list is a history, or data."""
 
 Trail: TypeAlias = "tuple[Trail | None, str]"
-"""How an object was reached: the trail to the object that refers to it, and the name of the reference."""
+"""The path to an object: the trail to the object that refers to it, and the name of the reference."""
 
 
 class Reference(NamedTuple):
-    """A reference of a captured object. ``part`` is given where the entry ``name`` of it can be left out alone."""
+    """A reference of a captured object. ``part`` is set if the entry ``name`` of it can be excluded alone."""
 
     name: str
     value: object
@@ -93,14 +93,14 @@ class Reference(NamedTuple):
 
 
 class ReachableState:
-    """The captured contents of everything that was reached. ``gaps`` says what could not be captured, in words.
+    """The captured contents of everything that was reached. ``gaps`` describes what could not be captured.
 
     Args:
-        roots: Objects where the walk begins, with their names.
-        known: Objects that are neither captured nor followed, because their state is kept elsewhere.
-        is_brief: The capture is kept for many steps. Contents of long containers are not copied, and values that hold
-            a graph of autograd are left out, because the graph would be kept alive.
-        copies: Whether tensors and arrays are copied. Where not, they are only compared.
+        roots: Objects where the walk starts, with their names.
+        known: Objects that are neither captured nor followed, because their state is stored elsewhere.
+        is_brief: The capture is stored for many steps. Contents of long containers are not copied, and values with an
+            autograd graph are excluded, because the graph would be kept alive.
+        copies: Copy tensors and arrays. If False, they are only compared.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ReachableState:
         self.num_bytes = 0
         self.is_brief, self._copies = is_brief, copies
         self._parts: dict[Hashable, tuple[StatePart, Trail]] = {}
-        self._walked: dict[int, object] = {id(each): each for each in known}  # alive, so that no id is used again
+        self._walked: dict[int, object] = {id(each): each for each in known}  # kept alive, so that no id is reused
         self._entry: _Entry | None = None
         self._under: dict[_Entry, list[Hashable]] = {}
         self._left: set[_Entry] = set()
@@ -126,7 +126,7 @@ class ReachableState:
             self._walked, self._under = {}, {}
 
     def include(self, roots: Iterable[tuple[str, object]]) -> list[StatePart]:
-        """Captures further objects, as they are now. Returns their parts."""
+        """Capture further objects in their current state. Returns their parts."""
         before = set(self._parts)
         waiting: list[tuple[object, Trail, _Entry | None]] = [(value, (None, name), None) for name, value in roots]
         while waiting:
@@ -145,30 +145,30 @@ class ReachableState:
         return [part for key, (part, _) in self._parts.items() if key not in before]
 
     def include_parts_of(self, other: ReachableState) -> None:
-        """Captures the objects that ``other`` has captured, as they are now."""
+        """Capture the current state of the objects that ``other`` has captured."""
         for key, (part, trail) in other._parts.items():
             if key not in self._parts:
                 self._parts[key] = part.again(), trail
 
     def put_back(self) -> list[str]:
-        """Writes the captured contents into their objects. Returns what could not be put back, in words."""
+        """Restore the captured contents of all objects. Returns descriptions of those that could not be restored."""
         return [words(trail) for part, trail in self._parts.values() if not part.put_back()]
 
     def knows(self, other: ReachableState) -> bool:
-        """Whether it has captured all objects with any content that ``other`` has captured."""
+        """Return True if this has captured all objects with any content that ``other`` has captured."""
         return all(part.is_empty or key in self._parts for key, (part, _) in other._parts.items())
 
     def saved_attributes(self, owner: object) -> dict[str, Any]:
-        """The captured attributes of an object."""
+        """Return the captured attributes of an object."""
         found = self._parts.get((OwnedItems, id(vars(owner))))
         return found[0].saved if found is not None and isinstance(found[0], OwnedItems) else {}
 
     def saved_data(self, tensor: Tensor) -> Tensor | None:
-        """The captured elements of a tensor; None where they were not copied."""
+        """Return the captured elements of a tensor; None if they were not copied."""
         found = self._parts.get((TensorData, id(tensor)))
         return found[0].saved if found is not None and isinstance(found[0], TensorData) else None
 
-    # for the handlers
+    # used by the handlers
 
     def add(self, part: StatePart, trail: Trail) -> None:
         self._parts[part.key] = part, trail
@@ -179,7 +179,7 @@ class ReachableState:
         self.gaps.append(f"{words(trail)} is {what}")
 
     def leave_entry(self) -> None:
-        """Leaves out the entry through which the present object was reached, and all that was reached through it."""
+        """Exclude the entry through which the current object was reached, and all that was reached through it."""
         if self._entry is None:
             return
         part, name = self._entry
@@ -189,7 +189,7 @@ class ReachableState:
             self._parts.pop(key, None)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be copied; counts them."""
+        """Return True if ``num_bytes`` may be copied, and count them."""
         if not self._copies or self.num_bytes + num_bytes > MAX_COPIED_BYTES:
             return False
         self.num_bytes += num_bytes
@@ -198,11 +198,11 @@ class ReachableState:
 
 _Entry: TypeAlias = tuple[OwnedItems | Bindings, str]
 _Handler: TypeAlias = Callable[[ReachableState, Any, Trail], Iterable[Reference]]
-"""Captures one object and returns what it refers to."""
+"""Captures one object and returns its references."""
 
 
 def words(trail: Trail) -> str:
-    """``model.blocks.noise``: the names of the references on the way to an object."""
+    """Return the path to an object, such as ``model.blocks.noise``."""
     names: list[str] = []
     at: Trail | None = trail
     while at is not None:
@@ -212,14 +212,14 @@ def words(trail: Trail) -> str:
 
 
 def hooks_of_the_process() -> list[tuple[str, object]]:
-    """The hooks that torch calls for every module and every optimizer."""
+    """Return the hooks that torch calls for every module and every optimizer."""
     dicts = [value for name, value in vars(torch_module).items() if name.startswith("_global_")]
     dicts += [value for name, value in vars(optimizer).items() if name.startswith("_global_")]
     return [("a hook on all modules or optimizers", each) for each in dicts if isinstance(each, dict) and each]
 
 
 def hooks_of_tensors(tensors: Iterable[Tensor]) -> list[tuple[str, object]]:
-    """The hooks on the gradients of these tensors."""
+    """Return the hooks on the gradients of these tensors."""
     return [
         ("a hook on a gradient", hooks)
         for tensor in tensors
@@ -229,7 +229,7 @@ def hooks_of_tensors(tensors: Iterable[Tensor]) -> list[tuple[str, object]]:
 
 
 def _is_of_the_loop(value: object) -> bool:
-    """Whether an object that a trainer refers to belongs to the loop: callbacks, loaders, handlers of signals."""
+    """Return True if an object that a trainer refers to belongs to the loop: callbacks, loaders, signal handlers."""
     if isinstance(value, list | tuple | deque | set | frozenset):
         return any(map(_is_of_the_loop, islice(value, MAX_FOLLOWED_ITEMS)))
     if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
@@ -239,11 +239,11 @@ def _is_of_the_loop(value: object) -> bool:
 
 
 def is_followed(value: object) -> bool:
-    """Whether an object may hold state, so that it is captured or followed."""
+    """Return True if an object may hold state, so that it is captured or followed."""
     return _handler_of(type(value)) is not None
 
 
-# which handler an object has
+# selection of the handler of an object
 
 _IMMUTABLE = (
     int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, np.generic, np.dtype,
@@ -265,7 +265,7 @@ _NOT_FOLLOWED_MODULES = (
     "torch.autograd.function", "torch.cuda", "torch.distributed", "triton", "pybind11_builtins", "logging", "typing",
     "abc", "inspect", "importlib", "trainwright.",
 )  # fmt: skip
-"""Their objects hold no state of a step, or state of the loop that a step does not touch."""
+"""Objects of these types hold no state of a step, or state of the loop that a step does not change."""
 _GAPS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "an iterator"),
     ((socket.socket, mmap.mmap), "a connection"),
@@ -279,7 +279,7 @@ T = TypeVar("T")
 
 
 def _once_for_each_class(function: Callable[[type], T]) -> Callable[[type], T]:
-    """As functools.cache: a class need not be hashable."""
+    """Cache a function of a class, as functools.cache. A class need not be hashable."""
     known: dict[int, tuple[type, T]] = {}
 
     def call(kind: type) -> T:
@@ -293,7 +293,7 @@ def _once_for_each_class(function: Callable[[type], T]) -> Callable[[type], T]:
 
 @_once_for_each_class
 def _is_of_a_trainer(kind: type) -> bool:
-    """Whether a class belongs to a training library. From its objects only its own objects are followed."""
+    """Return True if a class belongs to a training library. Its instances are followed only to the user's objects."""
     return kind.__module__.startswith(_TRAINERS) and not issubclass(kind, nn.Module)
 
 
@@ -302,7 +302,7 @@ _TRAINERS = ("lightning.", "pytorch_lightning.", "accelerate.", "transformers.tr
 
 @_once_for_each_class
 def _handler_of(kind: type) -> _Handler | None:
-    """The handler of the objects of a class; None where they are neither captured nor followed."""
+    """Return the handler of the objects of a class; None if they are neither captured nor followed."""
     if issubclass(kind, nn.Module):
         return _module
     if issubclass(kind, type):
@@ -325,7 +325,7 @@ def _handler_of(kind: type) -> _Handler | None:
 
 
 def _is_written_in_python(kind: type) -> bool:
-    """Whether its objects hold nothing but attributes: they are no larger than that takes."""
+    """Return True if the objects hold nothing but attributes, as judged by their size."""
     num_slots = len(_slots_of(kind))
     has_attributes = kind.__dictoffset__ != 0 or num_slots > 0 or kind.__basicsize__ == object.__basicsize__
     return has_attributes and kind.__basicsize__ <= object.__basicsize__ + 8 * (2 + num_slots)
@@ -352,11 +352,11 @@ def _gap(what: str, state: ReachableState, value: object, trail: Trail) -> Itera
 
 
 def _foreign(state: ReachableState, value: object, trail: Trail) -> Iterable[Reference]:
-    """An object of an extension: its pickle is compared, where it has one."""
+    """Compare the pickle of an object of an extension, if it can be pickled."""
     try:
         witness = Witness(value, pickled)
         is_read = witness.put_back()
-    except Exception:  # what its class raises
+    except Exception:  # any error of its class
         is_read = False
     if is_read:
         state.add(witness, trail)
@@ -505,7 +505,7 @@ def _proxy(state: ReachableState, value: Any, trail: Trail) -> Iterable[Referenc
 
 
 def _refers(*names: str) -> _Handler:
-    """A handler of an object that holds nothing but references, which these attributes are."""
+    """Return a handler for an object that holds nothing but references, in these attributes."""
 
     def handler(state: ReachableState, value: object, trail: Trail) -> Iterable[Reference]:
         return [Reference("", found) for name in names if (found := getattr(value, name, None)) is not None]
@@ -552,11 +552,11 @@ def _names(
 
 @cache
 def names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names and the names of attributes in a function and in those that are defined in it."""
+    """Return the global names and attribute names used in a function and in those that are defined in it."""
     found: set[str] = set()
     attributes = set(code.co_names)
     for each in dis.get_instructions(code):
-        if each.opname in _OF_GLOBALS:
+        if each.opname in _GLOBAL_OPCODES:
             found.add(each.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -566,7 +566,7 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(found)), tuple(sorted(attributes))
 
 
-_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
+_GLOBAL_OPCODES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
 
 
 def _class(state: ReachableState, value: type, trail: Trail) -> Iterator[Reference]:
@@ -599,7 +599,7 @@ def _functions_of(attribute: Any) -> Iterable[object]:
 
 @cache
 def _owner_of(module: str | None) -> Literal["user", "installed", "library", "trainwright"]:
-    """Who has written the code of a module of Python. Torch and NumPy count as the standard library."""
+    """Return the author of a Python module. Torch and NumPy count as the standard library."""
     name = module or "__main__"
     top = name.partition(".")[0]
     if top == "trainwright":

@@ -1,4 +1,4 @@
-"""All random number generators that training draws from: Python's, NumPy's, torch's on CPU and CUDA."""
+"""All random number generators that training draws from: Python's, NumPy's, and torch's on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainwright.checkpoint.python_generator import read_python, write_python
 
 
 def seed_all(seed: int) -> None:
-    """Seeds every generator of this process; ``seed`` is any non-negative integer."""
+    """Seed every generator of this process; ``seed`` is any non-negative integer."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # CUDA and other devices too
+    torch.manual_seed(seed)  # includes CUDA and other devices
 
 
 def reseed(seed: int) -> None:
-    """``seed_all`` for the generators in use: cheap enough for each sample (10 us instead of 200)."""
+    """Seed the generators in use: fast enough for each sample (10 us instead of 200 us for ``seed_all``)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -38,36 +38,36 @@ def reseed(seed: int) -> None:
 
 
 def seed_of(text: str) -> int:
-    """Returns a seed that follows from ``text`` alone, on any machine: 63 bits, for torch takes a signed number."""
+    """Return a seed that follows from ``text`` alone, on any machine: 63 bits, because torch takes a signed number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class TorchGenerators(NamedTuple):
-    """The states of torch's default generators, of the CPU and of a GPU (None: there is none)."""
+    """The states of torch's default generators, of the CPU and of a GPU (None without one)."""
 
     cpu: Tensor
     cuda: Tensor | None
 
     @classmethod
     def read(cls, device: torch.device) -> TorchGenerators:
-        """Copies the states: 2 us, and more of a GPU."""
+        """Copy the states. Takes 2 us, and more on a GPU."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.default_generator.get_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
-        """Puts both generators back."""
+        """Restore both generators."""
         torch.default_generator.set_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
 
 
 def cuda_states() -> tuple[Tensor, ...]:
-    """The state of the generator of each visible GPU; none before CUDA is used."""
+    """Return the state of the generator of each visible GPU; none before CUDA is used."""
     return tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
 
 
 def set_cuda_states(states: Sequence[Tensor]) -> None:
-    """Puts them back; there may be fewer GPUs than there were."""
+    """Restore the states; there may be fewer GPUs than before."""
     for index, state in enumerate(states[: torch.cuda.device_count()] if states else ()):
         torch.cuda.set_rng_state(state, index)
 
@@ -83,20 +83,20 @@ class RngBag:
 
     @classmethod
     def capture(cls) -> RngBag:
-        """Copies the states; costs a device-to-host copy of a few bytes for each CUDA device in use."""
+        """Copy the states. Costs a device-to-host copy of a few bytes for each CUDA device in use."""
         numpy_state = np.random.get_state(legacy=False)
         assert isinstance(numpy_state, dict)
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states())
 
     def restore(self) -> None:
-        """Puts every generator back to what it was."""
+        """Restore every generator."""
         random.setstate(self.python)
         np.random.set_state(dict(self.numpy))
         torch.set_rng_state(self.torch_cpu)
         set_cuda_states(self.torch_cuda)
 
     def state_dict(self) -> StateDict:
-        """Plain values and tensors, for a checkpoint."""
+        """Return plain values and tensors, for a checkpoint."""
         numpy_state = {
             **self.numpy,
             "state": {**self.numpy["state"], "key": self.numpy["state"]["key"].tolist()},
@@ -110,7 +110,7 @@ class RngBag:
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> RngBag:
-        """The inverse of ``state_dict``. Raises the error of a generator that does not take its state."""
+        """Invert ``state_dict``. Raises the error of a generator that rejects its state."""
         inner = saved["numpy"]["state"]
         key = np.array(inner["key"], dtype=np.uint32)
         numpy_state = {**saved["numpy"], "state": {**inner, "key": key}}
@@ -121,7 +121,7 @@ class RngBag:
 
 
 class _Borrowed(threading.local):
-    """What gives the generators back, for each context of this thread that has them; the outermost first."""
+    """Functions that restore the generators, one for each active context of this thread, outermost first."""
 
     def __init__(self) -> None:
         self.give_back: list[Callable[[], None]] = []
@@ -131,35 +131,35 @@ _borrowed = _Borrowed()
 
 
 def borrow(give_back: Callable[[], None]) -> None:
-    """Notes that the generators are borrowed; ``give_back`` puts them back to what they were outside.
+    """Register that the generators are borrowed; ``give_back`` restores their state outside.
 
-    Whoever borrows calls ``end_borrowing`` in a ``finally``. The handler of a signal may raise anywhere, also within
-    that or right before it, and then it is not done: whoever catches what it raised calls ``give_back_to``.
+    The borrower calls ``end_borrowing`` in a ``finally``. A signal handler may raise anywhere, also inside that call or
+    right before it, which then is skipped. Code that catches its exception calls ``give_back_to``.
     """
     _borrowed.give_back.append(give_back)
 
 
 def end_borrowing(give_back: Callable[[], None]) -> None:
-    """Calls ``give_back``, unless that was done."""
+    """Call ``give_back``, unless that was done."""
     if give_back in _borrowed.give_back:
         give_back()
         _borrowed.give_back.remove(give_back)
 
 
 def num_borrowed() -> int:
-    """How many contexts of this thread have the generators."""
+    """Return the number of contexts of this thread that have borrowed the generators."""
     return len(_borrowed.give_back)
 
 
 def give_back_to(depth: int) -> None:
-    """Gives the generators back for all contexts but the ``depth`` outermost ones, if a signal cut that short."""
+    """Restore the generators for all contexts but the ``depth`` outermost ones, if a signal prevented that."""
     while num_borrowed() > depth:
         _borrowed.give_back[-1]()
         _borrowed.give_back.pop()
 
 
 def _back_to_now() -> Callable[[], None]:
-    """What puts every generator back to what it is now. It is called often, and NumPy takes 65 us to be set."""
+    """Return a function that restores the current state of every generator. Fast: setting NumPy's takes 65 us."""
     python, numpy_state, words = read_python(), np.random.get_state(legacy=False), _words_of_numpy()
     of_torch, cuda = torch.get_rng_state(), cuda_states()
     assert isinstance(numpy_state, dict)
@@ -175,14 +175,14 @@ def _back_to_now() -> Callable[[], None]:
 
 
 def _words_of_numpy() -> TwisterState | None:
-    """Those of NumPy's global generator, where it is the usual one."""
+    """Return the words of NumPy's global generator, if it is a Mersenne Twister."""
     live = mtrand.get_bit_generator()
     return TwisterState.of(live) if isinstance(live, np.random.MT19937) else None
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """What happens inside draws from the generators and leaves no trace in them."""
+    """Context whose draws from the generators leave no trace."""
     give_back = _back_to_now()
     borrow(give_back)
     try:
@@ -192,7 +192,10 @@ def preserved_rng() -> Iterator[None]:
 
 
 def set_deterministic() -> None:
-    """Process-wide: only kernels that give the same bits each time, or an error naming the op that has none."""
+    """Use only kernels that give the same bits each time, process-wide.
+
+    Ops without one raise an error naming the op.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -7,15 +7,13 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict
 
-SMALLEST_SCALE = 2.0**-14  # a denormal scale has the reciprocal inf: every later step would be skipped
+MIN_SCALE = 2.0**-14  # the reciprocal of a denormal scale is inf: every later step would be skipped
 
 
 class LossScaler:
     """Scale 2^16, doubled after 2000 clean steps, halved on overflow (Micikevicius et al. 2018, section 3.2).
 
-    Never below 2^-14.
-
-    ``scale`` is a 0-d float32 and ``clean_steps`` a 0-d int32 tensor on ``device``.
+    Never below 2^-14. ``scale`` is a 0-d float32 and ``clean_steps`` a 0-d int32 tensor on ``device``.
     """
 
     def __init__(
@@ -32,19 +30,19 @@ class LossScaler:
         self.growth, self.backoff, self.interval = growth, backoff, interval
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss whose gradients fit fp16's range."""
+        """Return the loss times the scale, whose gradients fit the range of fp16."""
         return loss * self.scale
 
     def unscale_(self, grads: list[Tensor]) -> None:
-        """Divides gradients by the scale, in place; the scale is a power of two, so this loses no bits."""
+        """Divide gradients by the scale, in place. The scale is a power of two, so this is exact."""
         torch._foreach_mul_(grads, self.scale.reciprocal())
 
     def update(self, grad_norm: Tensor) -> None:
-        """After a step, from the 0-d norm of its gradients: not finite means that the scale was too large."""
+        """Update the scale after a step. A non-finite 0-d ``grad_norm`` means that the scale was too large."""
         overflowed = ~torch.isfinite(grad_norm)
         clean = self.clean_steps + 1
         grown = self.scale * self.growth
-        shrunk = (self.scale * self.backoff).clamp_(min=SMALLEST_SCALE)
+        shrunk = (self.scale * self.backoff).clamp_(min=MIN_SCALE)
         due = (clean >= self.interval) & torch.isfinite(grown)
         self.scale = torch.where(overflowed, shrunk, torch.where(due, grown, self.scale))
         self.clean_steps = torch.where(overflowed | due, torch.zeros_like(clean), clean)
@@ -53,15 +51,15 @@ class LossScaler:
         return {"scale": float(self.scale), "clean_steps": int(self.clean_steps)}
 
     def load_state_dict(self, saved: StateDict) -> None:
-        """Of a run that had no scaler before, nothing: it begins at the initial scale."""
+        """Load the state. The initial scale stays if the run had no scaler before."""
         if not saved:
             return
-        self.scale = torch.full_like(self.scale, max(saved["scale"], SMALLEST_SCALE))
+        self.scale = torch.full_like(self.scale, max(saved["scale"], MIN_SCALE))
         self.clean_steps = torch.full_like(self.clean_steps, saved["clean_steps"])
 
 
 class NoScaler:
-    """The null object: fp32, tf32 and bf16 have fp32's exponent range and need no scale."""
+    """The null object: fp32, tf32 and bf16 have the exponent range of fp32 and need no scale."""
 
     scale: Tensor | None = None
 

@@ -1,6 +1,6 @@
-"""Tensors that are divided among ranks (torch's DTensor): a rank's part, the whole, and a whole cut into parts.
+"""Tensors that are divided among ranks (torch's DTensor): local parts, full tensors, and their conversion.
 
-What makes them takes most of a second to import, so it is asked only where somebody has imported it.
+Importing DTensor takes most of a second, so these functions use it only if it has been imported already.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _ORDINARY = (Tensor, nn.Parameter)
 
 
 def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP divides its weights among ranks."""
+    """Return True if FSDP divides the weights of the model among ranks."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether ranks hold parts of it, or copies that are kept alike."""
-    if type(tensor) in _ORDINARY:  # in each step for each weight
+    """Return True if ranks hold parts of the tensor, or replicas of it."""
+    if type(tensor) in _ORDINARY:  # runs in each step for each weight
         return False
     divided = sys.modules.get("torch.distributed.tensor")
     return divided is not None and isinstance(tensor, divided.DTensor)
 
 
 def units(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of a model whose weights FSDP gathers together, from the outside in."""
+    """Yield the modules of a model whose weights FSDP gathers together, outermost first."""
     for module in model.modules():
         if is_sharded(module):
             yield module
 
 
 def holds_parts(model: nn.Module) -> bool:
-    """Whether ranks hold parts of its weights, by FSDP or because they divide its layers."""
+    """Return True if ranks hold parts of the weights, by FSDP or because they divide its layers."""
     return any(is_divided(parameter) for parameter in model.parameters())
 
 
 def divides_layers(model: nn.Module) -> bool:
-    """Whether ranks divide layers of it (tensor parallelism), and so compute with the same samples."""
+    """Return True if ranks divide layers of the model (tensor parallelism), and so compute with the same samples."""
     gathered = {id(p) for unit in units(model) if isinstance(unit, nn.Module) for p in unit.parameters()}
     for parameter in model.parameters():
         if is_divided(parameter):
@@ -60,13 +60,13 @@ def divides_layers(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives back the whole weights that a forward pass without a backward pass leaves: they may be out of date."""
+    """Free the full weights that remain after a forward pass without a backward pass: they may be out of date."""
     for unit in units(model):
         unit.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the same memory; of an ordinary tensor, itself."""
+    """Return this rank's part, sharing memory; an ordinary tensor itself."""
     if not is_divided(tensor):
         return tensor
     with torch.no_grad():
@@ -74,20 +74,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's part of each."""
+    """Return this rank's part of each tensor."""
     return [local(tensor) for tensor in tensors]
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a divided tensor. Every rank must ask for the same ones in the same order."""
+    """Return the full tensor. Every rank must call this for the same tensors in the same order."""
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` divided as ``like`` is: this rank's part of it is a view, so that of a mapped file no more is read.
+    """Return ``tensor`` divided as ``like`` is. The local part is a view, so only that part of a mapped file is read.
 
-    Where ``like`` is not divided, or has another shape, the tensor itself.
+    Returns the tensor itself if ``like`` is not divided, or has another shape.
     """
     if not is_divided(like) or is_divided(tensor) or tensor.shape != like.shape:
         return tensor
@@ -95,7 +95,7 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh, part = like.device_mesh, tensor
-    # FSDP divides last what is divided by layers already, and writes that as strided, in the place of its axis
+    # FSDP is the last to divide a tensor that is divided by layers already; it marks this as strided
     for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(like.placements[axis], _StridedShard)):
         placement = like.placements[axis]
         if not placement.is_replicate():
@@ -106,7 +106,7 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def row_of_each_rank(tensor: Tensor, world: Ranks) -> Tensor:
-    """Tensors of one shape of which every rank has its own, as one with a row for each; ``whole`` gathers it."""
+    """Combine the tensors of all ranks, of one shape, into one with a row for each rank; ``whole`` gathers it."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -115,7 +115,7 @@ def row_of_each_rank(tensor: Tensor, world: Ranks) -> Tensor:
 
 
 def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """As torch.chunk, whose last chunks may be smaller, or missing: those are empty here."""
+    """Return one chunk as torch.chunk does. Its last chunks may be smaller; missing ones are empty here."""
     size = tensor.shape[dim]
     each = -(-size // count)
     begin = min(index * each, size)

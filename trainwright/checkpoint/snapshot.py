@@ -1,4 +1,4 @@
-"""The live objects of a run, and copies of their state: taken on their device, and written back."""
+"""The live objects of a run, and copies of their state on their device, which can be written back."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trainwright.checkpoint.shards import locals_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, dict)
-_MOST_ENTRIES = 256
-"""A longer list is a history, which a bundle does not hold."""
-TORCHS_OWN = frozenset(vars(nn.Module()))
+_MAX_ENTRIES = 256
+"""A longer list is a history, which a bundle does not contain."""
+TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 @dataclass
 class Snapshot:
-    """The state before ``step``: weights, buffers, optimizers, generators, and what else the step can reach.
+    """The state before ``step``: weights, buffers, optimizers, generators, and all else that the step can reach.
 
-    ``attributes`` are the plain attributes of each module, which a bundle holds. ``reach`` is the whole of what was
+    ``attributes`` are the plain attributes of each module, which a bundle contains. ``reach`` is everything that was
     reached; None in a snapshot that was read from a bundle.
     """
 
@@ -47,9 +47,10 @@ class Snapshot:
 
 
 class LiveObjects:
-    """The live objects that a run is made of, and how their state is read.
+    """The live objects of a run, and how their state is read.
 
-    ``further`` are other objects that a step uses, such as arguments of the model: what they hold is part of the state.
+    ``further`` are other objects that a step uses, such as arguments of the model; their contents are part of the
+    state.
     """
 
     def __init__(
@@ -64,33 +65,33 @@ class LiveObjects:
         self._closed = f"a part of the model was made by torch.jit ({scripted[0]})" if scripted else None
 
     def hooks(self) -> tuple[int, ...]:
-        """Number of hooks of each module, without those of the recorder."""
+        """Return the number of hooks of each module, without those of the recorder."""
         of_module = [(*m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in self.modules]
         return tuple(
             [sum(not getattr(hook, "is_recorders", False) for hook in hooks) if hooks else 0 for hooks in of_module]
         )
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
-        """Where every buffer lies, in order."""
+        """Return the place of every buffer, in order."""
         return [(module, name) for module in self.modules for name in module._buffers.keys()]  # noqa: SIM118  torch.jit
 
     @property
     def is_closed(self) -> str | None:
-        """Why no state can be set aside and put back; None: it can."""
+        """The reason for which no state can be stored and restored; None if it can."""
         return self._closed
 
     def close(self, why: str) -> None:
-        """No state is set aside any more: something cannot be put back."""
+        """Stop storing state, because something cannot be restored."""
         self._closed = self._closed or why
 
     @property
     def num_bytes(self) -> int:
-        """What a snapshot takes as things are."""
+        """Current size of a snapshot, in bytes."""
         buffers = [module._buffers[name] for module, name in self.buffers()]
         return _bytes([*self.parameters, *buffers], [own for o in self.optimizers for own in o.state.values()])
 
     def reach(self, *, is_brief: bool = False) -> ReachableState:
-        """Captures what a step can reach, without weights, buffers and the state of optimizers."""
+        """Capture everything that a step can reach, except weights, buffers and the state of optimizers."""
         roots: list[tuple[str, object]] = [(type(root).__name__, root) for root in self.roots]
         roots += [(type(each).__name__, each) for each in self.optimizers]
         roots += [*hooks_of_the_process(), *hooks_of_tensors(self.parameters)]
@@ -103,9 +104,9 @@ class LiveObjects:
 
     @torch.no_grad()
     def snapshot(self, step: int, *, with_reach: bool = True) -> Snapshot:
-        """Copies everything; on the device it lies on.
+        """Copy everything, on its device.
 
-        ``with_reach``: also what is neither weight, buffer nor state of an optimizer, which a replay needs.
+        ``with_reach``: also copy what is neither weight, buffer nor optimizer state, which a replay needs.
         """
         numbers = {id(p): number for number, p in enumerate(self.parameters)}
         data = [p.detach() for p in self.parameters]
@@ -128,7 +129,7 @@ class LiveObjects:
 
 
 def _sort(values: Iterable[Any], known: list[object], others: list[tuple[str, object]]) -> None:
-    """Adds the plain containers and tensors in the state of an optimizer to ``known``, and what else is in them."""
+    """Add the plain containers and tensors in an optimizer's state to ``known``, and other objects to ``others``."""
     for value in values:
         if type(value) in (list, tuple, dict):
             known.append(value)
@@ -152,19 +153,19 @@ def _plain_attributes(reach: ReachableState, module: nn.Module) -> dict[str, Any
 
 
 def _bytes(tensors: Sequence[Tensor | None], states: Sequence[Mapping[str, Any]]) -> int:
-    of_states = [value for own in states for value in own.values() if isinstance(value, Tensor)]
-    return sum([t.numel() * t.element_size() for t in (*tensors, *of_states) if t is not None])
+    state_tensors = [value for own in states for value in own.values() if isinstance(value, Tensor)]
+    return sum([t.numel() * t.element_size() for t in (*tensors, *state_tensors) if t is not None])
 
 
 def is_plain(name: str, value: object) -> bool:
-    """Whether an attribute of a module is a number, a string, a tensor, or a short list, tuple or dict of these."""
-    if isinstance(value, _CONTAINERS) and (name in TORCHS_OWN or len(value) > _MOST_ENTRIES):
+    """Return True if an attribute is a number, a string, a tensor, or a short list, tuple or dict of these."""
+    if isinstance(value, _CONTAINERS) and (name in TORCH_MODULE_ATTRIBUTES or len(value) > _MAX_ENTRIES):
         return False
     return all(type(each) in _PLAIN or isinstance(each, Tensor) for each in entries_of(value))
 
 
 def entries_of(value: object) -> list[object]:
-    """What a list or tuple holds, the keys and values of a dict; anything else is the only entry."""
+    """Return the entries of a list or tuple, or the keys and values of a dict; any other value is its only entry."""
     if type(value) is dict:
         return [*value, *value.values()]
     return [*value] if type(value) is list or type(value) is tuple else [value]
@@ -172,9 +173,9 @@ def entries_of(value: object) -> list[object]:
 
 @torch.no_grad()
 def put_back(subject: LiveObjects, snapshot: Snapshot) -> None:
-    """Writes weights, buffers and optimizer state of ``snapshot`` into the live objects: training is there again.
+    """Write weights, buffers and optimizer state of ``snapshot`` into the live objects.
 
-    Hyperparameters, generators and the data go on as they are.
+    Hyperparameters, generators and the data continue unchanged.
     """
     for parameter, data in zip(subject.parameters, snapshot.parameters):
         parameter.copy_(data)
@@ -191,7 +192,7 @@ def put_back(subject: LiveObjects, snapshot: Snapshot) -> None:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a value of an optimizer, whose step may write to tensors and containers."""
+    """Copy a value of an optimizer, whose step may write to tensors and containers."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is list or type(value) is tuple:

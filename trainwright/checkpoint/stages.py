@@ -1,4 +1,4 @@
-"""The state of a model whose stages lie on several ranks, brought together on the first one, as one process has it."""
+"""Gathers the state of a model whose stages are on several ranks on the first rank, as one process has it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TensorName = tuple[str, str]
 
 
 class StagePart(NamedTuple):
-    """What one stage has: tensors on the host, all that is no tensor, and the names of trained weights."""
+    """The state of one stage: tensors on the host, values that are not tensors, and the names of trained weights."""
 
     tensors: dict[TensorName, Tensor]
     values: StateDict
     trained: frozenset[str]
 
 
-def bring_together(part: StagePart, stages: World) -> StagePart:
-    """Returns on the first rank of ``stages`` what all of them have, one tensor after the other; on others their own.
+def gather_stages(part: StagePart, stages: World) -> StagePart:
+    """Return the state of all ``stages`` on the first rank, sent one tensor at a time; on other ranks their part.
 
-    What several have, such as counters, is that of the first.
+    Values that several stages have, such as counters, are those of the first.
     """
     outlines = stages.collect((_outline(part.tensors), part.values, part.trained))
     tensors, values, trained = dict(part.tensors), part.values, part.trained
@@ -49,7 +49,7 @@ def _outline(tensors: Mapping[TensorName, Tensor]) -> dict[TensorName, tuple[tor
 
 
 def _merged(first: Tree, second: Tree) -> Tree:
-    """Mappings with the keys of both, the parameter groups of both; of anything else the first."""
+    """Merge mappings by key and concatenate parameter groups; otherwise return the first."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         shared = {key: _merged(first[key], second[key]) for key in first.keys() & second.keys()}
         return {**first, **second, **shared}

@@ -1,4 +1,4 @@
-"""Staging: a copy of the state on the host, in buffers kept between saves, so that training need not wait."""
+"""Staging: a copy of the state on the host, in buffers reused between saves, so that training need not wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Staging:
-    """Host buffers by name. To allocate them costs far more than to copy into them: the system maps each page first.
+    """Host buffers by name. Allocating them takes far longer than copying into them: the system maps each page first.
 
     1.5 GB on two CPU cores take 3 s to allocate, 0.1 s to fill. ``reserve`` allocates ahead of the first save.
     """
@@ -23,14 +23,14 @@ class Staging:
         self._buffers: dict[Hashable, Tensor] = {}
 
     def reserve(self, tensors: Mapping[Name, Tensor]) -> None:
-        """Allocates the buffers that ``copy`` of such tensors needs, and frees all others."""
+        """Allocate the buffers that ``copy`` of these tensors needs, and free all others."""
         self._buffers = {name: self._fitting(name, tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Returns contiguous copies on the host, valid until the next call. Synchronizes with each device once.
+        """Return contiguous copies on the host, valid until the next call. Synchronizes with each device once.
 
-        Of tensors that are divided among ranks, the wholes, one after the other.
+        Tensors that are divided among ranks are gathered, one after the other.
         """
         self.reserve(tensors)
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
@@ -49,9 +49,9 @@ class Staging:
 
 
 def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-    """Returns the tensors themselves where safetensors can write them as they are, else copies."""
+    """Return the tensors themselves if safetensors can write them unchanged, else copies."""
     hosted: dict[Name, Tensor] = {}
-    taken: set[int] = set()  # safetensors takes no two tensors of one memory
+    taken: set[int] = set()  # safetensors rejects two tensors that share memory
     for name, tensor in tensors.items():
         tensor = whole(tensor.detach()).to("cpu").contiguous()
         memory = tensor.untyped_storage()
@@ -63,5 +63,5 @@ def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
 
 
 def num_bytes(tensors: Mapping[Name, Tensor]) -> int:
-    """The size of all tensors together."""
+    """Return the total size of all tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())

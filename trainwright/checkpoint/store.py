@@ -1,8 +1,8 @@
 """A folder of checkpoints: lists them, finds the newest intact one and the best one, and deletes old ones.
 
-The folder may be a link to one that also holds other things: files of another program, checkpoints of another run. In
-all functions ``run`` is the identity of the run. What another run has written is not listed, and only what carries a
-manifest with this identity is deleted or replaced. A run without an identity, "", owns what carries none.
+The folder may be a link to one with other contents: files of another program, checkpoints of another run. In all
+functions ``run`` is the identity of the run. Checkpoints of other runs are not listed, and only those with a manifest
+of this identity are deleted or replaced. A run without an identity, "", owns those without one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from trainwright.errors import CheckpointError
 from trainwright.runs.drafts import remove
 from trainwright.runs.files import UnreadableFile, read_json
 
-BEST = "best.json"
+BEST_FILE = "best.json"
 
 
 @dataclass(frozen=True)
 class Best:
     """The checkpoint with the best ``value`` of a validation metric so far.
 
-    ``batches`` of the validation set gave it, 0: all of them, None: not known, as an earlier version wrote it.
+    ``batches`` is the number of validation batches; 0: all of them, None: unknown (written by an earlier version).
     """
 
     step: int
@@ -51,20 +51,20 @@ class Best:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the ``newest`` ones, the best, and the first one of each ``every`` steps."""
+    """The checkpoints to keep: the ``newest`` ones, the best, and the first one of each ``every`` steps."""
 
     newest: int = 2
     every: int | None = None
 
 
 def checkpoints(folder: Path, run: str = "") -> list[Path]:
-    """Returns all committed checkpoints, newest first, with those that a killed save was replacing (``.old``)."""
+    """Return all committed checkpoints, newest first, including those that a killed save was replacing (``.old``)."""
     found = [(step, not path.suffix, path) for path in folder.glob("step-*") if (step := step_of(path)) is not None]
     return [path for _, _, path in sorted(found, reverse=True) if path.is_dir() and not _is_of_another(path, run)]
 
 
 def is_own(path: Path, run: str) -> bool:
-    """Whether the run may delete or replace this checkpoint."""
+    """Return True if the run may delete or replace this checkpoint."""
     return not path.is_symlink() and run_of(path) == run
 
 
@@ -75,9 +75,10 @@ def _is_of_another(path: Path, run: str) -> bool:
 def newest_valid(
     folder: Path, require: Callable[[Path], object] = verify, run: str = ""
 ) -> tuple[Path | None, list[str]]:
-    """Returns the newest checkpoint that ``require`` accepts, and the reason why it does not accept each newer one.
+    """Return the newest checkpoint that ``require`` accepts, and the reason for which each newer one is rejected.
 
-    Raises CheckpointError where one may be whole and cannot be read here: what was trained since would be lost.
+    Raises:
+        CheckpointError: A newer one may be intact but cannot be read here, so later training would be lost.
     """
     broken: list[str] = []
     _require_readable(folder)
@@ -101,31 +102,31 @@ def newest_valid(
 
 
 def _require_readable(folder: Path) -> None:
-    """A folder that may not be read looks as if it were empty."""
+    """Raise CheckpointError for an unreadable folder, which would otherwise appear empty."""
     try:
         any(path.is_dir() for path in folder.iterdir())
     except PermissionError as error:
         raise not_permitted(folder, error) from None
     except OSError:
-        return  # there is none
+        return  # it does not exist
 
 
 def set_aside_newer(folder: Path, resumed: Path, run: str = "") -> list[Path]:
-    """Renames the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
+    """Rename the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
 
-    Otherwise ``prune`` would count them among the newest ones later, and delete intact ones. A folder without a
-    manifest is left alone: another program may have made it. The pointer to the best checkpoint is removed if that one
-    is newer than ``resumed``.
+    Otherwise ``prune`` would later count them among the newest ones, and delete intact ones. A folder without a
+    manifest is not renamed: another program may have written it. The pointer to the best checkpoint is removed if that
+    one is newer than ``resumed``.
     """
     found, best = checkpoints(folder, run), _pointed_to(folder)
     if best and best.step > (step_of(resumed) or 0):
         with suppress(OSError):
-            (folder / BEST).unlink()
+            (folder / BEST_FILE).unlink()
     return [set_aside(path) for path in found[: found.index(resumed)] if os.path.lexists(path / NAME)]
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint so that it is no longer used or deleted. Returns its new path, or ``path`` if it cannot."""
+    """Rename a checkpoint so that it is no longer used or deleted. Returns its new path, or ``path`` on failure."""
     names = (f"damaged-{path.name}{f'-{number}' if number > 1 else ''}" for number in count(1))
     with suppress(OSError):
         return path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
@@ -133,9 +134,10 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(folder: Path, committed: Path, retention: Retention, run: str = "") -> None:
-    """Deletes the checkpoints up to ``committed``, which was just written, that ``retention`` does not keep.
+    """Delete the checkpoints up to ``committed``, which was just written, that ``retention`` does not keep.
 
-    Later ones belong to a past that a resume has discarded. They are not counted, or they would displace good ones.
+    Later ones belong to training that a resume has discarded. They are not counted, because they would displace good
+    ones.
     """
     earlier = (path for path in checkpoints(folder) if (step_of(path) or 0) <= (step_of(committed) or 0))
     mine = [path for path in earlier if is_own(path, run)]
@@ -149,7 +151,10 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
 
 
 def delete(path: Path, run: str) -> None:
-    """Deletes a checkpoint. It is renamed first: a kill leaves what ``sweep`` removes, and none with missing files."""
+    """Delete a checkpoint.
+
+    It is renamed first, so that a kill leaves no incomplete checkpoint; ``sweep`` removes the rest.
+    """
     doomed = path.with_name(f".{path.name}{_mark(run)}.deleted")
     with suppress(OSError):
         path.rename(doomed)
@@ -158,7 +163,7 @@ def delete(path: Path, run: str) -> None:
 
 
 def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
-    """Returns the first checkpoint at or after each multiple of ``every``: the same ones after every later save."""
+    """Return the first checkpoint at or after each multiple of ``every``: the same ones after every later save."""
     first: dict[int, str] = {}
     for path in paths:  # newest first, so the oldest of each multiple is written last
         first[(step_of(path) or 0) // every] = path.name
@@ -166,18 +171,18 @@ def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
 
 
 def write_best(folder: Path, best: Best, run: str = "") -> None:
-    """Writes the pointer to the best checkpoint, which is committed already. The write is atomic."""
-    draft = folder / f".{BEST}{_mark(run)}.tmp"
+    """Write the pointer to the best checkpoint, which is committed already. The write is atomic."""
+    draft = folder / f".{BEST_FILE}{_mark(run)}.tmp"
     draft.unlink(missing_ok=True)
-    with draft.open("x") as file:  # follows no link
+    with draft.open("x") as file:  # "x" does not follow links
         file.write(json.dumps(asdict(best)) + "\n")
     fsync(draft)
-    draft.replace(folder / BEST)
+    draft.replace(folder / BEST_FILE)
     fsync(folder)
 
 
 def read_best(folder: Path, run: str = "") -> Best | None:
-    """Returns the best checkpoint: what ``write_best`` wrote, or a later one whose manifest says that it is best.
+    """Return the best checkpoint: the one in the pointer, or a later one whose manifest marks it as best.
 
     So a kill between the commit of a checkpoint and the write of the pointer loses nothing.
     """
@@ -189,8 +194,8 @@ def read_best(folder: Path, run: str = "") -> Best | None:
     return None
 
 
-def mend_best(folder: Path, run: str = "") -> Best | None:
-    """Returns ``read_best``, and writes the pointer where a kill came before it was written."""
+def repair_best(folder: Path, run: str = "") -> Best | None:
+    """Return ``read_best``, and write the pointer if a kill prevented that."""
     best = read_best(folder, run)
     with suppress(OSError):
         if best and _pointed_to(folder) != best:
@@ -199,7 +204,7 @@ def mend_best(folder: Path, run: str = "") -> Best | None:
 
 
 def _own_best(path: Path) -> Best | None:
-    """Returns the value by which a checkpoint was the best when it was saved."""
+    """Return the value by which a checkpoint was the best when it was saved."""
     with suppress(CheckpointError):
         return _as_best(read_manifest(path).get("best"))
     return None
@@ -207,12 +212,12 @@ def _own_best(path: Path) -> Best | None:
 
 def _pointed_to(folder: Path) -> Best | None:
     with suppress(UnreadableFile):
-        return _as_best(read_json(folder / BEST))
+        return _as_best(read_json(folder / BEST_FILE))
     return None
 
 
 def _as_best(read: object) -> Best | None:
-    """Returns a Best from parsed JSON; None for anything that ``write_best`` does not write."""
+    """Return a Best from parsed JSON; None for anything that ``write_best`` does not write."""
     with suppress(KeyError, OverflowError):
         if not isinstance(read, dict):
             return None
@@ -224,13 +229,13 @@ def _as_best(read: object) -> Best | None:
 
 
 def draft_of_step(folder: Path, step: int, run: str) -> Path:
-    """Where the run writes a checkpoint before it is committed."""
+    """Return the path at which the run writes a checkpoint before it is committed."""
     return folder / f".{name_of(step)}{_mark(run)}.tmp"
 
 
 def sweep(folder: Path, run: str = "") -> None:
-    """Removes the unfinished files of a killed save of this run, by the identity in their names."""
-    ours = re.compile(rf"\.(step-\d{{8,}}(\.old)?|{re.escape(BEST)}){re.escape(_mark(run))}\.(tmp|deleted)")
+    """Remove the unfinished files of a killed save of this run, identified by their names."""
+    ours = re.compile(rf"\.(step-\d{{8,}}(\.old)?|{re.escape(BEST_FILE)}){re.escape(_mark(run))}\.(tmp|deleted)")
     for path in folder.glob(".*"):
         if ours.fullmatch(path.name):
             remove(path)

@@ -1,6 +1,6 @@
 """Writes tensors in the safetensors format (https://github.com/huggingface/safetensors, "Format").
 
-The library's writer ends the process where it gets no memory; this one raises MemoryError.
+The library's writer aborts the process if memory runs out; this one raises MemoryError.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-_ALIGNED = 8  # bytes that the header is a multiple of; the widest elements come first, so all lie aligned
+_ALIGNMENT = 8  # the header is a multiple of this, in bytes; the widest elements come first, so all are aligned
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes contiguous tensors on the host, without a copy of any. Raises TypeError for a dtype without a name."""
+    """Write contiguous tensors on the host, without copies. Raises TypeError for an unsupported dtype."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {}
     end = 0
@@ -46,7 +46,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:

@@ -1,4 +1,4 @@
-"""TrainState: what a run is after its n-th step, and nothing that follows from it."""
+"""TrainState: the state of a run after its n-th step, without derived values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.distributed.group import SOLO, World
 
 
 class Stateful(Protocol):
-    """Keeps a state of tensors, numbers, texts and containers of them. What it loads comes from a file."""
+    """Has a state of tensors, numbers, strings and containers of them. The loaded state comes from a file."""
 
     def state_dict(self) -> StateDict: ...
     def load_state_dict(self, saved: StateDict, /) -> object: ...
@@ -27,18 +27,29 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainState:
-    """Everything that is needed to continue.
+    """Everything that is needed to continue a run.
 
-    ``step`` counts completed optimizer steps: a step whose update was skipped consumed its batch and
-    counts; the ledger names it. ``elapsed_s`` is training time alone, without evaluation and saving.
-    ``fraction`` is the share of the run that was used when the last step began (0..1). The learning rate
-    is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
-    are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
-    samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
-    ``spikes`` remembers the gradient norms by which a spike is recognised. ``micro_limit`` is how many samples a
-    forward pass takes at most since memory ran out; None: as they come. ``stages`` are the ranks that have the other
-    stages of the model, where this one has a part of its layers. ``stateful`` are further objects, by name, whose state
-    belongs to the run: schedulers of torch, observers that count.
+    The learning rate is a pure function of ``step`` and ``fraction`` and so is not state. Random number generators are
+    process-wide; ``RngBag.capture()`` reads them when saving.
+
+    Attributes:
+        model: The model.
+        optimizer: The optimizer.
+        scaler: Loss scaler of fp16.
+        ema: Average of the weights, if any.
+        ledger: Names the steps whose update was skipped.
+        data: Position in the data.
+        spikes: Gradient norms by which a spike is detected.
+        quarantine: Dataset positions of samples that are not trained on.
+        loss: The loss if it is a module, which may have state.
+        step: Number of completed optimizer steps. A skipped update counts: its batch was consumed.
+        num_samples: Samples trained on.
+        num_tokens: Tokens trained on.
+        elapsed_s: Training time without evaluation and saving.
+        fraction: Used fraction of the run at the begin of the last step (0..1).
+        micro_limit: Maximum number of samples in a forward pass since memory ran out; None: unlimited.
+        stateful: Further objects by name whose state belongs to the run: schedulers of torch, observers.
+        stages: Ranks with the other stages of a pipeline-parallel model.
     """
 
     model: nn.Module
@@ -61,10 +72,10 @@ class TrainState:
 
     @property
     def is_divided(self) -> bool:
-        """Whether other ranks hold parts of the weights, so that a rank can do little alone."""
+        """True if other ranks hold parts of the weights, so that a rank can do little alone."""
         return self.stages.size > 1 or holds_parts(self.model)
 
     @property
     def saves_together(self) -> bool:
-        """Whether a checkpoint has parts of other ranks, who must give them at the same time."""
+        """True if a checkpoint has parts of other ranks, which must send them at the same time."""
         return self.is_divided or any(getattr(each, "saves_together", False) for each in self.stateful.values())

@@ -1,13 +1,13 @@
-"""Whether code runs within a transform of torch.func, whose tensors have no memory of their own."""
+"""Detects transforms of torch.func, whose tensors have no memory."""
 
 from __future__ import annotations
 
 import torch
 
 innermost_transform = torch._C._functorch.peek_interpreter_stack
-"""vmap, grad, jvp or another one that runs; None without one."""
+"""Returns the active transform (vmap, grad, jvp, ...); None without one."""
 
 
 def is_transformed() -> bool:
-    """Whether vmap, grad, jvp or another transform runs."""
+    """Return True inside vmap, grad, jvp or another transform."""
     return innermost_transform() is not None

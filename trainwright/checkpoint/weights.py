@@ -1,4 +1,4 @@
-"""Weights under the names that the model's author gave them: of a live model, whatever wraps it, or of a checkpoint."""
+"""Weights under the names that the model's author used: of a live model, wrapped or not, or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.errors import CheckpointError, UsageError
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What is inside of (Distributed)DataParallel and torch.compile around the whole model, however nested."""
+    """Return the model inside any nesting of (Distributed)DataParallel and torch.compile."""
     while True:
         if isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
@@ -29,7 +29,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def require_python(model: nn.Module) -> None:
-    """Raises UsageError for a model that torch.jit made: nothing can listen to its calls, or put its state back."""
+    """Raise UsageError for a model made by torch.jit: its calls cannot be hooked, nor its state restored."""
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
             f"the model was made by torch.jit (a {type(model).__name__})",
@@ -38,9 +38,9 @@ def require_python(model: nn.Module) -> None:
 
 
 def plain_state_dict(model: nn.Module, *, keep_vars: bool = False) -> StateDict:
-    """The whole state_dict, buffers and extra state too, under plain names; the tensors are the live ones.
+    """Return the full state_dict, including buffers and extra state, under plain names; the tensors are the live ones.
 
-    With ``keep_vars`` they are the parameters themselves, of which a tied one is the same object under each name.
+    With ``keep_vars`` they are the parameters themselves; a tied one is the same object under each name.
     """
     state = unwrapped(model).state_dict(keep_vars=keep_vars)
     plain = {plain_name(name): value for name, value in state.items()}
@@ -49,10 +49,10 @@ def plain_state_dict(model: nn.Module, *, keep_vars: bool = False) -> StateDict:
 
 
 def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Tree], *, is_stage: bool = False) -> None:
-    """Loads what ``plain_state_dict`` gave, into a model that may be wrapped or sharded otherwise than it was then.
+    """Load the result of ``plain_state_dict`` into a model that may be wrapped or sharded differently.
 
-    ``is_stage``: it has a part of the layers, and takes what it has. Raises torch's RuntimeError with the names when
-    some are missing, left over or of another shape.
+    ``is_stage``: the model has part of the layers, and ignores other entries. Raises torch's RuntimeError with the
+    names if entries are missing, unexpected or of another shape.
     """
     inside = unwrapped(model)
     live = inside.state_dict()
@@ -66,11 +66,11 @@ def _fitting(value: Tree, live: Tree) -> Tree:
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
-    """The model's whole state_dict as it was saved, on the CPU: parameters, buffers and extra state.
+    """Return the model's full saved state_dict, on the CPU: parameters, buffers and extra state.
 
     Tied weights are one tensor under several names. With ``average``, the average replaces every parameter that was
-    trained, and the running statistics of BatchNorm where it has its own; other buffers and frozen parameters are the
-    saved ones. Raises CheckpointError when the checkpoint is damaged, or holds no average.
+    trained, and the running statistics of BatchNorm if it has them; other buffers and frozen parameters are the saved
+    ones. Raises CheckpointError if the checkpoint is damaged, or has no average.
     """
     verify(checkpoint)
     with raising_checkpoint_error(checkpoint):
@@ -93,10 +93,13 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
 
 
 def _with_average(weights: StateDict, shadow: Mapping[str, Tensor]) -> StateDict:
-    """An average is kept under one name of its parameter; it goes into all places of a tied one."""
+    """Insert the averages.
+
+    An average is stored under one name of its parameter, and replaces all uses of a tied one.
+    """
     averages = {}
     for name, average in shadow.items():
         plain = plain_name(name)
-        plain = plain if plain in weights else plain.removeprefix("module.")  # as (Distributed)DataParallel says it
+        plain = plain if plain in weights else plain.removeprefix("module.")  # prefix of (Distributed)DataParallel
         averages[id(weights[plain])] = average
     return {name: averages.get(id(value), value) for name, value in weights.items()}

@@ -13,7 +13,7 @@ from trainwright.assembly.assemble import Parts, build_loading, training_batches
 from trainwright.checkpoint.checkpoint import tensors_of
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.staging import Staging
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import length_of
 from trainwright.distributed.memory import (
     capacity_bytes,

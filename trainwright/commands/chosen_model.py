@@ -18,7 +18,7 @@ from trainwright.checkpoint.weights import load_plain_state_dict, read_weights
 from trainwright.commands.export import chosen_checkpoint, rebuilt
 from trainwright.data.loading import EvaluationBatches, Loading
 from trainwright.data.unwrap import Unwrapped, unwrap
-from trainwright.engine.loss import Loss, OfModel
+from trainwright.engine.loss import Loss, ModelLoss
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe import DATASETS, Loaded, load
 from trainwright.recipe.resolve import LIVE, make
@@ -105,7 +105,7 @@ def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> 
     if given is not None:
         return given
     if chosen.loaded is None:
-        return OfModel() if chosen.result is None or chosen.result.loss_fn is None else chosen.result.loss_fn
+        return ModelLoss() if chosen.result is None or chosen.result.loss_fn is None else chosen.result.loss_fn
     if chosen.parts is not None:
         return chosen.parts.loss
     use = chosen.loaded.recipe.loss.use

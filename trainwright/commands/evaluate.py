@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainwright.commands.chosen_model import ChosenModel, batches_of, chosen_model, loss_of
 from trainwright.engine.evaluate import EvaluationResult, evaluating
 from trainwright.engine.evaluate import evaluate as evaluate_batches
+from trainwright.engine.input_errors import explaining
 from trainwright.engine.loss import Batch, Loss, called_with
 from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
-from trainwright.engine.refusals import explaining
 from trainwright.errors import UsageError
 from trainwright.runs.storage import storage_error
 from trainwright.training.asked_metrics import MetricsLike, asked_metrics

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainwright.assembly.assemble import at_recipe, build_model, is_live
-from trainwright.assembly.qat import SCALE, integer_weights, round_linear_layers
+from trainwright.assembly.qat import SCALE_SUFFIX, integer_weights, round_linear_layers
 from trainwright.checkpoint.contents import require_whole
 from trainwright.checkpoint.manifest import fsync, name_of, step_of
 from trainwright.checkpoint.rng import preserved_rng
@@ -167,7 +167,7 @@ def _save_model(
         weights = plain_state_dict(model)
     if layout == "quantized":
         for name, integers, scale in integer_weights(model):
-            weights |= {name: integers, f"{name}{SCALE}": scale}
+            weights |= {name: integers, f"{name}{SCALE_SUFFIX}": scale}
     if layout == "hf":
         _save_pretrained(model, folder)
     elif layout in ("safetensors", "quantized"):

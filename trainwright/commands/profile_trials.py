@@ -11,7 +11,7 @@ import torch
 
 from trainwright.checkpoint.rng import seed_all
 from trainwright.engine.loop import steps
-from trainwright.engine.until import for_steps
+from trainwright.engine.run_length import for_steps
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.parallel import in_one_process

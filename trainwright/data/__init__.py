@@ -1,1 +1,1 @@
-"""The data that ships in the box, the order in which samples are visited, a dataset's fingerprint."""
+"""Built-in datasets, the order in which samples are visited, and the fingerprint of a dataset."""

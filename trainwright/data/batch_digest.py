@@ -1,4 +1,4 @@
-"""A digest of the batches of an epoch so far: whether they are the same when they are read again."""
+"""A digest of the batches of an epoch so far, by which a second reading is compared with the first."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from torch import Tensor
 
 from trainwright.data.collation import Batch
 
-_OF_NUMPY = (
+_NUMPY_DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
-"""Dtypes that NumPy has, too; of others the bytes are compared."""
-COMPARED = 512
-"""Values of each tensor that a digest covers, spread evenly: some microseconds a tensor, whatever its size."""
+"""Dtypes that NumPy also has; tensors of others are compared by their bytes."""
+MAX_VALUES_COMPARED = 512
+"""Maximum number of values per tensor in a digest, spread evenly: some microseconds per tensor of any size."""
 
 
 def digest_with(before: str, data: Batch) -> str:
-    """The digest of the batches before, and of this one."""
+    """Return the digest of the previous batches and this one."""
     parts = [before.encode()]
     _add(parts, data, 0)
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 def _add(parts: list[bytes], data: object, depth: int) -> None:
-    """Adds what of a batch is compared. A tensor on a GPU gives its shape alone: its values would cost a sync."""
+    """Add the compared parts of a batch.
+
+    A tensor on a GPU adds only its shape, because its values would cost a sync.
+    """
     if isinstance(data, Tensor):
         parts.append(_kind_of(data.dtype, data.shape))
         if data.is_cpu and data.layout == torch.strided and data.numel():
             parts.append(_some_values(data))
     elif isinstance(data, tuple | list):
         parts.append(str(len(data)).encode())
-        for each in data[:COMPARED]:
+        for each in data[:MAX_VALUES_COMPARED]:
             _add(parts, each, depth)
     elif isinstance(data, Mapping):
         for key, value in data.items():
@@ -53,11 +56,11 @@ def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 
 def _some_values(tensor: Tensor) -> bytes:
-    """Bytes of some values, without a copy of the others however they lie in memory."""
+    """Return the bytes of some values, without copying the others in any memory layout."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    if plain.dtype not in _OF_NUMPY:
+    if plain.dtype not in _NUMPY_DTYPES:
         plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
     flat = plain.numpy().ravel(order="K")
-    return flat[:: -(-len(flat) // COMPARED)].tobytes()
+    return flat[:: -(-len(flat) // MAX_VALUES_COMPARED)].tobytes()

@@ -1,4 +1,4 @@
-"""Makes a batch of samples; where that fails, finds the samples that the others can do without."""
+"""Collates samples to a batch; if that fails, finds the samples at fault."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from torch import Tensor
 
 Sample: TypeAlias = Any
-"""What a dataset returns for one index; its type is the user's."""
+"""Result of a dataset for one index, of any type."""
 Batch: TypeAlias = Any
-"""What a collate function returns: a tensor, or nested containers of tensors."""
+"""Result of a collate function: a tensor, or nested containers of tensors."""
 Collate = Callable[[list[Sample]], Batch]
 
 
-def misfits(samples: Sequence[Sample], collate: Collate) -> dict[int, str]:
-    """Returns by index what is wrong with the samples without which the others can be collated.
+def samples_at_fault(samples: Sequence[Sample], collate: Collate) -> dict[int, str]:
+    """Return, by index, a description of the samples without which the others can be collated.
 
-    These are samples that cannot even be collated alone, else those of another form than most. Empty where the fault
-    cannot be laid on any: without them it fails too, or as many are of one form as of another.
+    These are samples that cannot be collated even alone, else those of another form than most. Empty if no sample can
+    be blamed: the others fail without them too, or no form has a majority.
     """
     alone = [at for at, sample in enumerate(samples) if not _collates([sample], collate)]
     found = {at: f"it is {_form(samples[at])}" for at in alone} or _of_another_form(samples)
@@ -47,7 +47,7 @@ def _of_another_form(samples: Sequence[Sample]) -> dict[int, str]:
 
 
 def _form(value: object) -> str:
-    """Types and shapes of a sample, as text."""
+    """Return types and shapes of a sample, as text."""
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

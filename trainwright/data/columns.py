@@ -1,4 +1,4 @@
-"""Columns of one length, each of which has a row for every sample."""
+"""Columns of one length with a row for each sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 
 class Columns(Dataset[dict[str, Tensor]]):
-    """A sample is a dict of the rows of ``columns``; each tensor has a first dimension of the same length."""
+    """A dataset of dicts with the rows of ``columns``, whose first dimensions are equal."""
 
     deterministic = True
 
@@ -26,6 +26,6 @@ class Columns(Dataset[dict[str, Tensor]]):
         return {name: column[index] for name, column in self.columns.items()}
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The collated batch of these samples."""
+        """Return the collated batch of these samples."""
         rows = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return {name: column.index_select(0, rows) for name, column in self.columns.items()}

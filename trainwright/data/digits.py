@@ -23,8 +23,8 @@ NOISE_STD = 0.1
 class Digits(Dataset[tuple[Tensor, int]]):
     """(image, label) pairs; the images have mean 0 and standard deviation 1 over the training split.
 
-    ``augment`` moves each image by up to one pixel both ways and adds noise, drawn from torch's global CPU
-    generator when the items are read; the reader seeds it.
+    ``augment`` shifts each image by up to one pixel in both directions and adds noise, drawn from torch's global CPU
+    generator when the items are read. The reader seeds that generator.
     """
 
     classes = 10
@@ -44,13 +44,13 @@ class Digits(Dataset[tuple[Tensor, int]]):
         return image, int(self.labels[index])
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64; not augmented."""
+        """Return the collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64."""
         assert self.deterministic, "what is drawn is drawn for each sample"
         positions = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return self.images[positions], self.labels[positions]
 
     def _augmented(self, index: int) -> Tensor:
-        """Moves an image by -1, 0 or 1 pixels down and right, repeats its border and adds noise."""
+        """Shift an image by -1, 0 or 1 pixels down and right, with a replicated border, and add noise."""
         image_1HW = self.images[index]
         _, height, width = image_1HW.shape
         top, left = torch.randint(0, 3, (2,), device="cpu").tolist()
@@ -58,7 +58,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
         return moved + NOISE_STD * torch.randn(image_1HW.shape, device="cpu")
 
     def content_sha256(self) -> str:
-        """Hash of the images, the labels and whether they are augmented."""
+        """Return a hash of the images, the labels and ``augment``."""
         digest = hashlib.sha256(f"augment={self.augment}".encode())
         digest.update(self.images.numpy().tobytes())
         digest.update(self.labels.numpy().tobytes())
@@ -85,7 +85,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "sklearn":
-            raise  # scikit-learn is installed and broken: its own message says more
+            raise  # scikit-learn is installed but broken: its error message is more helpful
         raise MissingExtra("scikit-learn", needed_for="digits") from None
     pixels, labels = load_digits(return_X_y=True)
     is_val = _validation_part(labels, val_share)
@@ -96,7 +96,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
 
 
 def _validation_part(labels: NDArray[np.int64], val_share: float) -> NDArray[np.bool_]:
-    """Of each class, the ``val_share`` with the smallest of fixed random words (raw Philox)."""
+    """Return a mask with the ``val_share`` of each class that has the smallest fixed random words (raw Philox)."""
     words = np.random.Philox(key=0).random_raw(len(labels))
     is_val = np.zeros(len(labels), dtype=np.bool_)
     for label in range(Digits.classes):

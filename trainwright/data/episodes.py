@@ -1,4 +1,4 @@
-"""Seeds of episodes: the data of reinforcement learning, where the loss plays."""
+"""Seeds of episodes: the data of reinforcement learning, in which the loss plays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 from trainwright.errors import UsageError
 
 Split: TypeAlias = Literal["train", "val"]
-VAL_FROM = 1 << 30
-"""The first seed of validation sets."""
+FIRST_VAL_SEED = 1 << 30
+"""First seed of validation sets."""
 
 
 class Episodes(Dataset[tuple[Tensor]]):
-    """``(seed,)`` for each episode; an environment that is reset with it begins in the same state."""
+    """``(seed,)`` for each episode; an environment that is reset with it starts in the same state."""
 
     deterministic = True
 
@@ -41,6 +41,6 @@ def episodes(split: Split = "train", *, count: int = 4096) -> Episodes:
     """
     if split not in ("train", "val"):
         raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
-    if not 1 <= count <= VAL_FROM:
+    if not 1 <= count <= FIRST_VAL_SEED:
         raise UsageError(f"count={count} is no number of episodes", remedy="try count=4096")
-    return Episodes(VAL_FROM if split == "val" else 0, count)
+    return Episodes(FIRST_VAL_SEED if split == "val" else 0, count)

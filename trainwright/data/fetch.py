@@ -13,24 +13,29 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 
 from trainwright.checkpoint.cursor import BadSample, Cursor, Ids
 from trainwright.checkpoint.rng import preserved_rng, reseed, seed_of
-from trainwright.data.collation import Batch, Collate, Sample, misfits
+from trainwright.data.collation import Batch, Collate, Sample, samples_at_fault
 from trainwright.data.generators import EpochGenerators, seeded
 from trainwright.data.in_progress import InProgress
 from trainwright.data.padding import differ_in_length
-from trainwright.data.shares import pieces, slices
+from trainwright.data.rank_pieces import pieces, slices
 from trainwright.errors import DataError, text_of
 
 OnBadSample = Literal["stop", "quarantine"]
 AnyDataset: TypeAlias = Any
-"""A map-style or iterable dataset, by its methods; it need not be a ``torch.utils.data.Dataset``."""
+"""A map-style or iterable dataset, identified by its methods; it need not be a ``torch.utils.data.Dataset``."""
 
 
 class Key(NamedTuple):
-    """Names one micro-batch. ``closes``: it is the last of an optimizer step.
+    """Identifies one micro-batch.
 
-    ``cursor`` is the position of the stream after it; ``ids`` are dataset positions (n,) without those in quarantine,
-    so there may be none. Samples that are not ``counted`` are read, and weigh nothing. Where a step is shared between
-    ranks, ``of_all`` are the samples of all of them.
+    Attributes:
+        epoch: Epoch of its samples.
+        start: Position of its first sample in the epoch.
+        ids: Dataset positions (n,) without those in quarantine; may be empty.
+        closes: True if it is the last micro-batch of an optimizer step.
+        cursor: Position in the data after it.
+        counted: False if its samples are read with weight 0.
+        of_all: Samples of all ranks if ranks share a step.
     """
 
     epoch: int
@@ -42,14 +47,14 @@ class Key(NamedTuple):
     of_all: Ids | None = None
 
     def without(self, left_out: Container[int]) -> Key:
-        """Returns the key of the same micro-batch without these samples."""
+        """Return the key of the same micro-batch without these samples."""
         return self._replace(ids=np.array([i for i in self.ids.tolist() if i not in left_out], dtype=np.int64))
 
 
 class Fetched(NamedTuple):
-    """A micro-batch on the host: the samples of ``key`` without the ``bad``; ``data`` is None when none is left.
+    """A micro-batch on the host: the samples of ``key`` without the ``bad``; ``data`` is None if none is left.
 
-    ``read_s`` is how long it took the process that read it, in seconds.
+    ``read_s`` is the time that the reading process took, in seconds.
     """
 
     key: Key
@@ -66,41 +71,43 @@ class Fetched(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """What a dataset raised, as text, since not every exception can be sent to another process."""
+    """The error of a dataset as text, because not every exception can be sent to another process."""
 
     ids: tuple[int, ...]
     what: str
     remedy: str = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
 
     def error(self) -> DataError:
-        """Returns the error to raise in the training process."""
+        """Return the error to raise in the training process."""
         which = f"sample {self.ids[0]}" if len(self.ids) == 1 else f"one of the samples {list(self.ids)}"
         return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=self.remedy)
 
 
-PAD = "the samples differ in length: a collate function has to pad them, DataLoader(dataset, ..., collate_fn=tw.pad())"
+PAD_REMEDY = (
+    "the samples differ in length: a collate function has to pad them, DataLoader(dataset, ..., collate_fn=tw.pad())"
+)
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
-    """Returns a seed that depends on what is read and on nothing else, so not on the worker."""
+    """Return a seed that depends only on the data read, not on the worker."""
     return seed_of(f"{seed}:{epoch}:{start}")
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Returns the seed of one sample, whatever micro-batch it comes in."""
+    """Return the seed of one sample, independent of its micro-batch."""
     return seed_of(f"{seed}:{epoch}:sample {index}")
 
 
 class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     """A map-style dataset whose index is a Key.
 
-    The generators are seeded before each sample is read, from (seed, epoch, index), so a sample is the same in any
-    micro-batch. What is drawn for several samples at once, by a collate function or in ``__getitems__``, is drawn from
-    a seed of the micro-batch. A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded; its
-    ``fetch_batch(ids)`` is asked for whole batches where it has one.
+    The generators are seeded from (seed, epoch, index) before each sample is read, so a sample is the same in any
+    micro-batch. Draws for several samples at once, by a collate function or in ``__getitems__``, use a seed of the
+    micro-batch. A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded; if it has
+    ``fetch_batch(ids)``, full batches are read with it.
 
-    When ``on_bad_sample`` is quarantine, a sample that cannot be read or collated is left out. The others are what they
-    would be had it been known before.
+    If ``on_bad_sample`` is "quarantine", a sample that cannot be read or collated is left out. The other samples are
+    the same as if it had been known before.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
 
     def __getitem__(self, key: Key) -> Fetched | Failed:
         begin_s = time.perf_counter()
-        if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
+        if hasattr(self.dataset, "set_epoch"):  # for every batch, because an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
         if self.samples_draw or self.batches_draw:
             with preserved_rng():
@@ -134,18 +141,18 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         return _timed(fetched, begin_s)
 
     def _fetched(self, key: Key) -> Fetched | Failed:
-        whole, bad = key, tuple[BadSample, ...]()
+        full_key, bad = key, tuple[BadSample, ...]()
         while len(key.ids):
             found = self._in_one_go(key) if self.in_batches else self._one_by_one(key)
             if isinstance(found, Fetched):
-                return Fetched(whole, found.data, bad)
+                return Fetched(full_key, found.data, bad)
             if isinstance(found, Failed):
                 return found
             if self.on_bad_sample == "stop":
                 return Failed((found[0].id,), found[0].what)
             bad = (*bad, *found)
             key = key.without({each.id for each in found})
-        return Fetched(whole, None, bad)
+        return Fetched(full_key, None, bad)
 
     def _in_one_go(self, key: Key) -> Fetched | Failed | list[BadSample]:
         self.in_progress.begin(int(key.ids[0]), len(key.ids))
@@ -153,7 +160,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         try:
             return Fetched(key, self._batch(key))
         except (Exception, SystemExit) as error:
-            alone = self._one_by_one(key)  # says which sample it was
+            alone = self._one_by_one(key)  # finds the sample at fault
             return Failed(tuple(key.ids.tolist()), text_of(error, lines=1)) if isinstance(alone, Fetched) else alone
 
     def _batch(self, key: Key) -> Batch:
@@ -196,12 +203,12 @@ def _timed(fetched: Fetched | Failed, begin_s: float) -> Fetched | Failed:
 
 
 def is_sliced(dataset: AnyDataset, collate: Collate) -> bool:
-    """Whether a batch is taken out of tensors in memory, as it is."""
+    """Return True if a batch is a plain slice of tensors in memory."""
     return isinstance(dataset, TensorDataset) and collate is default_collate
 
 
 def _inside_subsets(dataset: AnyDataset) -> AnyDataset:
-    """Returns what a Subset is of: it has ``__getitems__``, and may read sample by sample all the same."""
+    """Return the dataset inside of Subsets, which have ``__getitems__`` even if the dataset reads sample by sample."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
@@ -212,10 +219,10 @@ def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Fa
         return Fetched(key, collate(samples))
     except Exception as error:
         what, ids = f"{text_of(error, lines=1)} while collating", key.ids.tolist()
-        alone = misfits(samples, collate).items()
+        alone = samples_at_fault(samples, collate).items()
         if alone:
             return [BadSample(ids[at], f"{what} ({why})") for at, why in alone]
-        return Failed(tuple(ids), what, PAD) if differ_in_length(samples) else Failed(tuple(ids), what)
+        return Failed(tuple(ids), what, PAD_REMEDY) if differ_in_length(samples) else Failed(tuple(ids), what)
 
 
 class Reading(Protocol):
@@ -244,7 +251,7 @@ class Reading(Protocol):
 
 
 def shared(step: Key, settings: Reading) -> Iterator[Key]:
-    """Yields the keys of a rank's micro-batches of a step, which ``step`` names as a whole; none for an empty one."""
+    """Yield the keys of a rank's micro-batches of the step ``step``; none for an empty step."""
     if not len(step.ids):
         return
     cut = slices if settings.exact else pieces
@@ -257,10 +264,10 @@ def shared(step: Key, settings: Reading) -> Iterator[Key]:
 class FetchStream(IterableDataset["Fetched | Failed"]):
     """Micro-batches of an iterable dataset, epoch after epoch, until an epoch has no sample.
 
-    ids are positions in the stream. Each epoch draws from generators of its own, seeded once. To start within an epoch
+    ids are positions in the stream. Each epoch draws from its own generators, seeded once. To start within an epoch,
     the samples before the start are read again, so that a shuffle buffer inside the dataset fills in the same way.
-    Samples in quarantine are read and dropped. Every rank reads the whole stream and keeps its share. A sample that
-    raises ends the stream whatever ``on_bad_sample`` says, since a generator that has raised gives no further items.
+    Samples in quarantine are read and dropped. Every rank reads the full stream and uses its part. A sample that raises
+    ends the stream regardless of ``on_bad_sample``, because a generator that has raised yields no further items.
     """
 
     def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
@@ -301,7 +308,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
             position += size
 
     def _take(self, items: Iterator[Sample], size: int, position: int) -> tuple[list[Sample], Failed | None]:
-        """Reads up to ``size`` samples; fewer at the end of the stream and where it raises."""
+        """Read up to ``size`` samples; fewer at the end of the stream and after an error."""
         samples: list[Sample] = []
         try:
             self.in_progress.begin(position)
@@ -326,11 +333,11 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
             yield Failed((found[0].id,), found[0].what) if isinstance(found, list) else found
 
     def _keys(self, epoch: int, position: int, count: int) -> Iterator[Key]:
-        """Yields the keys of a step of ``count`` samples from ``position`` on."""
+        """Yield the keys of a step of ``count`` samples from ``position`` on."""
         settings, end = self.settings, Cursor(epoch, position + count)
         if settings.ranks > 1 or settings.exact:
-            whole = Key(epoch, position, np.arange(position, position + count), True, end)
-            yield from shared(whole.without(settings.quarantine), settings)
+            full_key = Key(epoch, position, np.arange(position, position + count), True, end)
+            yield from shared(full_key.without(settings.quarantine), settings)
             return
         for first in range(0, count, settings.micro_size):
             start, stop = position + first, position + min(first + settings.micro_size, count)

@@ -1,7 +1,8 @@
-"""Samples in files that can only be read from the beginning: which of them a step has, by arithmetic on their numbers.
+"""Order of samples in files that can only be read sequentially, computed from the numbers of samples.
 
 An epoch is all files in a row, in an order drawn from (seed, epoch), cut into equal parts. Each part has a reader, and
-a step takes the next samples of every reader. Nothing of it depends on the number of ranks, who share the readers.
+a step takes the next samples of every reader. The order does not depend on the number of ranks, which share the
+readers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from trainwright.data.order import epoch_order
 from trainwright.errors import StorageError, UsageError
 
 Read: TypeAlias = Callable[[str], Iterable[Any]]
-COUNT = "give the number of samples of each file: sizes=[...], {name: number}, or the path of a JSON file to keep them"
+SIZES_REMEDY = (
+    "give the number of samples of each file: sizes=[...], {name: number}, or the path of a JSON file to keep them"
+)
 
 
 @dataclass(frozen=True)
 class Files:
-    """``read(path)`` gives the samples of a file, always in the same order; ``sizes`` are their numbers."""
+    """A set of files.
+
+    ``read(path)`` yields the samples of a file, always in the same order; ``sizes`` are their numbers.
+    """
 
     paths: tuple[str, ...]
     read: Read
@@ -33,14 +39,14 @@ class Files:
     readers: int
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> FilesOrder:
-        """In which order an epoch visits the samples, whose positions count through ``paths``."""
+        """Return the order in which an epoch visits the samples. Positions count through ``paths``."""
         return FilesOrder(
             self.sizes, self.readers, epoch_order(len(self.sizes), seed=seed, epoch=epoch, shuffle=shuffle)
         )
 
 
 class FilesOrder:
-    """``order[start:stop]`` are positions, shape (n,): samples ``start`` to ``stop`` of the epoch, reader by reader."""
+    """``order[start:stop]`` returns the positions (n,) of samples ``start`` to ``stop`` of the epoch, by reader."""
 
     def __init__(self, sizes: Sequence[int], readers: int, files: NDArray[np.int64]) -> None:
         counts = np.array(sizes, dtype=np.int64)
@@ -60,9 +66,9 @@ class FilesOrder:
 
 
 def count_samples(names: Sequence[str], read: Read, sizes: object) -> list[int]:
-    """The numbers of samples that ``sizes`` says, or that are read: those of ``files``."""
+    """Return the numbers of samples from ``sizes``, or by reading the files. See ``files``."""
     if isinstance(sizes, str | Path):
-        return _kept(names, read, Path(sizes))
+        return _read_or_write(names, read, Path(sizes))
     if isinstance(sizes, Mapping):
         return _by_name(names, sizes)
     if sizes is not None:
@@ -72,17 +78,17 @@ def count_samples(names: Sequence[str], read: Read, sizes: object) -> list[int]:
 
 def _by_name(names: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
     if missing := [name for name in names if name not in sizes]:
-        raise UsageError(f"sizes has no {missing[0]!r}", remedy=COUNT)
+        raise UsageError(f"sizes has no {missing[0]!r}", remedy=SIZES_REMEDY)
     return [int(sizes[name]) for name in names]
 
 
-def _kept(names: Sequence[str], read: Read, path: Path) -> list[int]:
-    """The numbers in a file of JSON, which is written first where it is not there."""
+def _read_or_write(names: Sequence[str], read: Read, path: Path) -> list[int]:
+    """Return the numbers in a JSON file, which is written first if it does not exist."""
     try:
         if path.exists():
             return _by_name(names, json.loads(path.read_text("utf-8")))
         counts = count_samples(names, read, None)
-        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # several ranks may write the same
+        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # several ranks may write the same file
         own.write_text(json.dumps(dict(zip(names, counts, strict=True)), indent=1), "utf-8")
         own.replace(path)
     except (OSError, ValueError, TypeError) as error:

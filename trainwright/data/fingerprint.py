@@ -1,4 +1,4 @@
-"""The fingerprint of a dataset identifies the data of a run, and is cheap enough to compute at every start."""
+"""The fingerprint of a dataset identifies the data of a run, and is fast enough to compute at every start."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from torch.utils.data import TensorDataset
 from trainwright.data.files import Files
 from trainwright.data.fork import Begin, TooSlowError, is_of_cuda, read_in_fork
 
-WHOLE_ITEMS = 256  # datasets up to this size are read whole
+MAX_ITEMS_FULLY_READ = 256  # datasets up to this size are read completely
 SAMPLED_ITEMS = 64
-WHOLE_BYTES = 2**30  # tensors up to this size are hashed whole: about a second
-SLOW_S = 2.0
-"""No further items are read that would take longer than this, as far as those before them tell."""
+MAX_BYTES_FULLY_HASHED = 2**30  # tensors up to this size are hashed completely, in about a second
+MAX_READING_S = 2.0
+"""No further items are read if that would probably take longer than this."""
 LIMIT_S = 10.0
-"""When not even the first items are read by then, none is."""
-_FACTOR = 4
-_CHECKED = (4, 16, 64)
-"""After so many items it is seen whether there is time for ``_FACTOR`` times as many.
+"""If not even the first items are read within this time, none is used."""
+_GROWTH = 4
+_CHECK_COUNTS = (4, 16, 64)
+"""Numbers of items after which to check if there is time for ``_GROWTH`` times as many.
 
-Few different numbers, for two fingerprints of as many items can be compared.
+Only a few different numbers, because only fingerprints of equally many items can be compared.
 """
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """``sha256`` (hex) and ``how`` much of the data it covers, in words."""
+    """``sha256`` (hex), and ``how`` much of the data it covers, as text."""
 
     sha256: str
     how: str
@@ -54,21 +54,22 @@ class Items(Protocol):
 
 
 def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
-    """Returns a hash that is equal for equal data; ``how`` says how much of the data it covers.
+    """Return a hash that is equal for equal data; ``how`` describes the part of the data it covers.
 
-    It covers the first of these that applies: the dataset's own ``content_sha256()``; all bytes of a TensorDataset; the
+    It covers the first of these that applies: the dataset's ``content_sha256()``; all bytes of a TensorDataset; the
     names and sizes of ``tw.files``; the type of a dataset without length, which is not read; all items of a small
-    dataset; type, length and a fixed sample of items. Items in ``left_out`` are not read, and fewer are where that
-    takes long. They are read in another process, which seeds the global generators for each, so augmented items give
+    dataset; type, length and a fixed sample of items. Items in ``left_out`` are not read, and fewer items are read if
+    that is slow. They are read in another process, which seeds the global generators for each, so augmented items have
     the same hash each time.
 
-    Raises DataError when an item ends the process that reads it.
+    Raises:
+        DataError: An item terminates the process that reads it.
     """
     if hasattr(dataset, "content_sha256"):
         return Fingerprint(dataset.content_sha256(), "the whole content")
     digest = hashlib.sha256()
     _add(digest, type(dataset).__module__ + "." + type(dataset).__qualname__)
-    if isinstance(dataset, TensorDataset) and sum(each.nbytes for each in dataset.tensors) <= WHOLE_BYTES:
+    if isinstance(dataset, TensorDataset) and sum(each.nbytes for each in dataset.tensors) <= MAX_BYTES_FULLY_HASHED:
         _add(digest, dataset.tensors)
         return Fingerprint(digest.hexdigest(), "the whole content")
     if isinstance(shards := getattr(dataset, "files", None), Files):
@@ -90,7 +91,7 @@ def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
 
 
 def _read(dataset: Items, digest: Digest, left_out: Collection[int], begin: Begin) -> Iterator[Fingerprint]:
-    """Yields fingerprints of ever more items."""
+    """Yield fingerprints of ever more items."""
     size, begin_s = len(dataset), time.perf_counter()
     wanted = _sample(size)
     positions = [position for position in wanted if position not in left_out]
@@ -109,18 +110,18 @@ def _read(dataset: Items, digest: Digest, left_out: Collection[int], begin: Begi
                 else f"the type, the length and {len(wanted)} of {size} items"
             )
             yield Fingerprint(digest.hexdigest(), how + spared)
-        elif number in _CHECKED:
+        elif number in _CHECK_COUNTS:
             yield Fingerprint(digest.hexdigest(), f"only {number} of {size} items, as they are slow to read{spared}")
-            if (time.perf_counter() - begin_s) * _FACTOR > SLOW_S:
+            if (time.perf_counter() - begin_s) * _GROWTH > MAX_READING_S:
                 return
 
 
 def _sample(size: int) -> list[int]:
-    """Returns all positions of a small dataset; else the first, the last and a fixed choice between.
+    """Return all positions of a small dataset; else the first, the last and a fixed choice between.
 
-    In a fixed order, which begins with the first.
+    The order is fixed, and starts with the first position.
     """
-    if size <= WHOLE_ITEMS:
+    if size <= MAX_ITEMS_FULLY_READ:
         chosen = list(range(size))
     else:
         words = np.random.Philox(key=size).random_raw(SAMPLED_ITEMS - 2)
@@ -130,11 +131,11 @@ def _sample(size: int) -> list[int]:
 
 
 class _OnDevice:
-    """Stands for an item that only the process can read that uses the GPU."""
+    """Placeholder for an item that only the process that uses the GPU can read."""
 
 
 def _item(dataset: Items, position: int) -> object:
-    """Returns the item, or the name of the error that reading it raises; training reports that error in full."""
+    """Return the item, or the name of the error that reading it raises; training reports that error in full."""
     random.seed(position)
     np.random.seed(position % 2**32)
     torch.default_generator.manual_seed(position)
@@ -147,7 +148,7 @@ def _item(dataset: Items, position: int) -> object:
 
 
 def _add(digest: Digest, value: object) -> None:
-    """Adds a value: type and size before the content, so that different structures give different bytes."""
+    """Add a value: type and size before the content, so that different structures give different bytes."""
     match value:
         case Tensor():
             _add_tensor(digest, value)

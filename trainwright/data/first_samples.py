@@ -1,4 +1,4 @@
-"""The first samples of a training set, from which a plan is made: a process apart reads them before this one does."""
+"""The first samples of a training set, from which a plan is made. A separate process reads them first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainwright.data.unwrap import length_of
 from trainwright.errors import TrainwrightError
 
 LIMIT_S = 2.0
-"""What cannot be tried by then is not read."""
+"""Time limit for the separate process. Samples it could not read in time are not read here."""
 
 
 def first_samples(dataset: AnyDataset, most: int, left_out: Collection[int] = ()) -> Iterator[Sample]:
-    """Yields at most ``most`` samples that can be read, none in ``left_out``; fewer where they are slow to read.
+    """Yield at most ``most`` readable samples, none of them in ``left_out``; fewer if they are slow to read.
 
-    Raises DataError when one ends the process that tries it.
+    Raises DataError if one terminates the process that tries it.
     """
     positions = list(islice((i for i in range(length_of(dataset) or 0) if i not in left_out), most))
     if not isinstance(dataset, TensorDataset):
@@ -34,6 +34,6 @@ def first_samples(dataset: AnyDataset, most: int, left_out: Collection[int] = ()
         except (
             Exception,
             SystemExit,
-        ):  # it may be in quarantine by a checkpoint; else its batch raises the same, with its id
+        ):  # it may be in the checkpoint's quarantine; else its batch raises the same error, with its id
             continue
         yield sample

@@ -1,4 +1,4 @@
-"""Reads samples in a forked process, within a time: one that ends its process or hangs does not take the run along."""
+"""Reads samples in a forked process with a time limit, so that a crash or hang does not affect the run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainwright.errors import DataError, text_of
 
 T = TypeVar("T")
 Begin = Callable[[int], None]
-"""Is told the position of each sample before it is read."""
-SPARE_S = 60.0
-"""A forked process that nobody ends does so by itself this long after its time was over."""
-BEGINNING_S = 2.0
-"""A forked process has said its id by then."""
-_NONE = -1
-_OPEN_ONE = "open one by hand with dataset[0]"
+"""Called with the position of each sample before it is read."""
+SELF_EXIT_DELAY_S = 60.0
+"""A forked process that was not terminated exits by itself this long after its time limit, in seconds."""
+START_TIMEOUT_S = 2.0
+"""A forked process has stored its id within this time, in seconds."""
+_NO_POSITION = -1
+_OPEN_ONE_REMEDY = "open one by hand with dataset[0]"
 
 
 class Indexed(Protocol):
@@ -36,7 +36,7 @@ class Indexed(Protocol):
 
 
 class TooSlowError(Exception):
-    """The time is over, and a forked process is still reading sample ``position`` (-1: none)."""
+    """The time limit is over, and a forked process is still reading sample ``position`` (-1: none)."""
 
     def __init__(self, position: int) -> None:
         super().__init__(position)
@@ -44,14 +44,16 @@ class TooSlowError(Exception):
 
 
 def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Iterator[T]:
-    """Yields what ``read(begin)`` yields in a forked process, pickled.
+    """Yield the items of ``read(begin)``, which runs in a forked process and pickles them.
 
-    Raises DataError, which names the sample, when that process ends before it is done, and TooSlowError when it is not
-    done within ``limit_s``. Costs a few milliseconds; it has
-    one thread, and cannot use a GPU that this process uses.
+    The fork costs a few milliseconds. It has one thread, and cannot use a GPU that this process uses.
+
+    Raises:
+        DataError: The process ended early; names the sample.
+        TooSlowError: It did not finish within ``limit_s``.
     """
     place = mmap.mmap(-1, struct.calcsize("qq"))  # the position of the sample, and the id of the process
-    _note(place, _NONE)
+    _write_position(place, _NO_POSITION)
     here, there = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -59,7 +61,7 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
     if not pid:
         place[8:] = struct.pack("q", os.getpid())
         os.close(here)
-        _be_the_reader(read, place, there, limit_s)
+        _run_reader(read, place, there, limit_s)
     status: int | None = None
     try:
         os.close(there)
@@ -70,13 +72,13 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
                     kind, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     _, status = os.waitpid(pid, 0)
-                    raise _died(status, _noted(place)) from None
+                    raise _died(status, _read_position(place)) from None
                 if kind == "done":
                     return
                 if kind == "raised":
-                    raise DataError(f"the samples cannot be read: {value}", remedy=_OPEN_ONE)
+                    raise DataError(f"the samples cannot be read: {value}", remedy=_OPEN_ONE_REMEDY)
                 yield value
-            raise TooSlowError(_noted(place))
+            raise TooSlowError(_read_position(place))
     finally:
         if status is None:
             os.kill(pid, signal.SIGKILL)
@@ -84,15 +86,15 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
 
 
 def _forked(place: mmap.mmap) -> int:
-    """As ``os.fork``. Where the handler of a signal raises before the id is known, the new process is ended."""
+    """Call ``os.fork``. If a signal handler raises before the id is known, the new process is terminated."""
     parent = os.getpid()
     try:
-        with warnings.catch_warnings():  # of Python 3.12: other threads do not exist in the new process
+        with warnings.catch_warnings():  # Python 3.12 warns; other threads do not exist in the new process
             warnings.simplefilter("ignore", DeprecationWarning)
             return os.fork()
     except BaseException as error:
         if os.getpid() == parent and not isinstance(error, OSError):
-            end_s = time.monotonic() + BEGINNING_S
+            end_s = time.monotonic() + START_TIMEOUT_S
             while not (pid := struct.unpack("q", place[8:])[0]) and time.monotonic() < end_s:
                 time.sleep(0.01)
             if pid:
@@ -102,9 +104,9 @@ def _forked(place: mmap.mmap) -> int:
 
 
 def try_in_fork(dataset: Indexed, positions: Iterable[int], *, limit_s: float) -> int:
-    """Reads these samples in a forked process, and returns how many it had read within ``limit_s``.
+    """Read these samples in a forked process, and return how many it had read within ``limit_s``.
 
-    What they raise is left to who reads them here. Raises DataError when one of them ends that process.
+    Their errors are ignored: the caller reads them again. Raises DataError if one of them terminates that process.
     """
 
     def read(begin: Begin) -> Iterator[None]:
@@ -122,19 +124,19 @@ def try_in_fork(dataset: Indexed, positions: Iterable[int], *, limit_s: float) -
 
 
 def is_of_cuda(error: BaseException) -> bool:
-    """Whether it may have been raised because a forked process cannot use the GPU of its parent."""
+    """Return True if the error may come from a forked process that cannot use the GPU of its parent."""
     return isinstance(error, RuntimeError) and "CUDA" in text_of(error)
 
 
-def _be_the_reader(read: Callable[[Begin], Iterator[T]], place: mmap.mmap, fd: int, limit_s: float) -> NoReturn:
-    """In the forked process, which never returns from here."""
+def _run_reader(read: Callable[[Begin], Iterator[T]], place: mmap.mmap, fd: int, limit_s: float) -> NoReturn:
+    """Run in the forked process; never returns."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, limit_s + SPARE_S)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + SELF_EXIT_DELAY_S)
         torch.set_num_threads(1)
         pipe = Connection(fd, readable=False)
         try:
-            for value in read(lambda position: _note(place, position)):
+            for value in read(lambda position: _write_position(place, position)):
                 pipe.send_bytes(_pickled(("value", value)))
             pipe.send_bytes(_pickled(("done", None)))
         except Exception as error:
@@ -146,14 +148,14 @@ def _be_the_reader(read: Callable[[Begin], Iterator[T]], place: mmap.mmap, fd: i
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays: torch takes 50 times as long for each, and writes the whole storage of a view."""
+    """Pickles tensors as arrays: torch takes 50 times as long for each, and writes the full storage of a view."""
 
     def reducer_override(self, value: object) -> Any:
         if type(value) is not torch.Tensor:
             return NotImplemented
         try:
             return torch.from_numpy, (value.numpy(),)
-        except (TypeError, RuntimeError):  # on another device, of a dtype that NumPy lacks, with a gradient
+        except (TypeError, RuntimeError):  # on another device, of a dtype that NumPy lacks, or with a gradient
             return NotImplemented
 
 
@@ -163,11 +165,11 @@ def _pickled(value: object) -> bytes:
     return file.getvalue()
 
 
-def _note(place: mmap.mmap, position: int) -> None:
+def _write_position(place: mmap.mmap, position: int) -> None:
     place[:8] = struct.pack("q", position)
 
 
-def _noted(place: mmap.mmap) -> int:
+def _read_position(place: mmap.mmap) -> int:
     position: int = struct.unpack("q", place[:8])[0]
     return position
 
@@ -175,10 +177,10 @@ def _noted(place: mmap.mmap) -> int:
 def _died(status: int, position: int) -> DataError:
     code = os.waitstatus_to_exitcode(status)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if position == _NONE:
-        return DataError(f"a process that looks at the data {how}", remedy=_OPEN_ONE)
+    if position == _NO_POSITION:
+        return DataError(f"a process that reads the data {how}", remedy=_OPEN_ONE_REMEDY)
     return DataError(
-        f"a process that looks at the data {how} while it read sample {position}",
+        f"a process that reads the data {how} while it read sample {position}",
         sample_ids=(position,),
         remedy=f"open it with dataset[{position}] and repair it, or leave it out with data.quarantine: [{position}]",
     )

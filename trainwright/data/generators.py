@@ -1,4 +1,4 @@
-"""The random generators that the user's own iterator draws from: apart from those that training draws from."""
+"""The random generators of the user's iterator, separate from those that training draws from."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _read_torch, _write_torch = torch.default_generator.get_state, torch.default_gen
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds all generators inside the context and restores them after it."""
+    """Seed all generators inside the context and restore them afterwards."""
     with preserved_rng():
         reseed(seed)
         yield
 
 
 class OwnGenerators:
-    """The global generators as one pass of the user's iterator sees them; it goes on where it last drew.
+    """The global generators as one pass of the user's iterator sees them; each entry continues from the last draw.
 
-    A context, entered for each batch: inside, the global generators are these. Python's is copied as it lies in memory,
-    and NumPy's exchanged: as tuples and arrays they take 180 us for each batch. What ``np.random.randn`` keeps of a
-    pair of normals is lost by that, at the same place in each run.
+    A context, entered for each batch: inside, the global generators have these states. Python's state is copied from
+    memory, and NumPy's generator is exchanged: as tuples and arrays this would take 180 us per batch. The spare normal
+    of ``np.random.randn`` is lost, at the same place in each run.
     """
 
     def __init__(self, seed: int) -> None:
-        self._back = self._give_back  # made once: between two steps each call costs ten times what it does in a row
-        self._numpy = np.random.MT19937()  # takes 150 us, to seed it 3
+        self._back = self._give_back  # created once: between two steps each call costs ten times what it does in a loop
+        self._numpy = np.random.MT19937()  # takes 150 us to create, 3 us to seed
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Begins anew, as ``seed_all`` seeds the global ones."""
+        """Restart, seeded as ``seed_all`` seeds the global generators."""
         self._python = PythonState.of(random.Random(seed).getstate())
         self._torch = torch.Generator().manual_seed(seed).get_state()
         np.random.RandomState(self._numpy).seed(seed % 2**32)
@@ -54,7 +54,7 @@ class OwnGenerators:
             write_python(self._python)
             _write_torch(self._torch)
             mtrand.set_bit_generator(self._numpy)
-        except BaseException:  # of the handler of a signal
+        except BaseException:  # of a signal handler
             end_borrowing(self._back)
             raise
 
@@ -69,22 +69,28 @@ class OwnGenerators:
         mtrand.set_bit_generator(numpy)
 
     def read(self) -> Callable[[], RngBag]:
-        """A copy of the states, outside the context: 1 us. Called, it gives them as a checkpoint has them: 50 us."""
+        """Copy the states outside the context (1 us).
+
+        The result converts them to the format of a checkpoint (50 us).
+        """
         python, numpy, of_torch = self._python, TwisterState.of(self._numpy), self._torch
         return lambda: RngBag(python.as_tuple(), numpy.as_dict(), of_torch)
 
     def continue_here(self) -> None:
-        """Goes on from the present states of the global generators."""
+        """Continue from the current states of the global generators."""
         self.restore(RngBag.capture())
 
     def restore(self, bag: RngBag) -> None:
-        """Goes on from states that ``read`` gave."""
+        """Continue from states that ``read`` returned."""
         self._python, self._torch = PythonState.of(bag.python), bag.torch_cpu
-        self._numpy.state = bag.numpy  # type: ignore[assignment]  # as RngBag has it
+        self._numpy.state = bag.numpy  # type: ignore[assignment]  # in the format of RngBag
 
 
 class EpochGenerators:
-    """As OwnGenerators, in full: NumPy's spare normal too. To enter and leave takes 180 us, once for a step."""
+    """Global generators as OwnGenerators, but complete: includes NumPy's spare normal.
+
+    Entering and leaving takes 180 us, once per step.
+    """
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -92,7 +98,7 @@ class EpochGenerators:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, the global generators are these."""
+        """Context in which the global generators have these states."""
         with preserved_rng():
             self._state.restore()
             yield
@@ -100,7 +106,7 @@ class EpochGenerators:
 
 
 def prepare_epoch(source: object, seed: int, epoch: int) -> None:
-    """Tells a loader or sampler, and the samplers inside it, the epoch, and seeds the generators that they hold."""
+    """Set the epoch of a loader or sampler and its inner samplers, and seed the generators that they hold."""
     set_epoch(source, epoch)
     for number, part in enumerate(_parts(source)):
         for name, value in _attributes(part).items():
@@ -109,14 +115,14 @@ def prepare_epoch(source: object, seed: int, epoch: int) -> None:
 
 
 def set_epoch(source: object, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader or sampler, and of the samplers inside it, where they have it."""
+    """Call ``set_epoch`` of a loader or sampler and its inner samplers, if they have it."""
     for part in _parts(source):
-        if callable(tell := getattr(part, "set_epoch", None)):
-            tell(epoch)
+        if callable(set_own_epoch := getattr(part, "set_epoch", None)):
+            set_own_epoch(epoch)
 
 
 class HeldGenerators:
-    """The generators among these objects, and those that they and the samplers inside them hold as attributes."""
+    """The generators among these objects, and those that they and their inner samplers hold as attributes."""
 
     def __init__(self, sources: Sequence[object]) -> None:
         parts = [part for source in sources for part in _parts(source)]
@@ -125,17 +131,17 @@ class HeldGenerators:
         self._generators = list({id(each): each for each in found}.values())
 
     def read(self) -> tuple[Tree, ...]:
-        """Return their states, as a checkpoint keeps them."""
+        """Return the states in the format of a checkpoint."""
         return tuple(_state_of(each) for each in self._generators)
 
     def restore(self, states: Sequence[Tree]) -> None:
-        """Put back what ``read`` returned. Extra states or generators are left alone: the loader is another one."""
+        """Restore states that ``read`` returned. Extra states or generators are ignored: the loader has changed."""
         for each, state in zip(self._generators, states):
             _restore(each, state)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """What happens inside leaves no trace in them."""
+        """Context that leaves no trace in the generators."""
         states = self.read()
         try:
             yield
@@ -148,7 +154,7 @@ def _attributes(part: object) -> dict[str, object]:
 
 
 def _parts(source: object) -> list[object]:
-    """The source, and inside it dataset and samplers, each once."""
+    """Return the source, its dataset and its samplers, each once."""
     found: list[object] = []
     waiting = [source]
     while waiting:
@@ -167,7 +173,7 @@ _SEEDED = (torch.Generator, random.Random, np.random.RandomState, np.random.Gene
 
 @singledispatch
 def _seed(generator: object, seed: int) -> None:
-    """Seeds a generator of one of these classes."""
+    """Seed a generator of one of these classes."""
     raise TypeError(f"{type(generator).__name__} is not seeded")
 
 
@@ -214,7 +220,7 @@ def _restore(generator: object, state: Tree) -> None:
 
 
 def _plain(state: Tree) -> Tree:
-    """A state of NumPy without arrays, which a checkpoint does not keep."""
+    """Return a state of NumPy without arrays, which a checkpoint cannot store."""
     if isinstance(state, np.ndarray):
         return {"array": state.tolist(), "dtype": state.dtype.name}
     if isinstance(state, dict):
@@ -223,7 +229,7 @@ def _plain(state: Tree) -> Tree:
 
 
 def _arrays(state: Tree) -> Tree:
-    """The inverse of ``_plain``."""
+    """Invert ``_plain``."""
     if isinstance(state, dict):
         if set(state) == {"array", "dtype"}:
             return np.array(state["array"], dtype=state["dtype"])

@@ -11,20 +11,20 @@ from torch.utils.data import Dataset
 
 from trainwright.errors import MissingExtra, UsageError, suggest_file
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 class Images(Dataset[tuple[Tensor, int]]):
     """(image float32 from 0 to 1, class) for each file below ``folder/CLASS/``.
 
-    ``labels`` are the names of the classes in their order.
+    ``labels`` are the names of the classes in order.
 
     Args:
         folder: The folder; a relative path starts at the current one.
         size: Height and width that all images are resized to, in pixels.
         grey: One channel instead of three.
 
-    Raises UsageError where there is no class with a file, MissingExtra without Pillow.
+    Raises UsageError without a class that has a file, MissingExtra without Pillow.
     """
 
     deterministic = True
@@ -40,7 +40,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         if not root.is_dir():
             raise UsageError(f"{folder} is no folder", remedy=suggest_file(root, "a folder of images"))
         found = {
-            each.name: sorted(file for file in each.rglob("*") if file.suffix.lower() in SUFFIXES)
+            each.name: sorted(file for file in each.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
             for each in sorted(root.iterdir())
             if each.is_dir()
         }

@@ -1,4 +1,4 @@
-"""Which samples each worker process is reading, in memory that it shares with the trainer: a dead one cannot say."""
+"""Tracks the samples that each worker process is reading in shared memory: a dead worker cannot report them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from torch.utils.data import get_worker_info
 
 
 class InProgress:
-    """A worker writes its own entry only, at about 0.3 us a sample; in the trainer nothing is noted."""
+    """Each worker writes its entry, at about 0.3 us per sample; the trainer writes nothing."""
 
     def __init__(self, workers: int) -> None:
         self._pid, self._first, self._count = _shared(workers), _shared(workers), _shared(workers)
 
     def start(self) -> None:
-        """This process is a worker and begins."""
+        """Register this process as a worker."""
         if info := get_worker_info():
             self._pid[info.id] = os.getpid()
 
     def begin(self, first: int, count: int = 1) -> None:
-        """``count`` samples are read now, all at once; 0: they have been read."""
+        """Record that ``count`` samples are being read together; 0: done."""
         if self._first and (info := get_worker_info()):
             self._first[info.id], self._count[info.id] = first, count
 
     def of(self, pid: int | None) -> tuple[int, int]:
-        """The first sample and how many a process reads; the number is 0 where it reads none."""
+        """Return the first sample and the number of samples that a process is reading; the number is 0 if it reads
+        none.
+        """
         pids = list(self._pid)
         worker = pids.index(pid) if pid in pids else None
         return (-1, 0) if worker is None else (self._first[worker], self._count[worker])

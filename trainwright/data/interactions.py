@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from trainwright.errors import UsageError
 
 Split: TypeAlias = Literal["train", "val"]
-CONTRAST = 2.0
-"""Standard deviation of the logits of items for a user: how far tastes are apart."""
+LOGIT_STD = 2.0
+"""Standard deviation of the logits of items for a user: the diversity of tastes."""
 
 
 class Interactions(Dataset[tuple[Tensor, Tensor]]):
@@ -33,9 +33,10 @@ class Interactions(Dataset[tuple[Tensor, Tensor]]):
         return self.users[index], self.items[index]
 
     def references(self) -> dict[str, float]:
-        """Returns the nats per choice that simple models reach, to compare a loss with.
+        """Return the nats per choice that simple models reach, to compare a loss with.
 
-        ``chance`` knows nothing, ``popular`` the probability of each item, and ``best`` the probability for each user.
+        ``chance`` is a uniform guess, ``popular`` uses the probability of each item, and ``best`` the probability for
+        each user.
         """
         popular_I, chance_UI = self.chance_UI.mean(0), self.chance_UI
         return {
@@ -45,7 +46,7 @@ class Interactions(Dataset[tuple[Tensor, Tensor]]):
         }
 
     def recalls(self, k: int = 10) -> dict[str, float]:
-        """Returns the recall at ``k`` of the same three: no ranking can be expected to reach more than ``best``."""
+        """Return the recall at ``k`` of the same three. No ranking can be expected to exceed ``best``."""
         popular = self.chance_UI.mean(0).topk(k).indices
         return {
             "chance": k / self.classes,
@@ -54,7 +55,7 @@ class Interactions(Dataset[tuple[Tensor, Tensor]]):
         }
 
     def content_sha256(self) -> str:
-        """Hash of users and items."""
+        """Return a hash of users and items."""
         return hashlib.sha256(self.users.numpy().tobytes() + self.items.numpy().tobytes()).hexdigest()
 
 
@@ -83,7 +84,7 @@ def interactions(
         raise UsageError(f"{got} are too few", remedy="try users=1000, items=500, per_user=40, tastes=8")
     draw = torch.Generator("cpu").manual_seed(seed)
     of_users_UD, of_items_ID = (torch.randn(each, tastes, generator=draw, device="cpu") for each in (users, items))
-    chance_UI = (of_users_UD @ of_items_ID.T * (CONTRAST / tastes**0.5)).softmax(1)
+    chance_UI = (of_users_UD @ of_items_ID.T * (LOGIT_STD / tastes**0.5)).softmax(1)
     chosen_US = chance_UI.multinomial(per_user + per_user // 4, replacement=True, generator=draw)
     mine_US = chosen_US[:, :per_user] if split == "train" else chosen_US[:, per_user:]
     users_US = torch.arange(users, device="cpu")[:, None].expand_as(mine_US)

@@ -1,4 +1,4 @@
-"""The stream of step batches: its order is a pure function of (seed, epoch, position), and sample ids are known."""
+"""The stream of step batches. Its order is a pure function of (seed, epoch, position), and sample ids are known."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from trainwright.checkpoint.batch_cut import rows_of_rank
 from trainwright.checkpoint.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
-from trainwright.checkpoint.cut import share_of
 from trainwright.data.collation import Batch, Collate
 from trainwright.data.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, is_sliced, shared
 from trainwright.data.files import FilesOrder
 from trainwright.data.order import epoch_order
 from trainwright.data.read_files import OpenFiles
-from trainwright.data.ready import ReadyBatches, ReadyStream, Say, compared, silent
+from trainwright.data.ready_batches import ReadyBatches, ReadyStream, Say, compared, silent
 from trainwright.data.sample_order import LoaderOrder, OwnOrder, regrouped
 from trainwright.data.unwrap import length_of
 from trainwright.data.workers import WorkerInit, Workers, read_in_workers
@@ -31,17 +31,31 @@ from trainwright.errors import DataError, UsageError
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are made: ``batch_size`` samples per optimizer step, in micro-batches of ``micro_size``.
+    """Settings of how batches are made.
 
-    ``prefetch``, ``timeout_s``, ``worker_init`` and ``start_method`` are about the ``workers``, see there. ``epochs``
-    None: no end.
-    ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
-    cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
-    With an ``order`` of batches, or ready batches, ``joined`` of them are a step. ``live``: what the user's loader
-    draws at the beginning of an epoch comes from the random generators of the process, as in a loop over it; else from
-    generators that are seeded by (seed, epoch). ``loader`` is its order then, where it is a DataLoader.
-    ``rank`` is which of ``ranks`` shares of every step is read, of ready batches which rows; where that is ``exact``,
-    a step has the same micro-batches on any number of ranks.
+    Attributes:
+        batch_size: Samples per optimizer step.
+        micro_size: Samples per micro-batch.
+        seed: Seed of order and samples.
+        shuffle: Shuffle the samples of each epoch.
+        drop_last: Drop a last batch that is not full.
+        workers: Number of worker processes; for ``prefetch``, ``timeout_s``, ``worker_init`` and ``start_method`` see
+            ``Workers``.
+        pin_memory: Pin the memory of batches.
+        device: Device of the batches.
+        collate: Makes a batch of samples.
+        epochs: Number of epochs; None: endless.
+        quarantine: Dataset positions that are never trained on.
+        on_bad_sample: "quarantine" adds an unreadable sample to them, "stop" ends the run.
+        every: Read each ``every``-th batch of an epoch.
+        order: Order of a sampler of the user.
+        live: Draws of the user's loader at the start of an epoch use the random generators of the process, as a loop
+            over it does; else generators that are seeded by (seed, epoch).
+        loader: With ``live``, the order of a DataLoader.
+        joined: Number of batches per step, with an ``order`` of batches or ready-made batches.
+        rank: Number of this rank's part of every step; of ready-made batches, its rows.
+        ranks: Number of parts.
+        exact: A step has the same micro-batches on any number of ranks.
     """
 
     batch_size: int
@@ -71,7 +85,7 @@ class Loading:
 
 
 AT_ONCE, AT_ONCE_BYTES = 32, 2**20
-"""Steps whose batches are made at once from tensors in memory: so many, and so many bytes together."""
+"""Maximum number of steps whose batches are made together from tensors in memory, and their maximum total size."""
 
 
 class StepBatches:
@@ -79,12 +93,12 @@ class StepBatches:
 
     Iteration starts at ``cursor`` and visits every sample exactly once per epoch. The last step of an epoch is short
     unless ``drop_last``. A sample in quarantine is left out of its micro-batch and no other sample moves. An empty
-    micro-batch or step is skipped; where all are empty, the stream ends.
+    micro-batch or step is skipped; if all are empty, the stream ends.
 
-    Of a sampler's order or of ready batches, ``resumed`` says after the first batch how the stream came to a cursor
-    within an epoch, and ``say`` is told what happens meanwhile.
+    With the order of a sampler or ready-made batches, ``resumed`` describes after the first batch how the stream
+    reached a cursor within an epoch. ``say`` is called with progress messages.
 
-    Raises DataError for a sample that cannot be read, or when every sample is in quarantine for that.
+    Raises DataError for a sample that cannot be read, or if every sample is quarantined for that.
     """
 
     def __init__(
@@ -93,7 +107,7 @@ class StepBatches:
         self.dataset, self.loading, self.cursor, self.say = dataset, loading, cursor or Cursor(), say
         self.resumed = ""
         self._start = self.cursor.start if self.cursor.position else None
-        self._has_steps = False  # whether the epoch that was planned last has any
+        self._has_steps = False  # True if the last planned epoch has any
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
@@ -101,30 +115,30 @@ class StepBatches:
 
     @property
     def reads_in_workers(self) -> bool:
-        """Whether worker processes read the samples. Ready batches come from an iterator of their own."""
+        """True if worker processes read the samples. Ready-made batches come from the user's iterator."""
         return self.loading.workers > 0 and not isinstance(self.dataset, ReadyBatches)
 
     @property
-    def looks_at_training(self) -> bool:
-        """Whether the order may follow what was trained on meanwhile, so that nothing may be read further ahead."""
+    def depends_on_training(self) -> bool:
+        """True if the order may depend on the training so far, so that reading ahead is not allowed."""
         order = self.loading.loader or self.loading.order
         return order is not None and not order.is_pure
 
     @property
     def at_once(self) -> int:
-        """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
+        """Number of steps read together. Above 1 for small steps of tensors in memory, which are faster in a batch."""
         loading = self.loading
-        if isinstance(self.dataset, ReadyBatches):  # of a list nothing is copied, unless to another device
+        if isinstance(self.dataset, ReadyBatches):  # batches of a list are not copied, unless to another device
             return AT_ONCE if self.dataset.are_in_memory and loading.device.type == "cpu" else 1
-        if loading.workers or self.looks_at_training or not is_sliced(self.dataset, loading.collate):
+        if loading.workers or self.depends_on_training or not is_sliced(self.dataset, loading.collate):
             return 1
         sample_bytes: int = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
         return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))
 
     def _ready(self) -> Iterator[StepBatch | None]:
-        """The steps, and None after the last one of an epoch."""
+        """Yield the steps, and None after the last one of an epoch."""
         loading = self.loading
-        seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # then each step is compared
+        seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # each step is compared between ranks
         stream = ReadyStream(
             self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared, live=loading.live
         )
@@ -142,7 +156,7 @@ class StepBatches:
             yield StepBatch(tuple(batches), cursor, of_all=of_all)
 
     def _read(self) -> Iterator[StepBatch | None]:
-        """The steps, and None after the last one of an epoch where the next must not be drawn yet."""
+        """Yield the steps, and None after the last one of an epoch if the next must not be drawn yet."""
         window: list[MicroBatch] = []
         bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
@@ -172,7 +186,10 @@ class StepBatches:
         )
 
     def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed | None]:
-        """``found`` holds the samples that could not be read; it grows while iterating, and they are not read again."""
+        """Yield what is read.
+
+        ``found`` holds the unreadable samples; it grows while iterating, and they are not read again.
+        """
         loading = self.loading
         if isinstance(self.dataset, IterableDataset):
             stream = FetchStream(self.dataset, start=self.cursor, settings=loading)
@@ -184,11 +201,16 @@ class StepBatches:
         if loading.workers == 0:
             return _pinned(_one_by_one(source, epochs), loading)
         how = _one_worker(loading) if isinstance(self.dataset, OpenFiles) else _workers(loading)
-        keys = chain.from_iterable(epochs if loading.loader is None else _apart(epochs, how.count * how.prefetch))
+        keys = chain.from_iterable(
+            epochs if loading.loader is None else _padded_epochs(epochs, how.count * how.prefetch)
+        )
         return _without(found, read_in_workers(source, keys, how), source)
 
     def _seeding_workers(self, fetched: Iterator[Fetched | Failed]) -> Iterator[Fetched | Failed]:
-        """What a stream gives. A loop over its loader draws a seed for the workers at the beginning of each epoch."""
+        """Yield the batches of a stream.
+
+        At the start of each epoch, draw the workers' seed, as a loop over its loader does.
+        """
         epoch = self.cursor.epoch if self.cursor.position else self.cursor.epoch - 1
         for each in fetched:
             if isinstance(each, Fetched) and each.key.epoch > epoch:
@@ -198,19 +220,19 @@ class StepBatches:
             yield each
 
     def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
-        """Yields the keys of all ``epochs``."""
+        """Yield the keys of all ``epochs``."""
         return chain.from_iterable(self.epochs(found))
 
     def epochs(self, found: Collection[int] = ()) -> Iterator[Iterator[Key]]:
-        """Yields for each epoch from the cursor on the keys of its micro-batches; ends when no batch can be filled.
+        """Yield, for each epoch from the cursor on, the keys of its micro-batches; ends if no batch can be filled.
 
-        Each epoch leaves out the quarantine and what ``found`` holds when the epoch starts. The order of an epoch is
-        drawn when its first key is asked for.
+        Each epoch leaves out the quarantine and the contents of ``found`` at its start. The order of an epoch is drawn
+        when its first key is requested.
         """
         last = self.loading.epochs
         for epoch in count(self.cursor.epoch) if last is None else range(self.cursor.epoch, last):
             yield self._epoch(epoch, found)
-            if not self._has_steps:  # nor would there be one in a later epoch
+            if not self._has_steps:  # later epochs would have none either
                 return
 
     def _epoch(self, epoch: int, found: Collection[int]) -> Iterator[Key]:
@@ -226,7 +248,7 @@ class StepBatches:
                 yield key
 
     def _draws_live(self, begin: int) -> bool:
-        """Whether the order of an epoch is that of the loader; the rest of one that began otherwise goes on so."""
+        """Return True if the order of an epoch is that of the loader. An epoch that began otherwise continues so."""
         return self.loading.loader is not None and (begin == 0 or self._start is not None)
 
     def _in_our_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
@@ -237,14 +259,14 @@ class StepBatches:
         order, reached = self._order_of(epoch), size if loading.shuffle else whole
         if len(left_out) and np.isin(order[:reached], left_out).all():
             return
-        # an epoch that began with another batch size has its last whole batch elsewhere
+        # an epoch that began with another batch size has its last full batch elsewhere
         end = size - (size - begin) % loading.batch_size if loading.drop_last else size
         for start in range(begin, end, loading.batch_size):
             ids = order[start : min(start + loading.batch_size, end)]
             yield _Planned(start, ((ids, ~np.isin(ids, left_out) if len(left_out) else None),))
 
     def _order_of(self, epoch: int) -> Ids | FilesOrder:
-        """The positions of an epoch; only slices are taken of it."""
+        """Return the positions of an epoch; only slices of it are used."""
         seed, shuffle = self.loading.seed, self.loading.shuffle
         if isinstance(self.dataset, OpenFiles):
             return self.dataset.files.order(seed=seed, epoch=epoch, shuffle=shuffle)
@@ -266,7 +288,7 @@ class StepBatches:
             start += sum(map(len, window))
 
     def _drawn(self, epoch: int, begin: int) -> tuple[OwnOrder, Iterator[Ids]]:
-        """The order of an epoch and its positions, from the first one on."""
+        """Return the order of an epoch and its positions, from the first one on."""
         loader, order = self.loading.loader, self.loading.order
         if loader is None or not self._draws_live(begin):
             assert order is not None
@@ -277,7 +299,7 @@ class StepBatches:
         return loader, drawn
 
     def _passed_over(self, drawn: Iterator[Ids], begin: int, digest: hashlib.blake2b) -> Iterator[Ids]:
-        """Yields what comes after the first ``begin`` positions, which are drawn and not read."""
+        """Yield what follows the first ``begin`` positions, which are drawn but not read."""
         number, rest = 0, np.zeros(0, dtype=np.int64)
         while number < begin and (ids := next(drawn, None)) is not None:
             mine, rest = ids[: begin - number], ids[begin - number :]
@@ -290,26 +312,26 @@ class StepBatches:
         yield from drawn
 
     def _cut(self, epoch: int, planned: _Planned) -> Iterator[Key]:
-        """Yields the keys of a step, or of this rank's share of it."""
+        """Yield the keys of a step, or of this rank's part of it."""
         loading, start, end = self.loading, planned.start, planned.end
         after = Cursor(epoch, end, planned.digest)
         if loading.ranks > 1 or loading.exact:
-            of_all = np.concatenate([_kept(*part) for part in planned.parts])
+            of_all = np.concatenate([_used_ids(*part) for part in planned.parts])
             yield from shared(Key(epoch, start, of_all, True, after), loading)
             return
         for ids, kept in planned.parts:
             for first in range(0, len(ids), loading.micro_size):
                 some = slice(first, min(first + loading.micro_size, len(ids)))
                 stop = start + some.stop - first
-                mine = _kept(ids[some], None if kept is None else kept[some])
+                mine = _used_ids(ids[some], None if kept is None else kept[some])
                 yield Key(epoch, start, mine, stop == end, after if stop == end else Cursor(epoch, stop))
                 start = stop
 
 
 def _share(whole: MicroBatch, loading: Loading) -> MicroBatch:
-    """The rows of this rank. Raises DataError for a ready batch that ranks cannot share."""
+    """Return the rows of this rank. Raises DataError for a ready-made batch that ranks cannot share."""
     try:
-        return share_of(whole, loading.rank, loading.ranks)
+        return rows_of_rank(whole, loading.rank, loading.ranks)
     except UsageError as error:
         raise DataError(
             f"{loading.ranks} ranks share the rows of a ready batch, and this has none to share: {error.message}",
@@ -319,7 +341,7 @@ def _share(whole: MicroBatch, loading: Loading) -> MicroBatch:
 
 
 class _Planned(NamedTuple):
-    """The positions of a step, in parts that are not read together, each with which of them are kept (None: all)."""
+    """The positions of a step, in parts that are read separately, each with a mask of those used (None: all)."""
 
     start: int
     parts: tuple[tuple[Ids, NDArray[np.bool_] | None], ...]
@@ -330,7 +352,7 @@ class _Planned(NamedTuple):
         return self.start + sum(len(ids) for ids, _ in self.parts)
 
 
-def _kept(ids: Ids, kept: NDArray[np.bool_] | None) -> Ids:
+def _used_ids(ids: Ids, kept: NDArray[np.bool_] | None) -> Ids:
     return ids if kept is None else ids[kept]
 
 
@@ -346,12 +368,12 @@ def _workers(loading: Loading) -> Workers:
 
 
 def _one_worker(loading: Loading) -> Workers:
-    """Of what is read from its beginning each further worker would read all, too, and most datasets would shard it."""
+    """Return settings with one worker: each further worker would also read sequential data completely."""
     return _workers(replace(loading, workers=1))
 
 
 def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:
-    """Reads again what workers had read before a sample of it was found bad, as a resumed run would read it."""
+    """Read micro-batches again without samples that were found bad meanwhile, as a resumed run would read them."""
     for fetched in batches:
         if found and isinstance(fetched, Fetched) and not found.isdisjoint(fetched.key.ids.tolist()):
             yield source[fetched.key.without(found)]
@@ -369,9 +391,10 @@ def _none_left(bad: list[BadSample]) -> DataError:
 
 
 def _ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatch]:
-    """The same steps, so many of them read at once, but never beyond a None: what follows depends on those before.
+    """Yield the same steps, reading ``at_once`` of them together, but not beyond a None: later ones depend on earlier
+    ones.
 
-    What reading raises comes at its own step.
+    An error of reading is raised at its step.
     """
     if at_once == 1:
         yield from filter(None, steps)
@@ -385,7 +408,7 @@ def _ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatc
                 is_over = False
                 if batch is None:
                     break
-                several.append(_looked_at(batch))
+                several.append(_with_cached_properties(batch))
         except Exception as raised:
             error = raised
         yield from several
@@ -394,33 +417,33 @@ def _ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatc
     raise error
 
 
-def _looked_at(batch: StepBatch) -> StepBatch:
-    """The same batch, which then knows what each step asks of it: one at a time that takes 10 us."""
+def _with_cached_properties(batch: StepBatch) -> StepBatch:
+    """Compute the cached properties of a batch: one at a time that takes 10 us."""
     batch.size, batch.tokens, batch.tensors  # noqa: B018
     return batch
 
 
 def _one_by_one(source: Fetch, epochs: Iterator[Iterator[Key]]) -> Iterator[Fetched | Failed | None]:
-    """What the dataset gives for each key, and None after the last one of an epoch."""
+    """Yield the item of the dataset for each key, and None after the last one of an epoch."""
     for keys in epochs:
         for key in keys:
             yield source[key]
         yield None
 
 
-def _apart(epochs: Iterator[Iterator[Key]], ahead: int) -> Iterator[Iterator[Key]]:
-    """The same epochs, each followed by as many empty keys as workers read ahead.
+def _padded_epochs(epochs: Iterator[Iterator[Key]], ahead: int) -> Iterator[Iterator[Key]]:
+    """Yield the same epochs, each followed by as many empty keys as workers read ahead.
 
-    A key is asked for when the batch that lies so many before it has been taken. So the order of an epoch is drawn
-    after the last step of the epoch before, as in a loop over the loader.
+    A key is requested when the batch ``ahead`` positions before it has been used. So the order of an epoch is drawn
+    after the last step of the previous epoch, as in a loop over the loader.
     """
     for keys in epochs:
         yield keys
-        yield iter([NOTHING] * ahead)
+        yield iter([EMPTY_KEY] * ahead)
 
 
-NOTHING = Key(0, 0, np.zeros(0, dtype=np.int64), False, Cursor())
-"""Names no samples: it closes no step."""
+EMPTY_KEY = Key(0, 0, np.zeros(0, dtype=np.int64), False, Cursor())
+"""A key without samples, which closes no step."""
 F = TypeVar("F", Fetched | Failed, Fetched | Failed | None)
 
 
@@ -435,8 +458,8 @@ def _pin(fetched: F) -> F:
 
 
 def to_device(data: Batch, device: torch.device) -> Batch:
-    """Moves every tensor of a nested batch, without waiting where the memory is pinned. Other leaves stay unchanged."""
-    if device.type == "cpu":  # where it was made
+    """Move every tensor of a nested batch, without waiting if the memory is pinned. Other leaves stay unchanged."""
+    if device.type == "cpu":  # where it was created
         return data
     return _map(lambda tensor: tensor.to(device, non_blocking=True), data)
 
@@ -454,9 +477,9 @@ def _map(change: Callable[[Tensor], Tensor], data: Batch) -> Batch:
 
 
 class EvaluationBatches:
-    """One pass in the order of the dataset, at most ``limit`` batches; may be iterated more than once.
+    """One pass in the order of the dataset, at most ``limit`` batches; may be iterated repeatedly.
 
-    The quarantine of ``loading`` is of the training set and ignored here. A sample that cannot be read is an error.
+    The quarantine of ``loading`` belongs to the training set and is ignored here. An unreadable sample is an error.
     """
 
     def __init__(self, dataset: AnyDataset, loading: Loading, *, limit: int | None = None) -> None:
@@ -478,7 +501,7 @@ class EvaluationBatches:
 
     @property
     def count(self) -> int | None:
-        """The number of batches; None for a stream that does not say."""
+        """The number of batches; None for a stream of unknown length."""
         count = self._whole
         return count if self.limit is None or (count or math.inf) < self.limit else self.limit
 
@@ -493,7 +516,7 @@ class EvaluationBatches:
         return None if size is None else math.ceil(size / batch_size)
 
     def part(self, count: int) -> EvaluationBatches:
-        """At most ``count`` of these batches, always the same: evenly spaced, or the first ones of a stream."""
+        """Return at most ``count`` of these batches, always the same: evenly spaced, or the first ones of a stream."""
         is_stream = isinstance(self.steps.dataset, IterableDataset | ReadyBatches)
         every = 1 if is_stream else math.ceil((self.count or count) / count)
         return EvaluationBatches(self.steps.dataset, replace(self.steps.loading, every=every), limit=count)

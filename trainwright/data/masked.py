@@ -1,4 +1,4 @@
-"""Masked language modelling: characters of which some are hidden. Shapes: T block_size, V vocabulary."""
+"""Masked language modelling: texts with some characters hidden. Shapes: T block_size, V vocabulary."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from trainwright.data.text import CharText, Split, python_topics
 from trainwright.errors import UsageError
 
 IGNORE = -100
-"""The target of a position that is not predicted."""
-MASKED, REPLACED = 0.8, 0.1
-"""Fractions of the chosen characters that are masked, and replaced by a random one; the rest stays (BERT, 3.1)."""
+"""Target of a position that is not predicted."""
+MASKED_FRACTION, REPLACED_FRACTION = 0.8, 0.1
+"""Fractions of the chosen characters that are masked, and replaced by a random one; the rest stays (BERT, 3.1).
+"""
 
 
 class MaskedText(Dataset[tuple[Tensor, Tensor]]):
@@ -42,11 +43,13 @@ class MaskedText(Dataset[tuple[Tensor, Tensor]]):
         draw_2T = torch.rand(2, len(ids_T), generator=generator, device="cpu")
         other_T = torch.randint(self.mask, ids_T.shape, generator=generator, device="cpu")
         chosen_T, how_T = draw_2T[0] < self.mask_share, draw_2T[1]
-        seen_T = torch.where(how_T < MASKED, self.mask, torch.where(how_T < MASKED + REPLACED, other_T, ids_T))
+        seen_T = torch.where(
+            how_T < MASKED_FRACTION, self.mask, torch.where(how_T < MASKED_FRACTION + REPLACED_FRACTION, other_T, ids_T)
+        )
         return torch.where(chosen_T, seen_T, ids_T), torch.where(chosen_T, ids_T, IGNORE)
 
     def content_sha256(self) -> str:
-        """Hash of the text and of the fraction that is chosen."""
+        """Return a hash of the text and of the fraction that is chosen."""
         return hashlib.sha256(f"{self.text.content_sha256()} {self.mask_share}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Several datasets, mixed by weights: exactly, and as a pure function of (seed, epoch, position)."""
+"""Several datasets mixed by weights: exactly, and as a pure function of (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Sized: TypeAlias = Any
 
 
 class MixtureOrder(Sampler[int]):
-    """The order in which a mixture visits the samples of several sets that stand one behind the other.
+    """The order in which a mixture visits the samples of several concatenated sets.
 
-    Of the first n samples of an epoch each set has its share of n, to within as many samples as there are sets. A set
-    is shuffled and visited to its end before it is shuffled and visited again, also across epochs.
+    Of the first n samples of an epoch each set has its fraction of n, up to a difference of as many samples as there
+    are sets. A set is shuffled and visited completely before it is shuffled and visited again, also across epochs.
     """
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], length: int, seed: int) -> None:
@@ -40,13 +40,13 @@ class MixtureOrder(Sampler[int]):
         return iter(self.positions().tolist())
 
     def positions(self) -> NDArray[np.int64]:
-        """The positions that the epoch visits, in order."""
+        """Return the positions that the epoch visits, in order."""
         times = [(np.arange(count) + 0.5) / max(1, count) for count in self.counts]
         chosen = np.concatenate([self._of(source) for source in range(len(self.sizes))])
         return chosen[np.argsort(np.concatenate(times), kind="stable")]
 
     def _of(self, source: int) -> NDArray[np.int64]:
-        """The positions of one set that the epoch visits."""
+        """Return the positions of one set that the epoch visits."""
         size, count = self.sizes[source], int(self.counts[source])
         first = self.epoch * count
         passes = range(first // size, (first + count - 1) // size + 1) if count else range(0)
@@ -58,7 +58,7 @@ class MixtureOrder(Sampler[int]):
 
 
 class Mixture(ConcatDataset[Any]):
-    """The datasets one behind the other, with the order in which they are mixed."""
+    """The concatenated datasets, with the order in which they are mixed."""
 
     def __init__(self, sets: Sequence[Sized], order: MixtureOrder) -> None:
         super().__init__(sets)
@@ -72,9 +72,19 @@ def mix(
     length: int | None = None,
     seed: int = 0,
 ) -> Mixture:
-    """Mixes datasets: of each epoch of ``length`` samples a set gives the share that its weight is of all weights.
+    """Mix datasets by weights.
 
-    ``length`` is that of all sets together by default. Raises UsageError for weights that do not fit the sets.
+    Args:
+        sets: Datasets with ``__getitem__`` and ``__len__``, by name or as a list.
+        weights: The weight of each set. Its fraction of an epoch is its weight divided by the sum of all.
+        length: Number of samples in an epoch; by default that of all sets together.
+        seed: Seed of the order.
+
+    Returns:
+        A dataset for ``tw.fit``.
+
+    Raises:
+        UsageError: The weights do not match the sets.
     """
     if isinstance(sets, Mapping) != isinstance(weights, Mapping):
         raise UsageError(

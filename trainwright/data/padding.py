@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths, padded to the longest, so that what is padded is not counted.
+"""Batches of sequences of different lengths, padded to the longest, so that padding is not counted.
 
 Shapes: B batch, T the longest sequence of the batch.
 """
@@ -16,18 +16,18 @@ from trainwright.errors import UsageError
 
 IGNORE = -100
 """A target that no loss counts."""
-TARGETS = ("labels", "label", "targets", "target", "y")
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target."""
 
-ATTENTION = "attention_mask"
+ATTENTION_KEY = "attention_mask"
 
 
 class Padding:
-    """A collate function: pads each field whose first dimension differs from sample to sample.
+    """A collate function that pads each field whose first dimension differs between samples.
 
-    Of samples that are tuples the last field is the target. Samples that are mappings give a batch with two further
-    keys: ``mask`` (B, T), true where the first field that is a sequence is not padded, and its ``lengths`` (B,). Those
-    with an ``attention_mask``, as tokenizers give it, have that alone: it is padded with 0.
+    The last field of a tuple is the target. Samples that are mappings get two further keys: ``mask`` (B, T), True where
+    the first sequence field is not padded, and its ``lengths`` (B,). Samples with an ``attention_mask``, as tokenizers
+    return it, get only that, padded with 0.
     """
 
     def __init__(self, value: float = 0, target: int = IGNORE, multiple_of: int = 1) -> None:
@@ -37,7 +37,7 @@ class Padding:
         first = samples[0]
         if isinstance(first, Mapping):
             batch = {name: self._named(name, [each[name] for each in samples]) for name in first}
-            return batch if ATTENTION in first else batch | self._mask(samples)
+            return batch if ATTENTION_KEY in first else batch | self._mask(samples)
         if isinstance(first, tuple | list):
             last = len(first) - 1
             return tuple(
@@ -47,7 +47,7 @@ class Padding:
         return self._field([*samples], self.value)
 
     def _named(self, name: str, values: list[Any]) -> Any:
-        return self._field(values, 0 if name == ATTENTION else self.value, name in TARGETS)
+        return self._field(values, 0 if name == ATTENTION_KEY else self.value, name in TARGET_KEYS)
 
     def _field(self, values: list[Any], value: float, is_target: bool = False) -> Any:
         if not _is_ragged(values):
@@ -70,9 +70,18 @@ class Padding:
 
 
 def pad(value: float = 0, *, target: int = IGNORE, multiple_of: int = 1) -> Callable[[Sequence[Any]], Any]:
-    """A ``collate_fn`` that pads inputs with ``value`` and integer targets with ``target``, which no loss counts.
+    """Return a ``collate_fn`` that pads sequences to the longest of the batch.
 
-    ``multiple_of``: the padded length is a multiple of it, as tensor cores like it.
+    Args:
+        value: Padding of inputs.
+        target: Padding of integer targets; no loss counts the default, -100.
+        multiple_of: Round the padded length up to a multiple of this, for tensor cores.
+
+    Returns:
+        A function for ``DataLoader(..., collate_fn=...)``.
+
+    Raises:
+        UsageError: ``multiple_of`` is less than 1.
     """
     if multiple_of < 1:
         raise UsageError(f"multiple_of={multiple_of} is no length", remedy="give 8, or leave it out")
@@ -80,7 +89,7 @@ def pad(value: float = 0, *, target: int = IGNORE, multiple_of: int = 1) -> Call
 
 
 def differ_in_length(samples: Sequence[Any]) -> bool:
-    """Whether samples have a field of which each is a sequence, of different lengths, so that it has to be padded."""
+    """Return True if samples have a sequence field of different lengths, which has to be padded."""
     fields: Sequence[Any] = [samples]
     if all(isinstance(each, Mapping) for each in samples):
         shared = set.intersection(*(set(each) for each in samples))
@@ -91,7 +100,7 @@ def differ_in_length(samples: Sequence[Any]) -> bool:
 
 
 def _length(value: object) -> int:
-    """Of a sequence, 0 for a number or a text."""
+    """Return the length of a sequence; 0 for a number or a string."""
     if isinstance(value, Tensor):
         return len(value) if value.dim() else 0
     if hasattr(value, "shape"):
@@ -100,7 +109,7 @@ def _length(value: object) -> int:
 
 
 def _is_ragged(values: list[Any]) -> bool:
-    """Whether the values are sequences of numbers: those of one length in one batch may not be so in the next."""
+    """Return True if the values are sequences of numbers that may differ in length in this or another batch."""
     if isinstance(values[0], list):
         return True
     return _length(values[0]) > 0 and len({_length(value) for value in values}) > 1

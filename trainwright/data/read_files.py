@@ -1,4 +1,4 @@
-"""Reads samples by their position from files that can only be read from the beginning."""
+"""Reads samples by position from files that can only be read sequentially."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from trainwright.checkpoint.rng import seed_of
-from trainwright.data.files import COUNT, Files, Read, count_samples
+from trainwright.data.files import SIZES_REMEDY, Files, Read, count_samples
 from trainwright.data.generators import OwnGenerators
 from trainwright.errors import DataError, UsageError
 
-MOST_READERS = 64
-"""Unless more are asked for: each holds a file open."""
-_COUNT_ANEW = "count its samples anew: sizes of tw.files, or delete the JSON file that has them"
+MAX_DEFAULT_READERS = 64
+"""Default maximum: each reader holds a file open."""
+_RECOUNT_REMEDY = "count its samples anew: sizes of tw.files, or delete the JSON file that has them"
 
 
 def files(
@@ -29,15 +29,21 @@ def files(
     sizes: Sequence[int] | Mapping[str, int] | str | Path | None = None,
     readers: int | None = None,
 ) -> OpenFiles:
-    """Samples of files that can only be read from the beginning, such as ``IterableDataset`` reads; on several ranks
-    each opens its part of the files.
+    """Return a dataset of samples in files that can only be read sequentially, such as ``IterableDataset`` reads.
 
-    ``paths`` are any names that ``read`` knows, or a pattern (``"shards/*.jsonl"``) of files here. ``read(path)`` gives
-    the samples of one, the same each time. ``sizes`` are their numbers, as a list, by name, or in a JSON file, which is
-    written where there is none yet; without them every file is read once to count. ``readers``: in how many places the
-    files are read side by side; by default as many as there are files, at most 64, rounded down to a power of two.
+    On several ranks each opens its part of the files.
 
-    Raises UsageError where nothing matches and for numbers that do not fit, StorageError for a JSON file.
+    Args:
+        paths: Names that ``read`` accepts, or a pattern (``"shards/*.jsonl"``) of files here.
+        read: ``read(path)`` yields the samples of one file, the same each time.
+        sizes: Number of samples of each file, as a list, by name, or the path of a JSON file, which is created if
+            missing; None: read every file once to count.
+        readers: Number of places at which the files are read in parallel; by default the number of files, at most 64,
+            rounded down to a power of two.
+
+    Raises:
+        UsageError: Nothing matches, or the numbers are invalid.
+        StorageError: The JSON file cannot be used.
     """
     if isinstance(paths, str):
         names = sorted(glob.glob(paths))  # noqa: PTH207  it may be absolute
@@ -49,19 +55,21 @@ def files(
         raise UsageError("a file is named twice, so its samples would come twice in an epoch", remedy="name each once")
     counts = count_samples(names, read, sizes)
     if len(counts) != len(names) or min(counts) < 0 or not sum(counts):
-        raise UsageError(f"sizes has {len(counts)} numbers, {sum(counts)} in all, for {len(names)} files", remedy=COUNT)
+        raise UsageError(
+            f"sizes has {len(counts)} numbers, {sum(counts)} in all, for {len(names)} files", remedy=SIZES_REMEDY
+        )
     if readers is None:
-        readers = 1 << (min(len(names), MOST_READERS).bit_length() - 1)
+        readers = 1 << (min(len(names), MAX_DEFAULT_READERS).bit_length() - 1)
     if not 1 <= readers <= sum(counts):
         raise UsageError(f"readers={readers} for {sum(counts)} samples", remedy="leave it out, or give 1 or more")
     return OpenFiles(Files(tuple(names), read, tuple(counts), readers))
 
 
 class OpenFiles(Dataset[Any]):
-    """Keeps open what it read from last, one file for each reader and one more.
+    """Keeps recently read files open: one for each reader and one more.
 
-    A sample that lies ahead in an open file is read on to; for any other its file is opened again and the samples
-    before are dropped. What ``read`` draws comes from generators of that file and epoch alone.
+    A sample ahead of the position of an open file is reached by reading on; for any other, the file is opened again and
+    the previous samples are dropped. Draws of ``read`` come from generators that depend on file and epoch only.
     """
 
     deterministic = True
@@ -77,7 +85,7 @@ class OpenFiles(Dataset[Any]):
         return int(self._ends[-1])
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the samples that follow are of."""
+        """Set the epoch of the samples that follow."""
         self.epoch = epoch
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,8 +97,8 @@ class OpenFiles(Dataset[Any]):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """The samples at these positions, in their order."""
-        if self._pid != os.getpid():  # a forked process shares where its parent's files are read
+        """Return the samples at these positions, in their order."""
+        if self._pid != os.getpid():  # a forked process shares the file positions of its parent
             self._inherited += self._open
             self._open, self._pid = [], os.getpid()
         return [
@@ -98,7 +106,7 @@ class OpenFiles(Dataset[Any]):
         ]
 
     def _runs(self, positions: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yields (file, first sample in it, how many) of positions that follow each other."""
+        """Yield (file, first sample in it, number of samples) for runs of consecutive positions."""
         at = np.asarray(positions, dtype=np.int64)
         numbers = np.searchsorted(self._ends, at, side="right")
         breaks = np.flatnonzero((np.diff(at) != 1) | (np.diff(numbers) != 0)) + 1
@@ -132,15 +140,19 @@ class _OpenFile:
             self._samples = iter(files.read(self._path))
 
     def take(self, offset: int, count: int) -> list[Any]:
-        """The samples from an offset on, which is not before the position. Raises DataError where they are fewer or
-        more than were counted."""
+        """Return samples from an offset on, which is not before the position.
+
+        Raises DataError if the file has another number of samples than counted.
+        """
         with self._generators:
             for _ in islice(self._samples, offset - self.position):
                 self.position += 1
             samples = list(islice(self._samples, count)) if self.position == offset else []
             self.position += len(samples)
             if len(samples) < count:
-                raise DataError(f"{self._path} has {self.position} samples, and not {self._size}", remedy=_COUNT_ANEW)
+                raise DataError(
+                    f"{self._path} has {self.position} samples, and not {self._size}", remedy=_RECOUNT_REMEDY
+                )
             if self.position == self._size and next(self._samples, self) is not self:
-                raise DataError(f"{self._path} has more than {self._size} samples", remedy=_COUNT_ANEW)
+                raise DataError(f"{self._path} has more than {self._size} samples", remedy=_RECOUNT_REMEDY)
         return samples

@@ -1,4 +1,4 @@
-"""The order in which positions of a dataset are visited: a function of (seed, epoch), or that of a user's sampler."""
+"""The order in which dataset positions are visited: a function of (seed, epoch), or that of a user's sampler."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from trainwright.checkpoint.rng import RngBag, seed_of
 from trainwright.data.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
 
 AT_ONCE, AT_ONCE_IMPURE = 1024, 16
-"""Positions that are drawn from a sampler at once, since to change the random generators costs as much as 50 of them.
+"""Number of positions drawn from a sampler together, because exchanging the random generators costs as much as 50 of
+them.
 
-Fewer of a sampler that may look at how the training goes.
+Fewer for a sampler that may depend on the training so far.
 """
 BATCHES_AT_ONCE = 64
-TRIED = 64
-"""Positions, or batches of them, that are drawn twice to see whether an order can be drawn again."""
+POSITIONS_DRAWN_TWICE = 64
+"""Number of positions, or batches of them, that are drawn twice to test if an order is repeatable."""
 _PURE = (list, tuple, range, BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers whose order follows from the generators alone, so that an epoch can be drawn without those before it."""
+"""Samplers whose order follows from the generators alone, so that an epoch can be drawn without previous epochs."""
 
 _Sampler: TypeAlias = Iterable[int] | Iterable[Iterable[int]]
 
@@ -41,44 +42,44 @@ _Sampler: TypeAlias = Iterable[int] | Iterable[Iterable[int]]
 class OwnOrder:
     """The order of a sampler, or with ``in_batches`` of a batch sampler, each of whose batches is a micro-batch.
 
-    Before each epoch it is told the epoch, and the global random generators and its own are seeded from (seed, epoch):
-    the order of most samplers is then a pure function of these, and is drawn again without reading a sample. One that
-    counts its epochs itself is asked for the epochs in turn.
+    Before each epoch, ``set_epoch`` is called, and the global random generators and those of the sampler are seeded
+    from (seed, epoch). The order of most samplers is then a pure function of these, and is drawn again without reading
+    a sample. A sampler that counts its epochs itself is run through the epochs in turn.
     """
 
     def __init__(self, sampler: _Sampler, *, in_batches: bool = False) -> None:
         self.sampler, self.in_batches = sampler, in_batches
         self.repeats = True
-        self._begun = 0  # epochs that were asked for, in turn
+        self._num_drawn = 0  # number of epochs drawn so far, in turn
 
     @property
     def size(self) -> int | None:
-        """Positions of an epoch, or batches of them; None where the sampler does not say."""
+        """Number of positions in an epoch, or batches of them; None if the sampler has no length."""
         with suppress(TypeError, NotImplementedError):
             return len(self.sampler)  # type: ignore[arg-type]
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a batch, where the batch sampler says so."""
+        """Number of samples in a batch, if the batch sampler has a ``batch_size``."""
         named = getattr(self.sampler, "batch_size", None)
         return named if self.in_batches and isinstance(named, int) and named > 0 else None
 
     @property
     def is_pure(self) -> bool:
-        """Whether an epoch can be drawn without those before it."""
+        """True if an epoch can be drawn without previous epochs."""
         parts = [self.sampler, getattr(self.sampler, "sampler", None)]
         return all(part is None or type(part) in _PURE or hasattr(part, "set_epoch") for part in parts)
 
     def batches(self, seed: int, epoch: int) -> Iterator[Ids]:
-        """Yields the batches of an epoch; of a sampler without batches, pieces of the order."""
-        while not self.is_pure and self._begun < epoch:
-            for _ in self._drawn(seed, self._begun):
+        """Yield the batches of an epoch, or pieces of the order of a sampler without batches."""
+        while not self.is_pure and self._num_drawn < epoch:
+            for _ in self._drawn(seed, self._num_drawn):
                 pass
         yield from self._drawn(seed, epoch)
 
     def _drawn(self, seed: int, epoch: int) -> Iterator[Ids]:
-        self._begun = epoch + 1
+        self._num_drawn = epoch + 1
         generators = OwnGenerators(seed_of(f"{seed}:{epoch}:order"))
         with generators:
             prepare_epoch(self.sampler, seed, epoch)
@@ -86,7 +87,7 @@ class OwnOrder:
         yield from self._rest(positions, generators)
 
     def _rest(self, positions: Iterator[object], generators: OwnGenerators) -> Iterator[Ids]:
-        """Yields what is left of an epoch, drawn with these generators."""
+        """Yield the rest of an epoch, drawn with these generators."""
         several, one = (BATCHES_AT_ONCE, 1) if self.in_batches else (AT_ONCE, AT_ONCE_IMPURE)
         at_once = several if self.is_pure else one
         while True:
@@ -103,24 +104,26 @@ class OwnOrder:
             yield _ids(drawn)
 
     def try_twice(self) -> None:
-        """Draws the beginning of an epoch twice; ``repeats`` says afterwards whether the same positions came.
+        """Draw the start of an epoch twice and set ``repeats`` to True if both have the same positions.
 
-        The sampler that is drawn from is a copy, and the generators that it holds are restored. Raises TypeError for a
-        sampler whose items are no positions.
+        Uses a copy of the sampler, and restores the generators that it holds. Raises TypeError for a sampler whose
+        items are not positions.
         """
         with HeldGenerators([self.sampler]).preserved():
-            tried = [OwnOrder(_copied(self.sampler), in_batches=self.in_batches) for _ in range(2)]
-            first, second = ([each.tolist() for each in islice(each._drawn(0, 0), TRIED)] for each in tried)
+            orders = [OwnOrder(_copied(self.sampler), in_batches=self.in_batches) for _ in range(2)]
+            first, second = (
+                [each.tolist() for each in islice(each._drawn(0, 0), POSITIONS_DRAWN_TWICE)] for each in orders
+            )
         self.repeats = first == second
 
 
 class LoaderOrder(OwnOrder):
-    """The order that a loop over a DataLoader gets, one pass of it an epoch.
+    """The order of a loop over a DataLoader, one pass per epoch.
 
-    ``iter(loader)`` and the first item are drawn from the random generators of the process, which training draws from
-    as well, and from those that loader and sampler hold. These draws decide the whole order for the samplers of torch,
-    and for those that draw a permutation. What a sampler draws later comes from a copy of the generators: training goes
-    on meanwhile, and a resume could not draw it again otherwise.
+    ``iter(loader)`` and the first item are drawn from the random generators of the process, which training also uses,
+    and from those of loader and sampler. These draws determine the full order for the samplers of torch, and for those
+    that draw a permutation. Later draws of a sampler use a copy of the generators: otherwise a resume could not draw
+    them again, because training continues meanwhile.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: _Sampler, *, in_batches: bool = False) -> None:
@@ -130,11 +133,11 @@ class LoaderOrder(OwnOrder):
 
     @property
     def has_generator(self) -> bool:
-        """Whether the loader was given a generator."""
+        """True if the loader has a generator."""
         return self._loader.generator is not None
 
     def begin(self, epoch: int) -> tuple[EpochStart, Iterator[Ids]]:
-        """Begin an epoch; returns the random state before, from which ``again`` draws the same positions."""
+        """Start an epoch; return the random state before, from which ``again`` draws the same positions."""
         start = EpochStart(RngBag.capture(), self._held.read())
         first, positions = self._first(epoch)
         generators = OwnGenerators(0)
@@ -142,7 +145,7 @@ class LoaderOrder(OwnOrder):
         return start, self._all(first, positions, generators)
 
     def again(self, epoch: int, start: EpochStart) -> Iterator[Ids]:
-        """Draw an epoch of an earlier process again; the generators of this one stay as they are."""
+        """Draw an epoch of an earlier process again, without changing the generators of this one."""
         generators = OwnGenerators(0)
         generators.restore(start.rng)
         if not self.is_pure:
@@ -155,16 +158,16 @@ class LoaderOrder(OwnOrder):
         return self._all(first, positions, generators)
 
     def _first(self, epoch: int) -> tuple[list[object], Iterator[object]]:
-        """What ``iter(loader)`` draws in torch, in its order, and the first item."""
+        """Make the draws of ``iter(loader)``, in its order, and draw the first item."""
         set_epoch(self.sampler, epoch)
         positions: Iterator[object] = iter(self.sampler)
         self.draw_seed(epoch)
         return list(islice(positions, 1)), positions
 
     def draw_seed(self, epoch: int) -> None:
-        """Draw the seed of the workers, as ``iter(loader)`` does whether it has workers or not."""
+        """Draw the seed of the workers, as ``iter(loader)`` does with or without workers."""
         keeps_workers = self._loader.num_workers > 0 and self._loader.persistent_workers
-        if not (keeps_workers and epoch):  # a loader that keeps its workers keeps their seed
+        if not (keeps_workers and epoch):  # persistent workers keep their seed
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
     def _all(self, first: list[object], positions: Iterator[object], generators: OwnGenerators) -> Iterator[Ids]:
@@ -173,9 +176,9 @@ class LoaderOrder(OwnOrder):
 
 
 def _copied(sampler: _Sampler) -> _Sampler:
-    """A copy with what it writes to: a trial must not count as an epoch, nor shuffle a list that the sampler holds.
+    """Copy a sampler and its mutable state: a trial must not count as an epoch, nor shuffle a list of the sampler.
 
-    The dataset is not copied. An iterator, which cannot be, is returned itself.
+    The dataset is not copied. An iterator, which cannot be copied, is returned itself.
     """
     try:
         twin = copy.copy(sampler)
@@ -192,7 +195,7 @@ def _copied(sampler: _Sampler) -> _Sampler:
 
 
 def regrouped(pieces: Iterable[Ids], size: int) -> Iterator[Ids]:
-    """Yields the same positions, ``size`` at a time; the last are what is left."""
+    """Yield the same positions, ``size`` at a time; the last group may be smaller."""
     rest = np.zeros(0, dtype=np.int64)
     for piece in pieces:
         rest = np.concatenate([rest, piece]) if len(rest) else piece

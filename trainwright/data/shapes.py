@@ -36,13 +36,13 @@ FIGURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross": _cross,
     "ring": lambda u, v: (u.square() + v.square() < 1) & (u.square() + v.square() > 0.35),
 }
-"""Which points belong to a figure, in coordinates of its own: its centre is (0, 0), its radius about 1."""
+"""Function that tests whether points belong to a figure with centre (0, 0) and radius of about 1."""
 
 
 class Shapes(Dataset[tuple[Tensor, Tensor]]):
     """(image_CHW, label) or (image_CHW, mask_HW); images have colours from about -1 to 1.
 
-    ``labels`` are the names of the classes in their order.
+    ``labels`` are the names of the classes in order.
     """
 
     deterministic = True
@@ -57,7 +57,7 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
         return self.images[index], self.targets[index]
 
     def content_sha256(self) -> str:
-        """Hash of images and targets."""
+        """Return a hash of images and targets."""
         digest = hashlib.sha256(self.images.numpy().tobytes())
         digest.update(self.targets.numpy().tobytes())
         return digest.hexdigest()

@@ -22,7 +22,7 @@ Frame: TypeAlias = Any
 class Table(TensorDataset):
     """Rows of (inputs float32 (N,), target).
 
-    ``labels`` are the classes of a target of words, by code; ``inputs`` are the names of the columns.
+    ``labels`` are the classes of a target of strings, by code; ``inputs`` are the names of the columns.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class Table(TensorDataset):
 
 
 def table(source: Frame | str | Path, *, inputs: Sequence[str], target: str) -> Table:
-    """Makes a dataset of a table, or of a .csv, .parquet, .feather or .arrow file.
+    """Make a dataset from a table, or from a .csv, .parquet, .feather or .arrow file.
 
     Args:
         source: The file, or in Python a table of pandas or pyarrow or a dict of columns.
-        inputs: Names of the columns of numbers that are the input; they become float32.
-        target: Name of the column of the target. Whole numbers or words become int64, words numbered in their order;
-            any other target becomes float32.
+        inputs: Names of the numeric input columns; they become float32.
+        target: Name of the target column. Integers and strings become int64, strings numbered in sorted order; any
+            other target becomes float32.
 
-    Raises UsageError for a column that is missing or holds no numbers, MissingExtra without pyarrow.
+    Raises UsageError for a column that is missing or not numeric, MissingExtra without pyarrow.
     """
     frame = _read(Path(source).expanduser()) if isinstance(source, str | Path) else source
     if isinstance(inputs, str):
@@ -119,7 +119,7 @@ def _csv(path: Path) -> Mapping[str, list[Any]]:
 
 
 def _typed(words: list[str]) -> list[Any]:
-    """Whole numbers, else numbers (NaN where a field is empty), else the words."""
+    """Convert to integers, else to floats (NaN for an empty field), else keep the strings."""
     for kind in (int, lambda word: float(word) if word else float("nan")):
         try:
             return [kind(word) for word in words]

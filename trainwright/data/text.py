@@ -1,8 +1,7 @@
 """Character-level language modelling: windows over a text, as a map-style dataset of (x_T, y_T).
 
-Item i covers T + 1 characters from i * stride on: x_T is the first T, y_T the same moved by one. All windows
-are whole; at most ``block_size`` characters at the end of a split belong to none.
-Shapes: B batch, T block_size.
+Item i covers T + 1 characters from i * stride on: x_T is the first T, y_T is x_T shifted by one. All windows are full;
+at most ``block_size`` characters at the end of a split belong to none. Shapes: B batch, T block_size.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from torch.utils.data import Dataset
 from trainwright.errors import UsageError, suggest_file
 
 Split: TypeAlias = Literal["train", "val"]
-STDLIB_SKIPPED = ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__")
+SKIPPED_FOLDERS = ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__")
 
 
 class CharText(Dataset[tuple[Tensor, Tensor]]):
     """Windows of ``block_size`` characters over the first 1 - val_share ("train") or the rest ("val").
 
     ``stride`` is the distance between two windows. By default it is ``block_size``: an epoch predicts each character
-    once. A smaller one gives more samples per epoch, with each character in several contexts, for runs of many epochs;
-    in a run shorter than an epoch it makes no difference (300 steps at stride 16 and 64: 1.666 and 1.663 nats).
-    For "val" it is always ``block_size``, so that every character counts once.
-    ``vocabulary`` is of the whole text, in code point order: validation has no unknown symbols.
+    once. A smaller one gives more samples per epoch, with each character in several contexts, for runs of many epochs.
+    In a run shorter than an epoch it makes no difference (300 steps at stride 16 and 64: 1.666 and 1.663 nats). For
+    "val" it is always ``block_size``, so that every character counts once. ``vocabulary`` is that of the full text, in
+    code point order: validation has no unknown symbols.
     """
 
     deterministic = True  # items draw no random numbers
@@ -57,7 +56,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         self.sample_tokens = block_size
         self.split = split
         self.stride = stride if stride and split == "train" else block_size
-        # 1 or 2 bytes a character (4 beyond 32,767 symbols); widened to int64 only in the batch
+        # 1 or 2 bytes per character (4 beyond 32,767 symbols); widened to int64 only in the batch
         narrow = np.uint8 if self.classes <= 256 else np.int16 if self.classes <= 32_767 else np.int32
         self._all = torch.from_numpy((np.cumsum(present) - 1)[codes].astype(narrow))
         self._cut = round(len(text) * (1 - val_share))
@@ -79,33 +78,32 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The batch (x_BT, y_BT) of these samples by one gather: equals ``default_collate`` of the items."""
+        """Return the batch (x_BT, y_BT) of these samples by one gather: equals ``default_collate`` of the items."""
         starts_B = torch.from_numpy(np.asarray(indices, dtype=np.int64)) * self.stride
         positions_BT = starts_B[:, None] + torch.arange(self.sample_tokens + 1, device="cpu")
         window_BT = self._ids[positions_BT].long()
-        # contiguous, as of default_collate: the flatten of the loss would copy a view of T+1 columns anyway
+        # contiguous, as from default_collate: the flatten of the loss would copy a view of T+1 columns anyway
         return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the characters. Raises UsageError for one that the text does not have."""
+        """Return the ids of the characters. Raises UsageError for a character that is not in the text."""
         unknown = sorted(set(text) - self._index.keys())
         if unknown:
             raise UsageError(f"not in the vocabulary: {unknown}", remedy="leave these characters out")
         return [self._index[symbol] for symbol in text]
 
     def decode(self, ids: Sequence[int] | NDArray[np.int64] | Tensor) -> str:
-        """The characters of a flat sequence of ids."""
+        """Return the characters of a flat sequence of ids."""
         listed = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
         return "".join(self.vocabulary[each] for each in listed)
 
     def references(self) -> dict[str, float]:
-        """Returns the nats per character that simple models reach, to compare a loss with.
+        """Return the nats per character that simple models reach, to compare a loss with.
 
-        ``uniform`` is ln V. ``unigram`` is the entropy of the characters of the *whole* text, ``bigram`` the
-        entropy of a character given the one before it, both of the empirical distribution (what a table
-        fitted to the whole text scores on it). ``unigram_val`` and ``bigram_val`` are what a table counted on
-        the training text (add-one) scores on the validation text: a validation loss below ``bigram_val`` is
-        better than a table of pairs.
+        ``uniform`` is ln V. ``unigram`` is the entropy of the characters of the *full* text, ``bigram`` the entropy of
+        a character given the previous one, both of the empirical distribution (the score of a table fitted to the full
+        text). ``unigram_val`` and ``bigram_val`` are the scores on the validation text of a table counted on the
+        training text (add-one): a validation loss below ``bigram_val`` is better than a table of pairs.
         """
         train, val = self._all[: self._cut].numpy(), self._all[self._cut :].numpy()
         whole_VV = self._pairs(self._all.numpy())
@@ -128,7 +126,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         return counts.reshape(self.classes, self.classes)
 
     def content_sha256(self) -> str:
-        """Hash of everything that decides the items: split, vocabulary, block size, stride."""
+        """Return a hash of everything that determines the items: split, vocabulary, block size, stride."""
         facts = repr((self.vocabulary, self.sample_tokens, self.stride, len(self._ids)))
         digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass"))
         digest.update(self._ids.numpy().tobytes())
@@ -145,7 +143,7 @@ def _check(split: str, block_size: int, val_share: float, stride: int) -> None:
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
-    """Nats, of the empirical distribution."""
+    """Return the entropy of the empirical distribution, in nats."""
     seen = counts[counts > 0]
     shares = seen / seen.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -202,10 +200,10 @@ def stdlib_source(
 
 
 def _python_files(root: Path) -> list[Path]:
-    """Returns files by path; does not enter skipped folders, as site-packages may hold 100,000 files."""
+    """Return files by path; does not enter skipped folders, because site-packages may hold 100,000 files."""
     found: list[Path] = []
     for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]
+        inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 

@@ -1,7 +1,7 @@
-"""Token ids in a file, memory-mapped: nanoGPT's train.bin and the like.
+"""Token ids in a memory-mapped file, such as nanoGPT's train.bin.
 
-Item i covers T + 1 ids from i * stride on: x_T is the first T, y_T the same moved by one.
-Shapes: B batch, T block_size.
+Item i covers T + 1 ids from i * stride on: x_T is the first T, y_T is x_T shifted by one. Shapes: B batch, T
+block_size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainwright.errors import UsageError
 
 IGNORE = -100
 """A target that no loss counts."""
-SCANNED_IDS = 2**28
-"""A file of up to so many ids is read once for the largest: half a second."""
+MAX_IDS_SCANNED = 2**28
+"""Files of up to this many ids are read once to find the largest: half a second."""
 _DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 
 
@@ -65,9 +65,9 @@ class Tokens(Dataset[object]):
                 f"{path} has {len(self._ids)} ids, a window needs {block_size + 1}",
                 remedy=f"set block_size to at most {max(1, len(self._ids) - 1)}",
             )
-        if vocab_size is None and len(self._ids) <= SCANNED_IDS:
+        if vocab_size is None and len(self._ids) <= MAX_IDS_SCANNED:
             vocab_size = int(self._ids.max()) + 1
-        if vocab_size is not None:  # of a longer file the model has to be told it
+        if vocab_size is not None:  # for a longer file the model needs it as an argument
             self.classes = vocab_size
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Tokens(Dataset[object]):
         return tuple(each[0] for each in batch)
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """The collated batch of these windows, int64."""
+        """Return the collated batch of these windows, int64."""
         size = self.sample_tokens
         if not len(indices) or not 0 <= int(min(indices)) <= int(max(indices)) < len(self):
             raise IndexError(f"positions are 0 to {len(self) - 1}")
@@ -93,7 +93,7 @@ class Tokens(Dataset[object]):
 
 
 def packed(ids_BT: Tensor, end: int) -> dict[str, Tensor]:
-    """Says where documents begin in rows of ids in which ``end`` ends each: see ``Tokens``."""
+    """Mark the documents in rows of ids, each of which ``end`` terminates: see ``Tokens``."""
     begins_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = ids_BT[:, :-1] == end
     at_BT = torch.arange(ids_BT.shape[1], device="cpu").expand_as(ids_BT)
@@ -107,7 +107,7 @@ def packed(ids_BT: Tensor, end: int) -> dict[str, Tensor]:
 
 
 def block_mask(documents_BT: Tensor) -> Tensor:
-    """Which ids attend to which, (B, 1, T, T) bool: to those before them in the same document, and to themselves.
+    """Return a mask (B, 1, T, T), bool, in which ids attend to themselves and to previous ids of the same document.
 
     For ``scaled_dot_product_attention`` and as ``attention_mask`` of ``transformers``.
     """

@@ -1,4 +1,4 @@
-"""Whatever data people have, taken apart: the dataset, the order of its samples, and how it is read."""
+"""Unwraps any supported form of data into the dataset, the order of its samples, and the settings of reading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainwright.data.columns import Columns
 from trainwright.data.fetch import AnyDataset
 from trainwright.data.mixture import Mixture
 from trainwright.data.read_files import OpenFiles
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.sample_order import LoaderOrder, OwnOrder
 from trainwright.data.workers import WorkerInit
 from trainwright.errors import UsageError, text_of
@@ -35,11 +35,11 @@ from trainwright.plan.user_batches import UserBatches
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A dataset, and the settings of the DataLoader that it came in; None where there was none.
+    """A dataset, and the settings of the DataLoader that contained it; None without one.
 
-    ``order`` is that of a sampler of the user's own, and ``loader`` the order of a loop over the whole DataLoader.
-    Where the data come in batches of their own, ``dataset`` is a
-    ReadyBatches, or ``order`` gives batches. ``not_used`` says which settings of the loader have no effect, and why.
+    ``order`` is that of a custom sampler, and ``loader`` the order of a loop over the full DataLoader. If the data come
+    in batches, ``dataset`` is a ReadyBatches, or ``order`` yields batches. ``not_used`` holds the settings of the
+    loader that have no effect, with the reason.
     """
 
     dataset: AnyDataset
@@ -58,12 +58,12 @@ class Unwrapped:
 
     @property
     def origin(self) -> object:
-        """What identifies the data: the dataset that ready batches are made of, as far as that is known."""
+        """The object that identifies the data: the dataset that ready-made batches come from, as far as it is known."""
         return self.dataset.origin if isinstance(self.dataset, ReadyBatches) else self.dataset
 
     @property
     def own_batches(self) -> UserBatches | None:
-        """What is known of the batches that the data come in; None where Trainwright makes the batches."""
+        """Facts on the batches of the data; None if Trainwright makes the batches."""
         if isinstance(self.dataset, ReadyBatches):
             return UserBatches(self.dataset.batch_size, self.dataset.size, ready=True)
         if self.order is not None and self.order.in_batches:
@@ -72,7 +72,7 @@ class Unwrapped:
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch; None where that is not known."""
+        """Number of samples in an epoch; None if unknown."""
         if self.order is None:
             return length_of(self.dataset)
         return None if self.order.in_batches else self.order.size
@@ -125,13 +125,13 @@ def _dataset(data: object) -> AnyDataset:
 
 
 def _is_pipeline(data: object) -> bool:
-    """Whether it is a loader that calls itself an IterableDataset, as that of WebDataset: it gives batches."""
+    """Return True if it is a loader that inherits from IterableDataset, as that of WebDataset, and yields batches."""
     stages = getattr(data, "pipeline", ())
     return isinstance(stages, Sequence) and any(isinstance(stage, DataLoader) for stage in stages)
 
 
 def _with_tensors(dataset: AnyDataset) -> AnyDataset:
-    """A dataset of Hugging Face without a format gives lists of numbers, of which torch makes a list of columns."""
+    """Set the format of a Hugging Face dataset to torch if it has none: lists of numbers would become columns."""
     if not hasattr(dataset, "with_format"):
         return dataset
     has_format = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)
@@ -164,14 +164,14 @@ def _of_one_length(columns: tuple[Any, ...] | list[Any]) -> list[Tensor]:
 
 
 def length_of(dataset: AnyDataset) -> int | None:
-    """The number of samples; None for a stream that does not say, and for ready batches."""
+    """Return the number of samples; None for a stream without length, and for ready-made batches."""
     is_stream = isinstance(dataset, IterableDataset)
     if not hasattr(dataset, "__len__"):
         return None
     try:
         size: int = len(dataset)
     except Exception:
-        if is_stream:  # it inherits one that only raises
+        if is_stream:  # it inherits a __len__ that only raises
             return None
         raise
     return None if is_stream and size == 0 else size
@@ -190,9 +190,9 @@ def _require_length(data: Unwrapped) -> None:
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
-    """In torch's default dtype where it is of float64, in which NumPy computes unasked."""
+    """Convert an array to a tensor. float64, NumPy's default, becomes torch's default dtype."""
     try:
-        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what is read-only
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of read-only arrays
     except TypeError:
         raise UsageError(
             f"an array of {array.dtype} cannot be a tensor", remedy="give numbers: array.astype('float32'), or codes"
@@ -201,10 +201,10 @@ def _from_numpy(array: np.ndarray) -> Tensor:
 
 
 def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
-    if _runs_as_it_is(loader):
+    if _must_run_unchanged(loader):
         return Unwrapped(ReadyBatches(loader))
     sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
-    if type(loader.batch_sampler) is BatchSampler:  # also one that the user made
+    if type(loader.batch_sampler) is BatchSampler:  # also a BatchSampler that the user made
         inside = loader.batch_sampler
         sampler, batch_size, drop_last = inside.sampler, inside.batch_size, inside.drop_last
     order = None
@@ -236,8 +236,8 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
     )
 
 
-def _runs_as_it_is(loader: DataLoader[Sample]) -> bool:
-    """Whether the batches of a loader cannot be made otherwise than by it."""
+def _must_run_unchanged(loader: DataLoader[Sample]) -> bool:
+    """Return True if only the loader itself can make its batches."""
     is_subclass = type(loader).__iter__ is not DataLoader.__iter__
     several = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
     return is_subclass or several or (loader.batch_size is None and loader.batch_sampler is None)
@@ -265,7 +265,7 @@ def _is_plain(sampler: object) -> bool:
 
 
 def _shuffles_all(sampler: object) -> bool:
-    """Returns whether a sampler visits every sample once, in a random order."""
+    """Return True if a sampler visits every sample once, in random order."""
     if not isinstance(sampler, RandomSampler) or type(sampler) is not RandomSampler or sampler.replacement:
         return False
     return sampler.num_samples == len(sampler.data_source)

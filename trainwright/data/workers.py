@@ -1,4 +1,6 @@
-"""Worker processes of torch's DataLoader, watched while the trainer waits: which one died or hangs, at what sample."""
+"""Worker processes of torch's DataLoader, watched while the trainer waits, to find which one died or hangs, and its
+sample.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,22 @@ from trainwright.data.in_progress import InProgress
 from trainwright.errors import DataError, text_of
 
 POLL_S = 0.5
-"""How often the trainer looks at the workers while it waits for them."""
+"""Seconds between two checks of the workers while the trainer waits."""
 WorkerInit = Callable[[int], object]
-LEAVE_OUT = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
+LEAVE_OUT_REMEDY = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
 
 
 @dataclass(frozen=True)
 class Workers:
-    """``count`` processes, each of which loads ``prefetch`` micro-batches ahead.
+    """Settings of worker processes.
 
-    The trainer waits for one at most ``timeout_s`` (None: for ever). ``init(worker)`` is called in each process when it
-    starts; ``context`` is the start method of multiprocessing (None: that of Python).
+    Attributes:
+        count: Number of processes.
+        prefetch: Number of micro-batches that each reads ahead.
+        timeout_s: Maximum time that the trainer waits for one; None: forever.
+        init: ``init(worker)`` is called in each process when it starts.
+        context: Start method of multiprocessing; None: Python's default.
+        pin_memory: Pin the memory of batches.
     """
 
     count: int
@@ -50,15 +57,15 @@ class Workers:
 def read_in_workers(
     source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Workers
 ) -> Iterator[Fetched | Failed]:
-    """Yields what ``source`` gives for ``keys`` (None: a stream), in order.
+    """Yield the items of ``source`` for ``keys`` (None: a stream), in order.
 
-    Raises DataError, which names the sample, when a worker dies or a micro-batch does not come in time.
+    Raises DataError, which names the sample, if a worker dies or a micro-batch does not arrive in time.
     """
     source.in_progress = InProgress(how.count)
     requested: deque[Key] = deque()
     earlier = set(multiprocessing.active_children())
-    with sigchld_as_it_was():
-        fetched = _started(source, None if keys is None else _noted(keys, requested), how)
+    with preserved_sigchld():
+        fetched = _started(source, None if keys is None else _recorded(keys, requested), how)
     watch = _Watch(
         [each for each in multiprocessing.active_children() if each not in earlier], source.in_progress, requested
     )
@@ -70,7 +77,7 @@ def read_in_workers(
     except GeneratorExit:
         raise
     except BaseException:
-        for worker in watch.workers:  # it may be stuck: torch would wait seconds for each to end by itself
+        for worker in watch.workers:  # it may be stuck: torch would wait seconds for each to exit by itself
             worker.terminate()
         raise
 
@@ -85,11 +92,11 @@ def _started(source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Worke
             num_workers=how.count,
             prefetch_factor=how.prefetch,
             pin_memory=how.pin_memory,
-            collate_fn=_as_is,
+            collate_fn=_identity,
             timeout=POLL_S,
             worker_init_fn=partial(_begin, os.getpid(), how, source.in_progress),
             multiprocessing_context=how.context,
-            generator=torch.Generator(),  # its own, so that ours does not move
+            generator=torch.Generator(),  # a separate one, so that the default generator does not change
         )
         return iter(loader)
 
@@ -104,45 +111,46 @@ class _OneIterator:
         return self.keys
 
 
-def _noted(keys: Iterator[Key], requested: deque[Key]) -> Iterator[Key]:
+def _recorded(keys: Iterator[Key], requested: deque[Key]) -> Iterator[Key]:
     for key in keys:
         requested.append(key)
         yield key
 
 
-def _as_is(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 
 @contextmanager
-def sigchld_as_it_was() -> Iterator[None]:
-    """Keeps torch from handling SIGCHLD: its handler raises wherever the trainer is, in the midst of a step.
+def preserved_sigchld() -> Iterator[None]:
+    """Keep torch from handling SIGCHLD: its handler raises anywhere in the trainer, even within a step.
 
-    A worker that has died is noticed where the trainer waits for it: the state is whole there.
+    A dead worker is detected while the trainer waits for it: the state is complete there.
     """
-    if threading.current_thread() is not threading.main_thread():  # torch sets none there
+    if threading.current_thread() is not threading.main_thread():  # torch sets no handler there
         yield
         return
     before = signal.getsignal(signal.SIGCHLD)
     yield
-    is_torchs = getattr(before, "__module__", "") == "torch.utils.data._utils.signal_handling"  # of a loader before
-    if before is not None:  # else it is none of Python's, and cannot be put back
+    # the handler of an earlier loader
+    is_torchs = getattr(before, "__module__", "") == "torch.utils.data._utils.signal_handling"
+    if before is not None:  # else it is not a Python handler, and cannot be restored
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs else before)
 
 
-# while the trainer waits
+# functions used while the trainer waits
 
 
 @dataclass(frozen=True)
 class _Watch:
-    """The worker processes, what each is reading, and the keys that were handed out and have not come back."""
+    """The worker processes, the samples each is reading, and the keys of pending requests."""
 
     workers: list[BaseProcess]
     in_progress: InProgress
     requested: Sequence[Key]
 
     def dead(self, *, wait: bool) -> BaseProcess | None:
-        """A worker that has ended. ``wait``: a socket broke, so one is about to have."""
+        """Return a worker that has ended. ``wait``: a socket broke, so one is about to end."""
         until_s = time.monotonic() + (2 * POLL_S if wait else 0.0)
         while True:
             if ended := next((each for each in self.workers if not each.is_alive()), None):
@@ -152,16 +160,16 @@ class _Watch:
             time.sleep(0.01)
 
     def samples(self, worker: BaseProcess) -> list[int]:
-        """The samples that a worker is reading."""
+        """Return the samples that a worker is reading."""
         first, count = self.in_progress.of(worker.pid)
         of_key = next(
             (key.ids.tolist() for key in self.requested if count and len(key.ids) == count and key.ids[0] == first),
             None,
         )
-        return of_key or list(range(first, first + count))  # one alone, or those of a stream
+        return of_key or list(range(first, first + count))  # a single sample, or those of a stream
 
     def hanging(self) -> list[int]:
-        """The samples that keep the trainer waiting."""
+        """Return the samples that the trainer is waiting for."""
         reading = [each for each in map(self.samples, self.workers) if each]
         awaited = set(self.requested[0].ids.tolist()) if self.requested else set(reading[0] if reading else ())
         return next((each for each in reading if not awaited.isdisjoint(each)), sorted(awaited))
@@ -172,7 +180,7 @@ def _next(fetched: Iterator[Fetched | Failed], watch: _Watch, timeout_s: float |
     while True:
         try:
             return next(fetched, None)
-        except Exception as error:  # of torch's machinery: what a dataset raises comes back as a value
+        except Exception as error:  # an error of torch's machinery: errors of a dataset are returned as values
             if dead := watch.dead(wait=isinstance(error, OSError | EOFError)):
                 raise _died(dead, watch) from None
             if not str(error).startswith("DataLoader timed out"):
@@ -184,7 +192,7 @@ def _next(fetched: Iterator[Fetched | Failed], watch: _Watch, timeout_s: float |
             raise DataError(
                 f"no data came for {timeout_s:g} s: a worker is still reading {_named(ids)}",
                 sample_ids=ids,
-                remedy=f"{LEAVE_OUT}; where reading may take so long, set data.timeout to more",
+                remedy=f"{LEAVE_OUT_REMEDY}; where reading may take so long, set data.timeout to more",
             )
 
 
@@ -198,7 +206,7 @@ def _died(worker: BaseProcess, watch: _Watch) -> DataError:
     remedy = {
         -signal.SIGKILL: "most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",
         -signal.SIGBUS: "most often shared memory is full: enlarge /dev/shm (docker run --shm-size=8g)",
-    }.get(code, LEAVE_OUT if ids else "try data.workers: 0, where the error is seen")
+    }.get(code, LEAVE_OUT_REMEDY if ids else "try data.workers: 0, where the error is seen")
     what = "was killed" if code < 0 else "ended"
     return DataError(
         f"a process that loads data {what} {how} while it read {_named(ids)}", sample_ids=ids, remedy=remedy
@@ -211,13 +219,13 @@ def _named(ids: Sequence[int]) -> str:
     return f"sample {ids[0]}" if len(ids) == 1 else f"the samples {list(ids)}"
 
 
-# in a worker
+# functions used in a worker
 
 
 def _begin(trainer: int, how: Workers, in_progress: InProgress, worker: int) -> None:
-    """Gives a worker a process group of its own: Ctrl-C reaches the foreground group, and the run decides when to stop.
+    """Put a worker into its own process group: Ctrl-C reaches the foreground group, and the run decides when to stop.
 
-    Ends a worker whose trainer was killed before torch's watchdog began; it would never end. (Under a fork server its
+    Ends a worker whose trainer was killed before torch's watchdog started; it would never end. (Under a fork server its
     parent is another process anyway.)
     """
     if os.getppid() != trainer and (how.context or multiprocessing.get_start_method()) != "forkserver":
@@ -237,10 +245,10 @@ def _report(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Says nothing of a socket that broke because the trainer was killed: a thread hands memory over there."""
+    """Suppress errors of a socket that broke because the trainer was killed: a thread passes memory over it."""
     until_s = time.monotonic() + POLL_S
     while isinstance(error, ConnectionError | EOFError) and time.monotonic() < until_s:
         if os.getppid() != trainer:
             return
-        time.sleep(0.01)  # the sockets of a killed process are closed before its children are orphans
+        time.sleep(0.01)  # the sockets of a killed process are closed before its children become orphans
     report(kind, error, trace)

@@ -1,6 +1,6 @@
-"""The ranks of a run: what one process may know and ask of the others."""
+"""The ranks of a run, and the communication between them."""
 
-from trainwright.distributed.detect import choose_device, device_name, low_precision, usable_threads
+from trainwright.distributed.device import choose_device, device_name, low_precision, usable_threads
 from trainwright.distributed.group import SOLO, Ranks, Solo, World
 from trainwright.distributed.join import ALONE, Launch, joined
 from trainwright.distributed.mesh import ONE, RankMesh, make_mesh

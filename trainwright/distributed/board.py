@@ -1,4 +1,4 @@
-"""Notes that ranks leave for one another in a store. No rank waits for another, and nothing of it is a collective."""
+"""Messages that ranks exchange through a store. No rank waits for another, and no collective is used."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from datetime import timedelta
 from torch import distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-REPLY_S = 10.0
-"""How long the store itself may take to reply before it counts as gone."""
+REPLY_TIMEOUT_S = 10.0
+"""Timeout of the store itself, in seconds, after which it counts as lost."""
 
 
 class Board:
-    """Keys and texts that every rank may read and write. Raises RuntimeError where the store is gone."""
+    """Keys and texts that every rank may read and write. Raises RuntimeError if the store is lost."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
 
     def post(self, key: str, text: str) -> None:
-        """Leaves ``text`` under ``key``, in the place of what was there."""
+        """Store ``text`` under ``key``, replacing an earlier text."""
         self._store.set(key, text)
 
     def read(self, *keys: str) -> list[str] | None:
-        """The texts under all ``keys``; None unless each is there. It does not wait for them."""
+        """Return the texts under all ``keys``; None if one is missing. Does not wait for them."""
         if not self._store.check(list(keys)):
             return None
         texts: Sequence[bytes] = self._store.multi_get(list(keys))
         return [text.decode() for text in texts]
 
     def drop(self, key: str) -> None:
-        """Takes away what is under ``key``."""
+        """Delete the text under ``key``."""
         self._store.delete_key(key)
 
 
 def open_board(name: str) -> Board:
-    """A board of this name in the store of the default group, over a connection of its own.
+    """Return a board of this name in the store of the default group, over a separate connection.
 
-    A call that waits for the store so never holds up one of the loop's. Raises RuntimeError where there is no
-    connection to be had.
+    Therefore a call that waits for the store never delays a call of the training loop. Raises RuntimeError if no
+    connection can be made.
     """
     store: Store = distributed.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=REPLY_S))
+    store.set_timeout(timedelta(seconds=REPLY_TIMEOUT_S))
     return Board(PrefixStore(f"trainwright/{name}", store), distributed.get_rank(), distributed.get_world_size())

@@ -1,6 +1,7 @@
-"""Context parallelism: each rank computes a part of every sequence, and keys and values are gathered for attention.
+"""Context parallelism: each rank computes a part of every sequence; keys and values are gathered for attention.
 
-torch's own way works by operators that CPUs do not have; this one is its all-gather and reduce-scatter, by DTensor.
+torch's implementation uses operators that CPUs do not have. This one uses its all-gather and reduce-scatter, by
+DTensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from trainwright.errors import UsageError
 
 
 def part_of(x: Tensor, rank: int, ranks: int) -> Tensor:
-    """What a rank has of sequences, shape (B, T, ...). Raises UsageError where T cannot be divided evenly."""
+    """Return a rank's part of sequences, shape (B, T, ...). Raises UsageError if T is not divisible."""
     length, rest = divmod(x.shape[1], ranks)
     if rest:
         raise UsageError(
@@ -24,10 +25,10 @@ def part_of(x: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 class ContextPart:
-    """The part of the sequence that this rank of ``mesh`` (1-D) computes: the ranks have equal parts, in their order.
+    """The part of the sequence that this rank of ``mesh`` (1-D) computes: the ranks have equal parts, in rank order.
 
-    Each rank has the gradients of its own part alone, and of what others read of its keys and values; those of the
-    weights are to be summed over the ranks.
+    Each rank has only the gradients of its part, and of the keys and values that other ranks use. Gradients of the
+    weights must be summed over the ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -41,7 +42,10 @@ class ContextPart:
         return part_of(x, self._rank, self._ranks)
 
     def before(self, x_BHTK: Tensor) -> Tensor:
-        """Backward sums what every rank found of its keys or values: a reduce-scatter."""
+        """Gather keys or values up to this rank's part.
+
+        Backward sums their gradients of all ranks: a reduce-scatter.
+        """
         length = x_BHTK.shape[2]
         part = DTensor.from_local(x_BHTK, self._mesh, [Shard(2)], run_check=False)
         whole = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

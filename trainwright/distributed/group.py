@@ -1,4 +1,4 @@
-"""The World protocol; SOLO, the null object for a run of one process; and Ranks, for several."""
+"""The World protocol, with the implementations Solo (one process) and Ranks (several)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainwright.errors import RankError, text_of
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20
-"""As much is summed in one exchange; torch's DistributedDataParallel takes the same."""
+"""Maximum size of one exchange in bytes, as in torch's DistributedDataParallel."""
 
 
 class World(Protocol):
-    """What the engine asks of the ranks. ``rank`` is 0-based, ``size`` the number of processes.
+    """Communication between ranks, as the engine needs it. ``rank`` is 0-based, ``size`` the number of processes.
 
     Every rank must make the same calls in the same order.
     """
@@ -32,40 +32,40 @@ class World(Protocol):
     @property
     def size(self) -> int: ...
     def agree(self, value: T | None) -> T | None:
-        """The first rank's non-None value, the same on every rank."""
+        """Return the first rank's non-None value, the same on every rank."""
         ...
 
     def least(self, number: int) -> int:
-        """The smallest number of all ranks, the same on every rank."""
+        """Return the smallest number of all ranks, the same on every rank."""
         ...
 
     def clock(self) -> float:
-        """Monotonic seconds; rank 0 decides, so that every rank sees the same time."""
+        """Return monotonic seconds of rank 0, so that every rank gets the same time."""
         ...
 
     def gather(self, numbers: Tensor) -> Tensor:
-        """The ``numbers`` (n,) of every rank, on their device: (size, n)."""
+        """Return the ``numbers`` (n,) of every rank, on their device: (size, n)."""
         ...
 
     def collect(self, value: T) -> list[T]:
-        """The value of every rank."""
+        """Return the value of every rank."""
         ...
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sums each tensor over all ranks, in place."""
+        """Sum each tensor over all ranks, in place."""
         ...
 
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
-        """Makes each tensor what it is on rank 0, in place."""
+        """Replace each tensor by that of rank 0, in place."""
         ...
 
     def bring(self, tensor: Tensor, source: int) -> None:
-        """Makes ``tensor`` on rank 0 what it is on rank ``source``, in place. The other ranks need not call it."""
+        """Replace ``tensor`` on rank 0 by that of rank ``source``, in place. The other ranks need not call this."""
         ...
 
 
 class Solo:
-    """One process: it agrees with itself and never waits."""
+    """One process, which never communicates."""
 
     rank = 0
     size = 1
@@ -95,7 +95,7 @@ SOLO = Solo()
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are summed together, as a communication hook of torch asks for them: its GradBucket."""
+    """Gradients that are summed together, with the interface of torch's GradBucket for communication hooks."""
 
     number: int
     flat: Tensor
@@ -106,11 +106,11 @@ class Bucket:
         return self.number
 
     def buffer(self) -> Tensor:
-        """All elements, shape (n,); the hook may write into it."""
+        """Return all elements, shape (n,); the hook may write to them."""
         return self.flat
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer."""
+        """Return views of the buffer."""
         parts = torch.split(self.flat, [shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -123,9 +123,9 @@ CommunicationHook: TypeAlias = Callable[[Any], Future[Tensor]]
 
 
 class Ranks:
-    """The processes of a group of torch.distributed, by default of all, initialised with a CPU backend (gloo).
+    """The processes of a torch.distributed group, by default of all, initialized with a CPU backend (gloo).
 
-    Tensors of a GPU go through the backend that the group has for it. Raises RankError where another rank is gone.
+    Tensors of a GPU use the backend that the group has for it. Raises RankError if another rank is lost.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
@@ -139,7 +139,7 @@ class Ranks:
         return group
 
     def agree(self, value: T | None) -> T | None:
-        """Costs an all-reduce of eight bytes; where there is a value, an exchange of pickled ones, too."""
+        """Costs an all-reduce of eight bytes; if there is a value, also an exchange of pickled values."""
         if self.least(int(value is None)):
             return None
         return next(each for each in self.collect(value) if each is not None)
@@ -171,7 +171,7 @@ class Ranks:
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """In buckets, one after the other: the order of summation is the same in every run of so many ranks."""
+        """Sum in buckets, one after the other: the order of summation depends only on the number of ranks."""
         for bucket in _buckets(tensors):
             flat = _flattened(bucket)
             with _raising_rank_error("sum gradients"):
@@ -180,13 +180,13 @@ class Ranks:
 
     @torch.no_grad()
     def sum_by_(self, hook: CommunicationHook, tensors: Sequence[Tensor]) -> None:
-        """As ``sum_``, but what is sent of a bucket is the hook's to decide, which returns the mean over the ranks."""
+        """Sum as ``sum_`` does, with communication by the hook, which returns the mean of a bucket over the ranks."""
         buckets = list(_buckets(tensors))
         for index, bucket in enumerate(buckets):
             flat = _flattened(bucket)
-            shown = Bucket(index, flat, [each.shape for each in bucket], index + 1 == len(buckets))
+            view = Bucket(index, flat, [each.shape for each in bucket], index + 1 == len(buckets))
             with _raising_rank_error("sum compressed gradients"):
-                mean = hook(shown).wait()
+                mean = hook(view).wait()
             flat.copy_(mean).mul_(self.size)
             _spread(flat, bucket)
 
@@ -207,7 +207,7 @@ class Ranks:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that follow each other and are of one dtype and device, at most BUCKET_BYTES together."""
+    """Yield groups of consecutive tensors of one dtype and device, at most BUCKET_BYTES together."""
     for _, alike in groupby(tensors, key=lambda each: (each.dtype, each.device)):
         bucket: list[Tensor] = []
         size = 0
@@ -221,7 +221,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _flattened(bucket: Sequence[Tensor]) -> Tensor:
-    """One tensor of all elements: a copy, unless there is one tensor that is contiguous."""
+    """Return one tensor of all elements: a copy, unless there is a single contiguous tensor."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
         return bucket[0].detach().view(-1)
     return torch.cat([each.detach().reshape(-1) for each in bucket])
@@ -242,7 +242,7 @@ _exchanged = _Exchanged()
 
 
 def exchanged_s() -> float:
-    """Seconds that this thread has spent in exchanges of the ranks, most of them waiting for the last to come."""
+    """Return the seconds that this thread has spent in exchanges of the ranks, most of them waiting for the slowest."""
     return _exchanged.seconds
 
 
@@ -257,7 +257,7 @@ def _raising_rank_error(what: str) -> Iterator[None]:
 
 
 def lost_rank(what: str, error: RuntimeError) -> RankError:
-    """The error of an exchange that failed."""
+    """Return the error of an exchange that failed."""
     return RankError(
         f"the ranks could not {what}: {text_of(error)[:300]}",
         remedy="another rank has ended or hangs: its own output says why; then resume the run",
@@ -265,5 +265,5 @@ def lost_rank(what: str, error: RuntimeError) -> RankError:
 
 
 def is_of_exchange(error: RuntimeError) -> bool:
-    """Whether it comes from an exchange, such as one that torch makes within a forward or backward pass."""
+    """Return True if the error comes from an exchange, such as one of torch in a forward or backward pass."""
     return isinstance(error, distributed.DistError) or "/gloo/" in text_of(error)

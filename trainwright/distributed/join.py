@@ -22,10 +22,18 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """How torchrun started this process: as ``rank`` of ``size``, for the ``attempt``-th time (from 0).
+    """Launch of this process by torchrun.
 
-    ``local_rank`` is its number on its machine. ``job`` is the id of the launch, the same for all attempts; of a launch
-    without one, the process of torchrun. ``call`` counts the runs of a script that trains more than once.
+    Attributes:
+        rank: Number of this process.
+        size: Number of processes.
+        local_rank: Number of this process on its machine.
+        attempt: Number of restarts.
+        job: Id of the launch, the same for all attempts; if it has none, the host and process of torchrun.
+        address: Address of the store.
+        port: Port of the store.
+        agent_has_store: True if torchrun hosts the store.
+        call: Number of the run in a script that trains several times.
     """
 
     rank: int = 0
@@ -40,14 +48,15 @@ class Launch:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
-        """Returns what torchrun says, also of a launch of one rank; one process without a launch where it is not there.
+        """Return the launch described by torchrun, also with one rank; without a launch, a single process.
 
-        Raises UsageError where the environment says that there are several ranks, and not how to meet them.
+        Raises:
+            UsageError: The environment has several ranks, but not how to connect to them.
         """
         missing = [name for name in _NAMES if name not in environ]
         is_one = environ.get("WORLD_SIZE", "1") == "1"
         if "LOCAL_RANK" in missing or (is_one and (missing or "TORCHELASTIC_RUN_ID" not in environ)):
-            return cls()  # a job of Slurm or MPI with one task sets WORLD_SIZE, too
+            return cls()  # a job of Slurm or MPI with one task also sets WORLD_SIZE
         numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
         wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
         if missing or wrong:
@@ -76,10 +85,14 @@ _STORES: dict[tuple[str, int], TCPStore] = {}
 
 @contextmanager
 def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterator[World]:
-    """Yields the World of this process: SOLO, or the ranks once all have come. Leaves the group at the end.
+    """Context with the World of this process: SOLO, or the ranks once all have joined. Leaves the group at the end.
 
-    A group that the caller has made already is used and left alone. ``timeout_s`` is how long a rank waits for the
-    others before it gives up. Raises RankError when they do not come, UsageError where a rank has no GPU of its own.
+    A group that the caller has initialized is used, and not destroyed. ``timeout_s`` is the maximum wait for other
+    ranks.
+
+    Raises:
+        RankError: The other ranks do not join.
+        UsageError: There are fewer GPUs than ranks on this machine.
     """
     on_gpu = on_gpu and torch.cuda.is_available()
     if on_gpu and launch.local_rank >= (count := torch.cuda.device_count()):
@@ -107,10 +120,10 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
 
 
 def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
-    """With a store of this call's own: in torchrun's the addresses of those before may still lie.
+    """Initialize the group with a separate store for this call: torchrun's may still contain addresses of earlier ones.
 
-    A store that torchrun does not keep is new at each attempt, of which the agent of a node that came back knows no
-    number.
+    A store that torchrun does not host is new at each attempt. The agent of a node that was restarted does not know the
+    number of the attempt.
     """
     try:
         attempt = launch.attempt if launch.agent_has_store else 0
@@ -118,14 +131,14 @@ def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
         distributed.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(
-            f"rank {launch.rank} could not meet the other {launch.size - 1} at {launch.address}:{launch.port}: "
+            f"rank {launch.rank} could not connect to the other {launch.size - 1} at {launch.address}:{launch.port}: "
             f"{text_of(error)[:300]}",
-            remedy="look whether every rank was started, whether one has ended, and whether a firewall closes the port",
+            remedy="check that every rank was started, that none has ended, and that no firewall blocks the port",
         ) from error
 
 
 def _store(launch: Launch, timeout: timedelta) -> TCPStore:
-    """One for all runs of this process: a model that FSDP has sharded keeps that of its run open, and so the port."""
+    """Return the store of all runs of this process: an FSDP model keeps that of its run open, and so the port."""
     place = launch.address, launch.port
     if place not in _STORES:
         is_host = launch.rank == 0 and not launch.agent_has_store

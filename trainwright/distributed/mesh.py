@@ -1,4 +1,4 @@
-"""The ranks as a grid with one axis for each way to divide the work, and the groups along it."""
+"""The ranks as a grid with one axis per kind of parallelism, and the groups along it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from trainwright.plan.parallel import AXES, ONE_RANK, Degrees, place_of
 
 @dataclass(frozen=True)
 class RankMesh:
-    """Which ranks do what. ``world`` are all ranks; ``data`` are those whose samples differ from this rank's.
+    """The layout of the ranks.
 
-    ``sums`` are those whose gradients and losses add up: ``data``, and those that have other parts of its sequences.
-    ``stages`` are those that have the other stages of this rank's model, in their order.
-    Ranks that share their samples (a tensor, a sequence or stages is divided among them) are one of ``data`` together.
-    ``devices`` is torch's mesh with the axes of ``AXES``; None where the ranks are nothing but copies of each other.
+    Ranks that share their samples (because a tensor, a sequence or stages are divided among them) are one of ``data``
+    together.
+
+    Attributes:
+        degrees: Number of ranks along each axis.
+        world: All ranks.
+        data: Ranks whose samples differ from this rank's.
+        sums: Ranks whose gradients and losses are summed: ``data``, and those with other parts of its sequences.
+        stages: Ranks with the other stages of this rank's model, in order.
+        devices: torch's mesh with the axes of ``AXES``; None if the ranks are only copies of each other.
     """
 
     degrees: Degrees
@@ -34,10 +40,10 @@ class RankMesh:
         return place_of(self.degrees, self.world.rank)
 
     def stream(self, *, divides_sequence: bool) -> int | None:
-        """The number of this rank's random numbers, where it is not that of its samples.
+        """Return the number of this rank's random stream, if it is not that of its samples.
 
-        Ranks that hold copies of the same activations drop the same of them; those that hold parts draw their own.
-        ``divides_sequence``: tensor ranks do, between the layers that they divide.
+        Ranks with copies of the same activations use the same dropout; those with parts draw separately.
+        ``divides_sequence``: tensor ranks divide the sequence between the layers that they divide.
         """
         degrees, place, number = self.degrees, self.place, self.data.rank
         divides_sequence = divides_sequence and degrees.tensor > 1
@@ -49,23 +55,23 @@ class RankMesh:
     @property
     def stages_of_first(self) -> World:
         """The stages of the first rank, if this rank has one of them."""
-        return self.stages if replace(self.place, pipeline=0) == NOWHERE else SOLO
+        return self.stages if replace(self.place, pipeline=0) == FIRST_POSITION else SOLO
 
     def along(self, *axes: str) -> DeviceMesh:
-        """The part of the mesh along some axes, from the outside in, in which this rank lies."""
+        """Return the part of the mesh along some axes, outermost first, that contains this rank."""
         assert self.devices is not None
         part: DeviceMesh = self.devices[axes]
         return part
 
 
-NOWHERE = Degrees(0, 0, 0, 0, 0)
-"""The place of the first rank."""
+FIRST_POSITION = Degrees(0, 0, 0, 0, 0)
+"""The position of the first rank."""
 ONE = RankMesh(ONE_RANK, SOLO, SOLO, SOLO)
-"""Of a run of one process."""
+"""The mesh of a run of one process."""
 
 
 def make_mesh(degrees: Degrees, world: World, device: torch.device) -> RankMesh:
-    """Makes the groups of a layout; every rank must call it at the same time."""
+    """Create the groups of a layout; every rank must call this at the same time."""
     if degrees.ranks == degrees.replicate:
         return RankMesh(degrees, world, world, world)
     devices = init_device_mesh(device.type, degrees.shape, mesh_dim_names=AXES)

@@ -12,24 +12,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainwright.errors import UsageError
 
-_NARROW = (torch.float16, torch.bfloat16)
+_16_BIT = (torch.float16, torch.bfloat16)
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3) -> int:
-    """Divides the parameters of ``model`` among the ranks of the last axis of ``mesh``; returns the number of units.
+    """Divide the parameters of ``model`` among the ranks of the last axis of ``mesh``; return the number of units.
 
-    Along a first axis of two, ranks hold the same parts (HSDP). ``zero`` 3: the whole weights of a block are there
-    while it computes; 1 and 2: from its forward pass to its backward pass. Gradients are summed, not averaged, in at
-    least float32. A parameter without dimensions stays whole. Every rank must hold the same weights before.
+    Along the first of two axes, ranks hold the same parts (HSDP). With ``zero`` 3 the full weights of a block exist
+    while it computes; with 1 and 2 from its forward pass to its backward pass. Gradients are summed, not averaged, in
+    at least float32. A parameter without dimensions is not divided. Every rank must hold the same weights before.
 
-    Raises UsageError for a block with weights of several dtypes.
+    Raises:
+        UsageError: A block has weights of several dtypes.
     """
     units = [*units_of(model), model]
     ignored = {p for p in model.parameters() if p.dim() == 0}
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()  # FSDP takes no other
+                parameter.data = parameter.data.contiguous()  # FSDP supports no other
     taken: set[nn.Module] = set()
     for unit in units:
         own = [p for m in unit.modules() if m not in taken for p in m.parameters(recurse=False) if p not in ignored]
@@ -46,9 +47,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3) -> int:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules with parameters that lie in an nn.ModuleList or nn.Sequential, each once.
+    """Return the outermost modules with parameters in an nn.ModuleList or nn.Sequential, each once.
 
-    One that shares a parameter with what is outside of it is none: both must be gathered together.
+    A module that shares a parameter with others is excluded, because both must be gathered together.
     """
     blocks = list(dict.fromkeys(_blocks(model)))
     owners: dict[Tensor, set[nn.Module]] = {}
@@ -71,11 +72,11 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reduced_in(unit: nn.Module, own: list[nn.Parameter]) -> torch.dtype | None:
-    """The dtype in which gradients are summed; None: their own."""
+    """Return the dtype in which gradients are summed; None: that of the gradients."""
     dtypes = {p.dtype for p in own if p.requires_grad}
     if len(dtypes) > 1:
         raise UsageError(
             f"parallel.shard: the weights of a {type(unit).__name__} are of {' and '.join(sorted(map(str, dtypes)))}",
             remedy="give all trained weights one dtype: model.float(); bf16 is computed by precision: bf16",
         )
-    return torch.float32 if dtypes & set(_NARROW) else None
+    return torch.float32 if dtypes & set(_16_BIT) else None

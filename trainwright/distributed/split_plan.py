@@ -1,7 +1,7 @@
-"""The plan of tensor parallelism for a model: which style each of its modules has, and what the plan divides.
+"""The tensor parallelism plan of a model: the style of each module, and what the plan divides.
 
-A plan is a table from patterns of module names to styles. A model in the box has one beside it, a model of
-``transformers`` brings its own, and ``parallel.plan`` of a recipe gives one for any other.
+A plan is a table from patterns of module names to styles. A built-in model has one in its module, a model of
+``transformers`` includes one, and ``parallel.plan`` of a recipe defines one for any other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trainwright.plan.splits import Cut, ModelShape
 from trainwright.recipe.parallel import TensorStyle
 
 SplitPlan = dict[str, TensorStyle]
-"""The style of each module that has one, by its name."""
-OF_TRANSFORMERS: Mapping[str, TensorStyle] = {
+"""The style of each module that has one, by module name."""
+TRANSFORMERS_STYLES: Mapping[str, TensorStyle] = {
     "colwise": "column",
     "colwise_rep": "column_gathered",
     "colwise_gather_output": "column_gathered",
@@ -25,20 +25,20 @@ OF_TRANSFORMERS: Mapping[str, TensorStyle] = {
     "embedding_rowwise": "row",
     "replicated_with_grad_allreduce": "per_head",
 }
-_HEADS = ("heads", "num_attention_heads", "num_key_value_heads")
-_PLAN_IT = 'a table such as plan: {"blocks.*.up": column, "blocks.*.down": row}'
+_HEAD_COUNT_NAMES = ("heads", "num_attention_heads", "num_key_value_heads")
+_EXAMPLE_PLAN = 'a table such as plan: {"blocks.*.up": column, "blocks.*.down": row}'
 
 
-def split_plan(model: nn.Module, asked: Mapping[str, TensorStyle]) -> SplitPlan:
-    """The plan for ``model``: what is ``asked`` for, or else its own.
+def split_plan(model: nn.Module, requested: Mapping[str, TensorStyle]) -> SplitPlan:
+    """Return the plan for ``model``: the ``requested`` one, or else the model's.
 
-    Raises UsageError where there is none, where a pattern that was asked for matches nothing, and for a layer that
-    torch cannot split.
+    Raises:
+        UsageError: There is no plan, a requested pattern matches nothing, or torch cannot split a layer.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     plan: SplitPlan = {}
-    for pattern, style in (asked or _own_plan(model)).items():
-        matched = names_like(pattern, model, "parallel.plan" if asked else None)
+    for pattern, style in (requested or _own_plan(model)).items():
+        matched = names_like(pattern, model, "parallel.plan" if requested else None)
         plan |= dict.fromkeys(matched, style)
     for name, style in plan.items():
         _require_splittable(name, modules[name], style)
@@ -48,23 +48,23 @@ def split_plan(model: nn.Module, asked: Mapping[str, TensorStyle]) -> SplitPlan:
     return plan
 
 
-def names_like(pattern: str, model: nn.Module, asked_at: str | None = None) -> list[str]:
-    """The modules that a pattern matches, in their order. Raises UsageError where none does, and it was asked for."""
+def names_like(pattern: str, model: nn.Module, requested_at: str | None = None) -> list[str]:
+    """Return the modules that a pattern matches, in order. Raises UsageError if a requested pattern matches none."""
     names = [name for name, _ in model.named_modules() if name]
     matched = [name for name in names if _matches(name, pattern)]
-    if asked_at and not matched:
+    if requested_at and not matched:
         globs = dict.fromkeys(_glob(name) for name in names)
         raise UsageError(
-            f"{asked_at}: no module is named like {pattern!r}",
+            f"{requested_at}: no module is named like {pattern!r}",
             remedy=f"{suggest(pattern, globs)}; * stands for one part of a name",
         )
     return matched
 
 
 def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -> ModelShape:
-    """What of a model limits how it can be laid out. The model may be on the meta device.
+    """Return the properties of a model that limit its layout. The model may be on the meta device.
 
-    ``table`` are the blocks that a table of stages names, where the model itself does not say how it is cut.
+    ``table`` contains the blocks of a table of stages, if the model itself does not define its stages.
     """
     modules = dict(model.named_modules())
     sizes = {size: None for name, style in plan.items() for size in _divided(modules[name], style)}
@@ -82,27 +82,27 @@ def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, TensorStyle]:
-    """That of the class, or of ``transformers``."""
+    """Return the plan of the class, or of ``transformers``."""
     if declared := getattr(model, "tensor_plan", None):
         own: Mapping[str, TensorStyle] = declared
         return own
-    theirs: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-    unknown = [f"{pattern}: {style}" for pattern, style in theirs.items() if style not in OF_TRANSFORMERS]
+    declared_styles: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    unknown = [f"{pattern}: {style}" for pattern, style in declared_styles.items() if style not in TRANSFORMERS_STYLES]
     if unknown:
         raise UsageError(
             f"the plan of {type(model).__name__} has styles that are not supported: {', '.join(unknown[:3])}",
-            remedy=f"give parallel.plan, {_PLAN_IT}, or use parallel.shard",
+            remedy=f"give parallel.plan, {_EXAMPLE_PLAN}, or use parallel.shard",
         )
-    if not theirs:
+    if not declared_styles:
         raise UsageError(
             f"{type(model).__name__} has no plan for tensor parallelism",
-            remedy=f"give parallel.plan, {_PLAN_IT}, or use parallel.shard, which divides any model",
+            remedy=f"give parallel.plan, {_EXAMPLE_PLAN}, or use parallel.shard, which divides any model",
         )
-    return {pattern: OF_TRANSFORMERS[style] for pattern, style in theirs.items()}
+    return {pattern: TRANSFORMERS_STYLES[style] for pattern, style in declared_styles.items()}
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Part by part, so that ``*`` does not cross a dot."""
+    """Match part by part, so that ``*`` does not cross a dot."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
@@ -121,7 +121,9 @@ def _require_splittable(name: str, module: nn.Module, style: TensorStyle) -> Non
 
 
 def _divided(module: nn.Module, style: TensorStyle) -> Iterator[Cut]:
-    """What must be divisible: torch divides unevenly, too, where it sees the whole, but not between two layers."""
+    """Yield sizes that must be divisible. torch also divides unevenly if it has the full tensor, but not between two
+    layers.
+    """
     if style == "column" and isinstance(module, nn.Linear):
         yield Cut("outputs of a linear layer", module.out_features)
     elif style == "column" and isinstance(module, nn.Embedding):
@@ -131,15 +133,15 @@ def _divided(module: nn.Module, style: TensorStyle) -> Iterator[Cut]:
 
 
 def _heads_of(model: nn.Module) -> dict[str, int]:
-    """The numbers of attention heads, of the in-box transformer and those of ``transformers``."""
+    """Return the numbers of attention heads, of the built-in transformer and those of ``transformers``."""
     options = getattr(model, "options", None) or getattr(model, "config", None)
-    counts = {name: getattr(options, name, None) for name in _HEADS}
+    counts = {name: getattr(options, name, None) for name in _HEAD_COUNT_NAMES}
     words = {"heads": "attention heads", "num_attention_heads": "attention heads", "num_key_value_heads": "KV heads"}
     return {words[name]: count for name, count in counts.items() if isinstance(count, int)}
 
 
 def _tied_embeddings(modules: Mapping[str, nn.Module], plan: SplitPlan) -> SplitPlan:
-    """An embedding whose weight is that of an output layer in the plan is divided as that is: by rows."""
+    """Divide an embedding that shares the weight of an output layer in the plan as that layer is: by rows."""
     heads = {id(getattr(modules[name], "weight", None)) for name, style in plan.items() if style.startswith("column")}
     return {
         name: "row"
@@ -149,7 +151,7 @@ def _tied_embeddings(modules: Mapping[str, nn.Module], plan: SplitPlan) -> Split
 
 
 def ties_of(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """The places of each parameter that has several: names of modules, and of the parameter there."""
+    """Return the places of each shared parameter: module name and parameter name."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, own_name = name.rpartition(".")
@@ -158,7 +160,7 @@ def ties_of(model: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def _require_alike(places: list[tuple[str, str]], modules: Mapping[str, nn.Module], plan: SplitPlan) -> None:
-    """Raises UsageError where a weight would be divided in one place otherwise than in another."""
+    """Raise UsageError if a shared weight would be divided differently in two places."""
     dims = {owner: _dim(modules.get(owner), plan.get(owner)) for owner, _ in places}
     if len(set(dims.values())) > 1:
         how = ", ".join(f"{owner} ({plan.get(owner, 'not named')})" for owner in dims)
@@ -169,7 +171,7 @@ def _require_alike(places: list[tuple[str, str]], modules: Mapping[str, nn.Modul
 
 
 def _dim(module: nn.Module | None, style: TensorStyle | None) -> int | None:
-    """The dimension of the weight that a style divides."""
+    """Return the dimension of the weight that a style divides."""
     by_columns = style in ("column", "column_gathered")
     if not by_columns and style != "row":
         return None

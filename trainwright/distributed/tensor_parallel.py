@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers of a model divided among the ranks of one mesh axis, by torch's own styles."""
+"""Tensor parallelism: the layers of a model divided among the ranks of one mesh axis, by torch's styles."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trainwright.recipe.parallel import TensorStyle
 
 
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, plan: SplitPlan, *, sequence: bool) -> None:
-    """Makes the weights that ``plan`` names DTensors of ``mesh`` (1-D), in place; tied weights stay one weight.
+    """Convert the weights that ``plan`` names to DTensors of ``mesh`` (1-D), in place; tied weights stay one weight.
 
-    The weights of the first rank of the mesh are divided. With ``sequence`` activations between attention and
-    feed-forward layers are divided as well, along the sequence.
+    The weights of the first rank of the mesh are divided. With ``sequence``, activations between attention and
+    feed-forward layers are also divided, along the sequence.
     """
     ties, frozen = ties_of(model), {name for name, each in model.named_parameters() if not each.requires_grad}
     for name, style in plan.items():
@@ -36,11 +36,11 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, plan: SplitPlan
         for owner, name in places:
             setattr(model.get_submodule(owner), name, first)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)  # not every style of torch keeps that
+        parameter.requires_grad_(name not in frozen)  # some styles of torch reset it
 
 
 def _styles(style: TensorStyle, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Iterator[ParallelStyle]:
-    """Those of torch. Between the divided layers activations are whole, or parts along the sequence."""
+    """Yield torch's styles. Between the divided layers, activations are full, or parts along the sequence."""
     between = Shard(1) if sequence else Replicate()
     if style == "column":
         yield ColwiseParallel(input_layouts=between)
@@ -62,7 +62,7 @@ def _styles(style: TensorStyle, module: nn.Module, mesh: DeviceMesh, *, sequence
 
 
 def _require_equal_parts(ranks: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def check(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         length = inputs[0].shape[1]
         if length % ranks:
             raise UsageError(
@@ -70,4 +70,4 @@ def _require_equal_parts(ranks: int) -> Callable[[nn.Module, tuple[Tensor, ...]]
                 remedy=f"pad samples to a multiple of {ranks} positions, or leave parallel.sequence out",
             )
 
-    return look
+    return check

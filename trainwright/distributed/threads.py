@@ -1,4 +1,4 @@
-"""Threads: one of ours must not slow training down; and the time of one, without what other programs take of it."""
+"""Background threads that must not slow down training, and a clock of a thread that excludes other programs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-STACK_BYTES = 2**18
+THREAD_STACK_BYTES = 2**18
 
 
 @contextlib.contextmanager
 def small_stacks() -> Iterator[None]:
-    """A thread of ours that starts inside has a stack of 256 KiB: the usual 8 MiB count where memory is limited."""
-    before = threading.stack_size(STACK_BYTES)
+    """Context in which new threads have a stack of 256 KiB: the default of 8 MiB matters if memory is limited."""
+    before = threading.stack_size(THREAD_STACK_BYTES)
     try:
         yield
     finally:
@@ -27,14 +27,14 @@ def small_stacks() -> Iterator[None]:
 
 
 def single_threaded() -> None:
-    """Makes the calling thread run torch's operations by itself, without a pool of OpenMP threads of its own.
+    """Make the calling thread run torch's operations by itself, without a separate pool of OpenMP threads.
 
-    Call it first thing in every thread that uses torch and stays alive while training runs. Otherwise the first large
+    Call it first in every thread that uses torch and stays alive while training runs. Otherwise the first large
     operation of that thread starts a pool that lives as long as the thread. libgomp then counts more threads than
-    cores, and the threads of *training* sleep at every barrier instead of spinning: 526 voluntary context switches a
+    cores, and the threads of *training* sleep at every barrier instead of spinning: 526 voluntary context switches per
     step instead of none, and steps that take 1.2 times as long.
 
-    ``torch.set_num_threads(1)`` is no cure: it also sets MKL, for the whole process. Does nothing where torch was built
+    ``torch.set_num_threads(1)`` does not help: it also sets MKL, for the full process. Does nothing if torch was built
     without OpenMP.
     """
     torch.get_num_threads()  # torch sets up each thread at its first use, and would undo what follows
@@ -45,8 +45,9 @@ def single_threaded() -> None:
 
 @functools.cache
 def _omp_set_num_threads() -> Callable[[int], object] | None:
-    """The function of the OpenMP library that torch itself is linked to: a process may hold several."""
-    function = getattr(torch_library(), "omp_set_num_threads", None)  # also found in what the library is linked to
+    """Return the function of the OpenMP library that torch is linked to: a process may contain several."""
+    # also found in the libraries that the library is linked to
+    function = getattr(torch_library(), "omp_set_num_threads", None)
     if function is not None:
         function.argtypes, function.restype = [ctypes.c_int], None
     return function
@@ -54,7 +55,7 @@ def _omp_set_num_threads() -> Callable[[int], object] | None:
 
 @functools.cache
 def torch_library() -> ctypes.CDLL | None:
-    """The library that torch computes with on a CPU; None where the package has another layout."""
+    """Return torch's CPU library; None if the package has another layout."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
@@ -62,21 +63,21 @@ def torch_library() -> ctypes.CDLL | None:
 
 
 def undisturbed_s() -> float:
-    """Seconds of a clock that stands still while this thread waits for a processor that another has.
+    """Return seconds of a clock that stops while this thread waits for a processor that another thread uses.
 
-    What reads from a disk or sleeps takes as long by it as by any clock, but a busy machine makes nothing slower. Where
-    the system does not tell how long a thread has waited, which only Linux does, it is the ordinary clock.
+    Reading from a disk or sleeping takes as long as on any clock, but a busy machine makes nothing slower. Only Linux
+    reports the waiting time; on other systems it is the ordinary clock.
     """
     waited_ns = _waited_ns()
     while True:
         now_s, before_ns = time.perf_counter(), waited_ns
         waited_ns = _waited_ns()
-        if waited_ns == before_ns:  # else it waited between one clock and the other
+        if waited_ns == before_ns:  # else it waited between the two readings
             return now_s - 1e-9 * waited_ns
 
 
 def _waited_ns() -> int:
-    """What this thread has waited in all for a processor that another had."""
+    """Return the total time for which this thread has waited for a processor, in nanoseconds."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     return 0

@@ -1,1 +1,1 @@
-"""The heart: what one optimizer step is, and the loop around it. Knows no recipe and no plan."""
+"""The optimizer step and the loop around it. This package does not depend on recipes or plans."""

@@ -14,7 +14,7 @@ from trainwright.checkpoint.shards import is_sharded
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Loss, LossFn, call_loss
 from trainwright.engine.precision import Precision
-from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
+from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import UsageError
 
@@ -22,10 +22,14 @@ N = TypeVar("N", Tensor, Tensor | float)
 
 
 class Accumulated(NamedTuple):
-    """The results of all forward and backward passes of one step.
+    """Results of all forward and backward passes of one step.
 
-    ``loss`` is the mean over the whole global batch; ``micro_losses`` are the 0-d totals (or means) of each
-    micro-batch, in order. ``correction`` is what the gradients must still be multiplied by, None for 1.
+    Attributes:
+        loss: Mean over the global batch, 0-d.
+        weight: Number of counted items in the global batch.
+        micro_losses: Totals (or means) of the micro-batches in order, each 0-d.
+        metrics: Means over ``weight``.
+        correction: Factor by which the gradients must still be multiplied; None for 1.
     """
 
     loss: Tensor
@@ -38,15 +42,15 @@ class Accumulated(NamedTuple):
 def accumulate(
     state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, witness: StepWitness = SILENT
 ) -> Accumulated:
-    """Forward and scaled backward of every micro-batch; gradients add up in ``.grad``.
+    """Run forward and scaled backward on every micro-batch; gradients add up in ``.grad``.
 
-    The weight of the whole batch is known only after the last forward pass. So each total is divided by a
-    provisional weight (that of the first micro-batch times their number), which keeps fp16 gradients in
-    range, and ``correction`` = provisional / true weight makes the sum exact. It is exactly 1 when all
-    micro-batches weigh the same. For a loss that returns a mean, the weights are the sample counts.
+    The weight of the global batch is known only after the last forward pass. Each total is therefore divided by a
+    provisional weight: the weight of the first micro-batch times the number of micro-batches. This keeps fp16 gradients
+    in range. ``correction`` = provisional / true weight then makes the sum exact. It is exactly 1 when all
+    micro-batches have equal weights. For a loss that returns a mean, the weights are the sample counts.
 
-    A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass. One without samples
-    (a rank had none left) weighs nothing.
+    A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass. A micro-batch without
+    samples (the rank has none left) has weight 0.
     """
     outputs: list[Loss] = []
     size = batch.size or 1
@@ -60,7 +64,7 @@ def accumulate(
                 output = Loss(objective.detach(), share)
             else:
                 if not micro.size:
-                    output = weighing_nothing(output)
+                    output = with_zero_weight(output)
                 if provisional is None:
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
@@ -80,11 +84,11 @@ def run_divided(
     divisor: int,
     where: str,
     witness: StepWitness = SILENT,
-    norms: SyncedNorms = OWN_STATISTICS,
+    norms: SyncedNorms = LOCAL_STATISTICS,
 ) -> Loss:
-    """Forward and scaled backward of one micro-batch, whose total is divided by a number known beforehand.
+    """Run forward and scaled backward on one micro-batch, with its total divided by a ``divisor`` known beforehand.
 
-    Returns the loss, detached; a mean counts as many times as there are samples.
+    Returns the detached loss. A mean is multiplied by the number of samples.
     """
     with norms.synchronised(counts=micro.size > 0):
         with precision.autocast():
@@ -92,7 +96,7 @@ def run_divided(
             if isinstance(output, Tensor):
                 output = Loss(output * micro.size, float(micro.size))
             if not micro.size:
-                output = weighing_nothing(output)
+                output = with_zero_weight(output)
             objective = output.total / divisor
         if objective.requires_grad:
             scaled = state.scaler.scaled(objective)
@@ -107,26 +111,26 @@ def run_divided(
     return Loss(output.total.detach(), output.weight, metrics)
 
 
-def divided_before(outputs: Sequence[Loss], divisor: int) -> Accumulated:
-    """What micro-batches gave together whose totals were divided by a number known beforehand."""
+def combine_divided(outputs: Sequence[Loss], divisor: int) -> Accumulated:
+    """Combine micro-batches whose totals were divided by a ``divisor`` known beforehand."""
     done = _combined([*outputs], float(divisor), divisor)
     return done._replace(correction=divisor / _nonzero(done.weight))
 
 
-def weighing_nothing(output: Loss) -> Loss:
+def with_zero_weight(output: Loss) -> Loss:
     metrics = {name: value * 0.0 for name, value in output.metrics.items()}
     return Loss(output.total * 0.0, output.weight * 0.0, metrics)
 
 
 def _nonzero(weight: Tensor | float) -> Tensor | float:
-    """The weight, or 1 where nothing is counted: something to divide by, found without a host sync."""
+    """Return the weight, or 1 if the weight is 0, so that it can be a divisor. Needs no host sync."""
     return weight + (weight == 0)
 
 
 def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int) -> Accumulated:
     totals = tuple(output.total for output in outputs)
     total = totals[0] if len(totals) == 1 else _sum(totals)
-    if provisional is None:  # totals are shares of the mean
+    if provisional is None:  # totals are fractions of the mean
         return Accumulated(total, float(size), totals, {}, None)
     weight = _sum([output.weight for output in outputs])
     metrics = {name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics}
@@ -138,5 +142,5 @@ def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int
 
 
 def _sum(values: Sequence[N]) -> N:
-    """Without the `0 +` of Python's sum, which is one more kernel for tensors."""
+    """Sum without the ``0 +`` of Python's ``sum``, which launches one more kernel for tensors."""
     return reduce(add, values)

@@ -29,12 +29,13 @@ def measure_norms_of(
     precision: Precision = FP32,
     world: World = SOLO,
 ) -> bool:
-    """Measures the running statistics of BatchNorm with the averaged weights, as the mean over ``batches``.
+    """Measure the running statistics of BatchNorm with the averaged weights, as the mean over ``batches``.
 
-    Each micro-batch counts once. Each rank of ``world`` has its own; the result is the mean over the ranks. BatchNorm
-    layers in evaluation mode keep their statistics. Everything else stays unchanged: the live weights and statistics,
-    other buffers, and the random generators. Costs a forward pass for each micro-batch. Returns False where there is no
-    batch, and measures nothing.
+    Each micro-batch counts once. Each rank of ``world`` reads its part of the batches; the result is the mean over the
+    ranks. BatchNorm layers in evaluation mode keep their statistics. Live weights, live statistics, other buffers and
+    random generators stay unchanged. Costs one forward pass per micro-batch.
+
+    Returns False, without measuring, if there is no batch.
     """
     roots = [root for root in (state.model, loss) if isinstance(root, nn.Module)]
     buffers = {id(buffer): buffer for root in roots for buffer in root.buffers()}.values()
@@ -59,7 +60,7 @@ def measure_norms_of(
 
 
 class _Passes(nn.Module):
-    """What ``update_bn`` calls. It sees only the layers that are measured, and changes the mode of none."""
+    """The module passed to ``update_bn``. It exposes only the measured layers and ignores changes of mode."""
 
     def __init__(self, model: nn.Module, norms: Sequence[nn.Module], loss_fn: LossFn, precision: Precision) -> None:
         super().__init__()

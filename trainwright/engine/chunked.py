@@ -1,8 +1,8 @@
-"""The last linear layer and the cross-entropy in one function, in chunks of rows: the logits never exist whole.
+"""Linear layer and cross-entropy fused in one function, in chunks of rows: the full logits are never stored.
 
-The forward pass also computes the gradients, from the logits of each chunk (as in https://arxiv.org/abs/2410.10989), so
-that no matmul is done twice. Under fp16 the backward pass computes the logits and the gradients again: only there is
-the loss scale known, without which small gradients would become 0.
+The forward pass also computes the gradients from the logits of each chunk (as in https://arxiv.org/abs/2410.10989), so
+no matmul is repeated. Under fp16 the backward pass computes logits and gradients again: the loss scale is known only
+there, and without it small gradients would become 0.
 
 Shapes: N rows (tokens), D width, V vocabulary, C rows of a chunk.
 """
@@ -22,28 +22,38 @@ from trainwright.errors import UsageError
 
 IGNORE = -100
 CHUNK_BYTES = {"cpu": 1 << 25}
-"""Size of the logits of one chunk, in float32 and in the compute dtype together, by device type. With smaller chunks
-the gradient of the weight is read and written more often; see benchmarks/chunked_loss.py."""
+"""Size of the logits of one chunk by device type, in bytes; counts float32 and the compute dtype.
+
+Smaller chunks read and write the gradient of the weight more often; see benchmarks/chunked_loss.py.
+"""
 CHUNK_BYTES_ELSEWHERE = 1 << 28
-PARTS = {"cpu": 8}
-"""Number of parts in which the gradient of the weight is added where the matmul cannot add it itself; elsewhere 1."""
-ALIGNED = {"cpu": 1}
-"""The classes are padded with rows of zeros to a multiple of this, elsewhere of 64: with rows of 50,257 16-bit numbers,
-of which none but the first begins at a multiple of 16 bytes, the matmuls of an H200 took seven times as long."""
+WEIGHT_GRADIENT_PARTS = {"cpu": 8}
+"""Number of parts in which the gradient of the weight is added if the matmul cannot accumulate it; 1 on other devices.
+"""
+CLASS_ALIGNMENT = {"cpu": 1}
+"""The number of classes is padded with zero rows to a multiple of this; 64 on other devices.
+
+With rows of 50,257 16-bit numbers, only the first row is aligned to 16 bytes, and the matmuls of an H200 took seven
+times as long.
+"""
 BYTES_PER_LOGIT = 12
-"""What plain cross-entropy holds of each logit in float32: itself, its log-softmax and its gradient."""
+"""Bytes that plain cross-entropy holds per logit in float32: the logit, its log-softmax and its gradient."""
 
 
 def logits_bytes(rows: int, classes: int) -> int:
-    """The memory that plain cross-entropy takes for that many rows."""
+    """Return the memory that plain cross-entropy needs for ``rows`` rows, in bytes."""
     return BYTES_PER_LOGIT * rows * classes
 
 
 class Options(TypedDict, total=False):
-    """Options of the loss: ``ignore_index`` and ``label_smoothing`` as in F.cross_entropy, -100 and 0 by default.
+    """Options of the loss.
 
-    ``softcap`` bounds the logits to (-cap, cap) by tanh, 0 is off. ``z_loss`` times the squared logarithm of the
-    softmax's denominator is added for each counted row (https://arxiv.org/abs/2204.02311, section 5).
+    Attributes:
+        ignore_index: As in F.cross_entropy; default -100.
+        label_smoothing: As in F.cross_entropy; default 0.
+        z_loss: Weight of the squared log-denominator of the softmax, added for each counted row
+            (https://arxiv.org/abs/2204.02311, section 5).
+        softcap: Bounds the logits to (-cap, cap) by tanh; 0 is off.
     """
 
     ignore_index: int
@@ -54,9 +64,9 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _Config:
-    """The options of the loss, the compute dtype, and the rows of a chunk.
+    """Options of the loss, the compute dtype, and the rows of a chunk.
 
-    ``wanted`` says which gradients are needed: of hidden, weight and bias.
+    ``wanted`` says whether the gradients of hidden, weight and bias are needed.
     """
 
     compute: torch.dtype
@@ -73,7 +83,7 @@ class _Config:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether the gradients are computed in the backward pass, where the loss scale is known."""
+        """True if the gradients are computed in the backward pass, where the loss scale is known."""
         return self.compute == torch.float16
 
 
@@ -86,18 +96,30 @@ def chunked_cross_entropy(
     weight_V: Tensor | None = None,
     **options: Unpack[Options],
 ) -> Tensor:
-    """The sum over rows of cross-entropy on ``F.linear(hidden_ND, weight_VD, bias_V)``: 0-d, float32 or float64.
+    """Return the sum over rows of the cross-entropy of ``F.linear(hidden_ND, weight_VD, bias_V)``.
 
-    Equals ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)`` with what ``options`` add.
-    ``weight_V`` is the weight of each class, also in the smoothing; a z-loss is not weighted. Under autocast the
-    matmuls use its dtype, and their results are summed in float32. The memory is that of one chunk and of the
-    gradients. On CUDA the kernel of the package ``liger-kernel`` is used if it is installed (not for fp16).
+    Equals ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)``, extended by ``options``. Memory
+    is that of one chunk and of the gradients. Under autocast the matmuls use its dtype and accumulate in float32. On
+    CUDA the kernel of the package ``liger-kernel`` is used if it is installed (not for fp16).
 
-    Raises IndexError for a target that is no class (on the CPU), UsageError for a second derivative or a derivative
-    with respect to ``weight_V``: these are not implemented.
+    Args:
+        hidden_ND: Inputs of the linear layer.
+        weight_VD: Weight of the linear layer.
+        target_N: Class of each row.
+        bias_V: Bias of the linear layer.
+        weight_V: Weight of each class, applied to the smoothing too, but not to the z-loss.
+        options: See ``Options``.
+
+    Returns:
+        A 0-d tensor in float32 or float64.
+
+    Raises:
+        IndexError: A target is not a class (on the CPU).
+        UsageError: A second derivative or a derivative with respect to ``weight_V`` is requested; both are not
+            implemented.
     """
     tensors = [t for t in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if t is not None]
-    if has_torch_function(tensors):  # recorders of torch functions see this one as they see those of F
+    if has_torch_function(tensors):  # recorders of torch functions see this function as they see those of F
         total: Tensor = handle_torch_function(
             chunked_cross_entropy, tensors, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
         )
@@ -123,14 +145,14 @@ def chunked_cross_entropy(
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype in which a linear layer would compute now, under autocast or not."""
+    """Return the dtype in which a linear layer would compute now, under autocast or not."""
     kind = hidden.device.type
     on = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if on else hidden.dtype
 
 
 def _chunk_rows(rows: int, classes: int, kind: str, compute: torch.dtype) -> int:
-    """Returns C. All chunks but the last have C rows; C depends on shapes and dtypes only."""
+    """Return C. All chunks but the last have C rows; C depends on shapes and dtypes only."""
     size = max(4, compute.itemsize) + (compute.itemsize if compute.itemsize < 4 else 0)
     most = max(1, CHUNK_BYTES.get(kind, CHUNK_BYTES_ELSEWHERE) // (size * classes))
     chunks = max(1, -(-rows // most))
@@ -154,15 +176,15 @@ class _Chunked(torch.autograd.Function):
                 "the chunked loss has no second derivative", remedy="set loss.chunked: false, or leave create_graph out"
             )
         inputs, made = _Inputs(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
-        # if no row counts, the gradient is 0 as in torch, even if the sum was divided by the number of rows (0)
+        # If no row counts, the gradient is 0 as in torch, even if the sum was divided by 0 rows.
         grad = grad.where((inputs.target != ctx.config.ignore_index).any(), 0.0)
         if torch.compiler.is_compiling() and not ctx.config.needs_loss_scale:
             made = [None if each is None else _scaled(each, grad) for each in made]
         elif ctx.spent:
             made = _pass(inputs, ctx.config, scale=grad)[1]
         else:
-            # In place where that is exact: the gradient of the weight is the largest tensor here. Its version counter
-            # stays: a second backward (retain_graph) computes the gradients again.
+            # In place if that is exact: the gradient of the weight is the largest tensor here. Its version counter does
+            # not change: a second backward (retain_graph) computes the gradients again.
             ctx.spent = True
             made = [each if each is None else _scaled(each, grad, in_place=True) for each in made]
         return *made, None, None, None
@@ -192,7 +214,7 @@ def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> t
         compute, wide = config.compute, config.accumulate
         total = torch.zeros((), dtype=wide, device=hidden.device)
         classes = weight.shape[0]
-        missing = -classes % ALIGNED.get(hidden.device.type, 64)
+        missing = -classes % CLASS_ALIGNMENT.get(hidden.device.type, 64)
         head, head_bias = weight.to(compute), None if bias is None else bias.to(compute)
         if missing:
             head, head_bias = (
@@ -270,7 +292,7 @@ def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tens
     if weight is not None and weight.dtype == by_logits.dtype:
         weight.addmm_(by_logits.t(), chunk)
     elif weight is not None:  # in parts: the product in low precision is a temporary tensor
-        parts = PARTS.get(weight.device.type, 1)
+        parts = WEIGHT_GRADIENT_PARTS.get(weight.device.type, 1)
         for part, columns in zip(weight.chunk(parts), by_logits.chunk(parts, dim=1), strict=True):
             part += columns.t() @ chunk
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Sums of gradients that send less: the communication hooks of torch's DistributedDataParallel."""
+"""Gradient sums that send fewer bytes, by the communication hooks of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ CompressionName = Literal["none", "bf16", "powersgd"]
 
 
 class GradientSum(Protocol):
-    """Sums the gradients of all ranks, in place. ``weight`` is what the step counts on all of them."""
+    """Sums the gradients of all ranks in place. ``weight`` is the number of counted items of the step on all ranks."""
 
     def __call__(self, world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float, /) -> None: ...
 
 
 def sum_whole(world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
-    """Sends all."""
+    """Sum without compression."""
     world.sum_(grads)
 
 
 def sum_in_bf16(world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
-    """Sends half of the bytes of fp32: each rank's gradient is rounded to bfloat16, and so is each partial sum."""
+    """Round each rank's gradient and each partial sum to bfloat16, which halves the bytes of fp32."""
     assert isinstance(world, Ranks)
     world.sum_by_(partial(bf16_compress_hook, world.group), grads)
 
 
 class PowerSgd:
-    """Sends two thin factors in place of each matrix (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+    """Sends two low-rank factors instead of each matrix (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
 
-    What the factors leave out of a rank's gradient is added to its next one (error feedback). So it is state, on each
-    rank another, and a checkpoint holds a row of it for each. On another number of ranks the first goes on with the
-    sum of them: nothing is lost, and other last bits come out.
+    The part of a rank's gradient that the factors omit is added to its next gradient (error feedback). This error is
+    state and differs by rank, so a checkpoint holds one row per rank. On another number of ranks, rank 0 continues with
+    the sum of all rows: nothing is lost, but the last bits differ.
 
-    The sums of the first ``after`` steps are whole. So is that of a step which will be skipped, or in which other
-    parameters have a gradient than in the first that was compressed: what is left out waits for the next.
+    The first ``after`` steps are summed without compression. So is a step that will be skipped, and a step whose set of
+    parameters with gradients differs from that of the first compressed step. The errors then wait for the next step.
     """
 
     saves_together = True
@@ -54,7 +54,7 @@ class PowerSgd:
         self._world, self._rank, self._after = world, rank, after
         self._compressed: list[int] = []  # numbers of the parameters
         self._memory = PowerSGDState(world.group, rank, start_powerSGD_iter=2)
-        self._memory.iter = 2  # which steps are whole is decided here
+        self._memory.iter = 2  # this class decides which steps are compressed
 
     def __call__(self, world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
@@ -69,7 +69,10 @@ class PowerSgd:
         self._world.sum_by_(partial(powerSGD_hook, self._memory), grads)
 
     def state_dict(self) -> StateDict:
-        """The rows of all ranks are one tensor, which they must gather at the same time."""
+        """Return the state.
+
+        The rows of all ranks are gathered into one tensor, so all ranks must call this together.
+        """
         memory = self._memory
         errors = {str(bucket): row_of_each_rank(each, self._world) for bucket, each in memory.error_dict.items()}
         factors = {str(bucket): [memory.p_memory_dict[bucket], q] for bucket, q in memory.q_memory_dict.items()}
@@ -79,7 +82,7 @@ class PowerSgd:
         self._compressed = list(saved["compressed"])
         for bucket, rows in saved["errors"].items():
             self._memory.error_dict[int(bucket)] = self._share(rows)
-        if saved["rank"] == self._rank:  # else they begin anew, as in the first step
+        if saved["rank"] == self._rank:  # else they start from random factors, as in the first step
             for bucket, (p, q) in saved["factors"].items():
                 self._memory.p_memory_dict[int(bucket)], self._memory.q_memory_dict[int(bucket)] = p.clone(), q.clone()
 
@@ -90,7 +93,10 @@ class PowerSgd:
 
 
 def _will_be_applied(world: World, grads: Sequence[Tensor], weight: Tensor | float) -> bool:
-    """Whether all ranks have finite gradients: a NaN that is left out once would stay. Costs a host sync on a GPU."""
+    """Return True if all ranks have finite gradients: a NaN in the error feedback would stay.
+
+    Costs a host sync on a GPU.
+    """
     if not grads or not bool(weight != 0):
         return False
     norms = torch.stack(torch._foreach_norm(list(grads)))

@@ -1,4 +1,4 @@
-"""Evaluation that leaves no trace: the training after it is the same bits as without it."""
+"""Evaluation without side effects: training continues bit for bit as it would without it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.checkpoint.cut import cut_micro
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.shards import holds_parts, reshard
 from trainwright.distributed.group import SOLO, World
 from trainwright.distributed.memory import give_back
+from trainwright.engine.input_errors import explaining
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.refusals import explaining
 from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
 
 
 @dataclass(frozen=True, repr=False)
 class EvaluationResult:
-    """``loss`` and ``metrics`` are means over ``weight`` counted things; ``seconds`` is wall time.
+    """Result of one evaluation.
 
-    ``batches`` is the number of batches where they are a fixed part of the validation set, 0 for the whole set.
+    Attributes:
+        loss: Mean over ``weight`` counted items.
+        weight: Number of counted items.
+        metrics: Means over ``weight``, or values of whole-pass metrics, by name.
+        seconds: Wall time.
+        batches: Number of batches if they are a fixed part of the validation set; 0 for the whole set.
     """
 
     loss: float
@@ -50,7 +55,7 @@ class EvaluationResult:
         return {"loss": self.loss, **self.metrics}
 
     def figure(self, name: str) -> float:
-        """One of ``figures``. Raises UsageError for a name that is none."""
+        """Return one of ``figures``. Raises UsageError for an unknown name."""
         if name not in self.figures:
             raise UsageError(f"the validation has no metric {name!r}", remedy=suggest(name, self.figures))
         return float(self.figures[name])
@@ -58,9 +63,9 @@ class EvaluationResult:
 
 @contextmanager
 def evaluating(model: nn.Module, loss: object = None) -> Iterator[None]:
-    """Evaluation mode, no gradients; afterwards every module's own mode and every generator are as before.
+    """Set evaluation mode without gradients; restore the mode of every module and every random generator afterwards.
 
-    Also of a ``loss`` that is a module; its buffers too, for it may keep a mean of what it sees.
+    Also applies to a ``loss`` that is a module. Its buffers are restored too, because it may keep running means.
     """
     roots = [each for each in (model, loss) if isinstance(each, nn.Module)]
     modes = {module: module.training for root in roots for module in root.modules()}
@@ -88,14 +93,17 @@ def evaluate(
     world: World = SOLO,
     metrics: MetricSet = NO_METRICS,
 ) -> EvaluationResult:
-    """The loss over ``batches``, weighted exactly, and ``metrics`` over all of them. One host sync at the end.
+    """Return the loss over ``batches``, weighted exactly, and ``metrics`` over all of them. One host sync at the end.
 
-    Each rank of ``world`` has its part of the batches; the result is that of all, the same on each. What ``tw.log``
-    reports counts by samples.
+    Each rank of ``world`` evaluates its part of the batches; the result covers all parts and is the same on each rank.
+    Figures of ``tw.log`` are weighted by samples.
 
-    A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
-    one sample does not fit, and at once where ranks divide the weights: all must make the same calls. Raises UsageError
-    for a batch that the model or the loss cannot work with.
+    A batch that does not fit into memory is evaluated in halves, and so are all later batches.
+
+    Raises:
+        OutOfMemoryError: One sample does not fit, or memory ran out while ranks divide the weights, because all must
+            make the same calls.
+        UsageError: The model or the loss cannot process a batch.
     """
     loss_fn, keeper, logged = as_loss_fn(loss), metrics.keeper, LoggedMeans()
     if metrics:
@@ -107,7 +115,7 @@ def evaluate(
     sums: dict[str, Tensor | float] = {}
     with evaluating(model, loss), explaining(model), collecting(logged):
         for output in _outputs(loss_fn, model, batches, precision):
-            metrics.update(keeper.taken()[-1:])  # before it come those that did not count
+            metrics.update(keeper.taken()[-1:])  # earlier ones are from attempts that failed
             total = total + output.total.double()
             weight = weight + output.weight
             for name, metric in output.metrics.items():
@@ -121,7 +129,7 @@ def evaluate(
 
 
 class _Sums(NamedTuple):
-    """Of one rank."""
+    """Sums of one rank."""
 
     total: float
     weight: float
@@ -132,7 +140,7 @@ _LOSS = ""  # no metric has this name
 
 
 def _means(parts: list[_Sums]) -> tuple[float, dict[str, float]]:
-    """Returns the whole weight, and the means over it."""
+    """Return the total weight, and the means over it."""
     weight = sum(part.weight for part in parts)
     sums = [{_LOSS: part.total, **part.metrics} for part in parts]
     names = dict.fromkeys(name for each in sums for name in each)
@@ -152,7 +160,7 @@ def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], p
             if output is None:
                 limit = (micro.size + 1) // 2
                 waiting.insert(0, micro)
-            elif not micro.size:  # of a rank that had no sample left
+            elif not micro.size:  # a rank that had no sample left
                 continue
             elif isinstance(output, Tensor):
                 yield Loss(output * micro.size, float(micro.size))
@@ -163,7 +171,7 @@ def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], p
 def _output(
     loss_fn: LossFn, model: nn.Module, micro: MicroBatch, precision: Precision, where: str
 ) -> Loss | Tensor | None:
-    """None: there was not memory enough; what was held is given back."""
+    """Return None if memory ran out; the memory of the attempt is freed."""
     try:
         with precision.autocast():
             return call_loss(loss_fn, model, micro, where)

@@ -1,9 +1,9 @@
 """Gradients whose bits do not depend on the number of ranks: fixed slices, summed in a fixed tree.
 
-The sum of floating-point numbers depends on its order, so an all-reduce over 2 ranks and over 4 gives other last bits.
-Here the samples of a step are cut into slices that do not depend on the ranks; each slice has a gradient and random
-numbers of its own; and the gradients of all slices are summed in one binary tree. A rank holds the gradients of its own
-slices until then, and gathers those of the others: the price is memory and communication for each.
+A floating-point sum depends on its order, so an all-reduce over 2 ranks and over 4 ranks differ in the last bits. Here
+the samples of a step are cut into slices that do not depend on the ranks. Each slice has its own gradient and random
+numbers, and all slice gradients are summed in one binary tree. A rank holds the gradients of its slices until then and
+gathers those of the others. This costs memory and communication for each slice.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
 from trainwright.engine.accumulate import Accumulated, run_divided
 from trainwright.engine.loss import LossFn
-from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
+from trainwright.engine.rank_sums import as_number
 from trainwright.errors import UsageError
 
 
 class Slice(NamedTuple):
-    """What one slice gave: its gradients (None: the loss does not depend on that parameter), loss and counts."""
+    """Gradients (None if the loss does not depend on that parameter), loss and counts of one slice."""
 
     grads: list[Tensor | None]
     total: Tensor
@@ -43,10 +43,13 @@ def accumulate_exactly(
     *,
     seed: int,
 ) -> Accumulated:
-    """Runs this rank's slices and leaves the gradients of the whole step in ``.grad``, the same bits on every rank.
+    """Run this rank's slices and leave the gradients of the global batch in ``.grad``, bit-identical on every rank.
 
-    Every total is divided by the number of samples of the step, which no rank needs to ask for; ``correction`` then
-    makes the sum exact. Raises UsageError for a model with running statistics, which follow the order of the slices.
+    Every total is divided by the number of samples of the step, which is known without communication; ``correction``
+    then makes the sum exact.
+
+    Raises:
+        UsageError: The model has running statistics, which depend on the order of the slices.
     """
     _require_no_statistics(state)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -82,7 +85,7 @@ def _passed(
 
 
 def _summed(grads: list[Tensor | None], parameter: Tensor, counts: list[int], world: World) -> Tensor:
-    """The sum of a parameter's gradient over all slices of all ranks."""
+    """Return the sum of a parameter's gradient over all slices of all ranks."""
     own = [torch.zeros_like(parameter) if grad is None else grad for grad in grads]
     if _are_subtrees(counts):
         own, counts = [tree_sum(own)], [1] * len(counts)
@@ -90,7 +93,7 @@ def _summed(grads: list[Tensor | None], parameter: Tensor, counts: list[int], wo
 
 
 def _gathered(own: list[Tensor], like: Tensor, counts: list[int], world: World) -> list[Tensor]:
-    """The tensors of all ranks in their order; a rank may have fewer than another."""
+    """Return the tensors of all ranks in rank order; ranks may have different counts."""
     if world.size == 1:
         return own
     most = max(counts)
@@ -100,12 +103,15 @@ def _gathered(own: list[Tensor], like: Tensor, counts: list[int], world: World) 
 
 
 def _are_subtrees(counts: Sequence[int]) -> bool:
-    """Whether each rank's slices are one subtree of the whole tree, so that it may sum them alone."""
+    """Return True if each rank's slices are one subtree of the full tree, so that it can sum them alone."""
     return len(set(counts)) == 1 and counts[0].bit_count() == 1 and len(counts).bit_count() == 1
 
 
 def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
-    """Sums in a binary tree that depends on their number alone: the left side is the largest power of two below it."""
+    """Sum in a binary tree that depends on the number of leaves only.
+
+    The left side has the largest power of two below that number.
+    """
     if len(leaves) == 1:
         return leaves[0]
     middle = 1 << ((len(leaves) - 1).bit_length() - 1)
@@ -118,7 +124,7 @@ def _anywhere(slices: Sequence[Slice], parameters: Sequence[Tensor], world: Worl
 
 
 def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], world: World, like: Tensor) -> Accumulated:
-    """Loss, weight and metrics of the step, summed over the slices in their order, in float64."""
+    """Return loss, weight and metrics of the step, summed over the slices in order, in float64."""
     names = next((list(names) for names in world.collect([*slices[0].metrics] if slices else []) if names), [])
     rows = [
         torch.stack([as_number(value, like.device) for value in (each.weight, each.total, *each.metrics.values())])
@@ -131,7 +137,7 @@ def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], worl
     divisor = torch.where(weight != 0, weight, 1.0)
     loss, *metrics = [(each / weight).to(like.dtype) for each in sums]
     correction = (len(batch.global_ids) / divisor).to(like.dtype)
-    totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have had none
+    totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have none
     return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
 
 

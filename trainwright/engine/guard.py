@@ -1,4 +1,4 @@
-"""The finite guard: a step whose gradients are not finite leaves weights, optimizer and buffers the same bits."""
+"""The finite guard: a step with non-finite gradients leaves weights, optimizer state and buffers bit-identical."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.shards import is_divided
 
-LARGEST_TABLE = 64 * 2**20
+MAX_COPIED_TABLE_BYTES = 64 * 2**20
 APPLIED, SKIPPED = torch.tensor(False, device="cpu"), torch.tensor(True, device="cpu")
-"""The flags of a CPU, where asking costs no host sync. Nobody writes to them."""
+"""Flags on the CPU, which are read without a host sync. They are never written to."""
 
 
 def must_skip(grad_norm: Tensor, weight: Tensor | float) -> Tensor:
-    """0-d bool: the gradients are not finite, or nothing was counted in the whole batch."""
+    """Return a 0-d bool: True if the gradients are not finite or nothing was counted in the global batch."""
     if grad_norm.device.type == "cpu":
         return APPLIED if math.isfinite(float(grad_norm)) and weight != 0 else SKIPPED
     finite = torch.isfinite(grad_norm)
@@ -28,14 +28,14 @@ def must_skip(grad_norm: Tensor, weight: Tensor | float) -> Tensor:
 
 
 def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
-    """The optimizer's step, unless ``skipped``: then weights and optimizer state stay the same bits.
+    """Run the optimizer's step unless ``skipped``; if skipped, weights and optimizer state stay bit-identical.
 
-    On the CPU the flag is simply read. On a GPU, fused and our own optimizers take it on the device
-    (``found_inf``, the contract of torch's GradScaler); any other costs one host sync a step, and so does one whose
-    weights are divided among ranks.
+    On the CPU the flag is read directly. On a GPU, fused optimizers and those of Trainwright take it on the device
+    (``found_inf``, the contract of torch's GradScaler). Other optimizers, and weights that are divided among ranks,
+    cost one host sync per step.
     """
     for part in parts_of(optimizer):
-        if skipped is APPLIED:  # nearly every step of a CPU
+        if skipped is APPLIED:  # nearly every step on a CPU
             part.step()
             continue
         takes_flag = getattr(part, "_step_supports_amp_scaling", False)
@@ -50,7 +50,7 @@ def _is_divided(optimizer: Optimizer) -> bool:
 
 
 def update_on_device(skipped: Tensor, optimizer: Optimizer) -> None:
-    """The optimizer's step, of which it applies nothing where ``skipped``; the host does not look."""
+    """Run the optimizer's step, which applies nothing if ``skipped`` is true. Needs no host sync."""
     optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     try:
@@ -60,11 +60,11 @@ def update_on_device(skipped: Tensor, optimizer: Optimizer) -> None:
 
 
 class BufferGuard:
-    """Keeps buffers that a forward pass may change: BatchNorm's running statistics and their like.
+    """Restores buffers that a forward pass may change, such as the running statistics of BatchNorm.
 
-    One batch of NaN would stay in a running mean for ever, though its update was not applied. Costs a copy of each
-    buffer that a state_dict keeps: nothing for most transformers, 60 small ones for a ResNet-18. Of the others, most
-    of which are tables, ``put_back`` alone takes care: they are copied when they have been written to.
+    A NaN in one batch would stay in a running mean even though the update was not applied. Costs a copy of each
+    persistent buffer: nothing for most transformers, 60 small ones for a ResNet-18. Non-persistent buffers, mostly
+    tables, are copied only after they have been written to, and only ``put_back`` restores them.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class BufferGuard:
         self._tables: list[_Table] = []
 
     def keep(self, *roots: nn.Module | None) -> None:
-        """Before the first forward pass of a step: of the model, and of a loss that is a module. Searched once."""
+        """Copy the buffers of the model and of a loss module, before the first forward pass of a step."""
         if roots != self._roots:
             self._roots = roots
             places = [place for root in roots if root is not None for place in _places(root)]
@@ -89,7 +89,7 @@ class BufferGuard:
             table.keep()
 
     def restore_if(self, skipped: Tensor) -> None:
-        """Puts them back where ``skipped`` is true; on a GPU without asking."""
+        """Restore the copies if ``skipped`` is true; on a GPU without a host sync."""
         if skipped is APPLIED or (skipped.device.type == "cpu" and not bool(skipped)):
             return
         with torch.no_grad():
@@ -99,7 +99,10 @@ class BufferGuard:
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
-        """All of them, also those in whose place another tensor was put. Returns the names of what cannot be."""
+        """Restore all buffers, including those that were replaced.
+
+        Return the names of buffers that cannot be restored.
+        """
         for (module, name), live, before in zip(self._places, self._live, self._before, strict=True):
             live.copy_(before)
             module._buffers[name] = live
@@ -107,7 +110,7 @@ class BufferGuard:
 
 
 class _Table:
-    """A buffer that no state_dict keeps. One that is too large to be kept twice can only be seen to have changed."""
+    """A non-persistent buffer. If it is too large to be copied, only the fact that it changed is known."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -117,11 +120,11 @@ class _Table:
 
     def keep(self) -> None:
         live = self.module._buffers.get(self.name)
-        if live is None or live.is_inference():  # the latter cannot be written to
+        if live is None or live.is_inference():  # inference tensors cannot be written to
             self._live = self._before = None
         elif live is not self._live or live._version != self._version:
             self._live, self._version = live, live._version
-            self._before = live.clone() if live.nbytes <= LARGEST_TABLE else None
+            self._before = live.clone() if live.nbytes <= MAX_COPIED_TABLE_BYTES else None
 
     def put_back(self) -> bool:
         if self._live is None:
@@ -135,7 +138,7 @@ class _Table:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, bool]]:
-    """Each buffer, and whether a state_dict keeps it."""
+    """Yield each buffer, and whether it is persistent."""
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):
             yield module, name, name not in module._non_persistent_buffers_set

@@ -1,9 +1,9 @@
-"""Separates the last linear layer of a language model from the rest, so that its logits are never computed whole.
+"""Separates the last linear layer of a language model from the rest, so that the full logits are never stored.
 
-This works for a model whose forward has a keyword-only argument ``hidden=False`` (True: return the input of the head
-instead of logits), and which has the attribute ``head`` (an nn.Linear) and, if it bounds its logits, ``logit_softcap``.
-It works for causal models of ``transformers`` whose logits are the output of their last layer, bounded or not: that is
-tested once for each model.
+Supported are models whose forward has a keyword-only argument ``hidden=False`` (True: return the input of the head
+instead of logits) and which have the attribute ``head`` (an nn.Linear) and, if the logits are bounded,
+``logit_softcap``. Causal models of ``transformers`` are supported if their logits are the output of their last layer,
+bounded or not. That is tested once per model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Head:
 
 
 def head_of(model: nn.Module) -> Head | None:
-    """Returns the head of a model that can return hidden states; None for any other."""
+    """Return the head of a model that can return hidden states; None for any other model."""
     own = _unwrapped(model)
     head = getattr(own, "head", None)
     if not _takes_hidden(type(own).forward) or not _is_plain(head) or is_sharded(own):
@@ -41,9 +41,10 @@ def head_of(model: nn.Module) -> Head | None:
 
 
 def hf_head_of(model: nn.Module) -> Head | None:
-    """The head of a causal model of ``transformers`` whose ``base_model`` gives what it reads; None for any other.
+    """Return the head of a causal model of ``transformers`` whose ``base_model`` returns the input of the head, or
+    None.
 
-    A model that is wrapped for several ranks is another one: they work around the call of the whole.
+    Returns None for a model that is wrapped for several ranks, because the wrapper acts on calls of the full model.
     """
     own = getattr(model, "_orig_mod", model)
     find = getattr(own, "get_output_embeddings", None)
@@ -56,7 +57,7 @@ def hf_head_of(model: nn.Module) -> Head | None:
 
 
 def hidden_of_hf(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """hidden_BTD of a model that has an ``hf_head_of``. Compiled where the whole is."""
+    """Return hidden_BTD of a model that has an ``hf_head_of``. Compiles the base model if the model is compiled."""
     own = getattr(model, "_orig_mod", model)
     base: Any = own.base_model
     if getattr(model, "_compiled_call_impl", None) is not None and base._compiled_call_impl is None:
@@ -66,7 +67,7 @@ def hidden_of_hf(model: nn.Module, ids_BT: Tensor) -> Tensor:
 
 
 def _unwrapped(model: Any) -> Any:
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
     return model.module if parallel else model
 
@@ -76,7 +77,7 @@ def _takes_hidden(forward: object) -> bool:
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
-    """Whether it is nothing but a linear layer: no adapter in it, no weight that a hook makes, not sharded."""
+    """Return True if ``head`` is a plain linear layer: no adapter, no weight computed by a hook, not sharded."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     has_weight = "weight" in head._parameters or is_parametrized(head, "weight")
@@ -84,7 +85,10 @@ def _is_plain(head: object) -> TypeGuard[nn.Linear]:
 
 
 def _hf_softcap(model: nn.Module) -> float | None:
-    """Returns the bound of the logits, 0 for none; None if they are not the output of the head. Tested once a model."""
+    """Return the bound of the logits, 0 for none; None if they are not the output of the head.
+
+    Tested once per model.
+    """
     if model not in _HF_SOFTCAPS:
         cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
         if type(next(model.parameters())) is not nn.Parameter:
@@ -95,7 +99,8 @@ def _hf_softcap(model: nn.Module) -> float | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_confirmed(model: Any, softcap: float) -> bool:
-    """Whether ``base_model`` returns the input of the head, and the model returns the head's output with this softcap.
+    """Return True if ``base_model`` returns the input of the head, and the logits are the head's output with this
+    softcap.
 
     A hook replaces the output of the head by known numbers, small and large.
     """

@@ -1,6 +1,6 @@
 """The fused linear and cross-entropy kernel of the package ``liger-kernel`` (https://arxiv.org/abs/2410.10989).
 
-An optional extra, for CUDA only. It has not been tried on a device by us; without the package nothing here is used.
+An optional extra, for CUDA only. Untested on a device; not used if the package is not installed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def _fused() -> Callable[..., Tensor]:
 
 
 def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> bool:
-    """Whether its kernel can compute this. Not in fp16: it makes gradients before the loss scale is known.
+    """Return True if the kernel can compute this loss. Not in fp16: it computes gradients before the loss scale is
+    known.
 
-    Weights of classes it takes since pull request 420; its z-loss is not weighed, as ours is not.
+    Class weights are supported since pull request 420; its z-loss is unweighted, as in ``chunked_cross_entropy``.
     """
     if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
         return False
@@ -51,7 +52,7 @@ def liger_cross_entropy(
     weight_V: Tensor | None,
     **options: float,
 ) -> Tensor:
-    """The sum over all rows. ``options`` as in ``chunked.Options``."""
+    """Return the sum over all rows. ``options`` are those of ``chunked.Options``."""
     options_of_liger: dict[str, Any] = {
         "ignore_index": options.get("ignore_index", -100),
         "label_smoothing": options.get("label_smoothing", 0.0),

@@ -1,4 +1,4 @@
-"""The loop: a generator of step results that the user may own, and the thin ``run`` around it."""
+"""The training loop: ``steps``, a generator of step results that users can drive, and ``run`` around it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.checkpoint.modes import use_averaged_weights
+from trainwright.checkpoint.optimizer_modes import use_averaged_weights
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
-from trainwright.engine.between import NEVER, Evaluator, LastGood, Saver, Whole, each_batch
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
+from trainwright.engine.periodic import NEVER, Evaluator, SaveOnError, SaveOnOutOfMemory, Saver, each_batch
+from trainwright.engine.run_length import Until
 from trainwright.engine.step import StepFn, StepResult
-from trainwright.engine.until import Until
 
 
 class StopRequest(BaseException):
-    """Raised where a run waits for its next batch, and the state is whole: it stops at once, as ``stop`` says."""
+    """Raised while a run waits for its next batch.
+
+    The state is complete, so the run stops at once, as ``stop`` says.
+    """
 
     def __init__(self, stop: Stop) -> None:
         super().__init__(stop.reason)
@@ -28,7 +31,14 @@ class StopRequest(BaseException):
 
 @dataclass
 class Outcome:
-    """How a run ended. ``last`` is the result of its last step, None when no step was taken."""
+    """The end of a run.
+
+    Attributes:
+        ending: "finished", "stopped" or "data_exhausted".
+        step: Number of completed steps.
+        last: Result of the last step; None if no step was run.
+        stop: The Stop that ended the run, if any.
+    """
 
     ending: Literal["finished", "stopped", "data_exhausted"]
     step: int
@@ -44,9 +54,19 @@ def steps(
     until: Until,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[StepResult]:
-    """Advances ``state`` batch by batch and yields each result, until the run is used up or the data ends.
+    """Advance ``state`` batch by batch and yield each result, until the run is complete or the data ends.
 
-    ``clock`` gives monotonic seconds. The time that the caller spends between two results is not counted.
+    Time that the caller spends between two results is not counted.
+
+    Args:
+        state: Updated in place.
+        batches: The batches of the steps, in order.
+        advance: Runs one step, see ``make_step``.
+        until: Fraction of the run that is complete, see ``for_steps`` and ``for_seconds``.
+        clock: Returns monotonic seconds.
+
+    Yields:
+        The result of each step.
     """
     stream = iter(batches)
     while (fraction := until(state)) < 1.0:
@@ -75,36 +95,35 @@ def run(
     world: World = SOLO,
     complete: Callable[[TrainState], None] = lambda state: None,
 ) -> Outcome:
-    """Trains until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
+    """Train until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
 
-    At the end the model has the averaged weights of an optimizer that averages them itself, such as ScheduleFree.
+    Saves once more at the end unless the Stop says that the state is poisoned. A run that was not stopped is evaluated
+    at its end. An exception in an observer or in the evaluation saves too, because the state is complete between two
+    steps. An exception inside a step closes everything and saves nothing, except an OutOfMemoryError that leaves the
+    state intact.
 
-    ``complete`` finishes the state after the last step, unless a signal stopped the run or the state is poisoned.
-
-    Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
-    is evaluated at its end. An exception of an observer or of the evaluation saves too: between two steps the
-    state is whole. One from within a step closes all and saves nothing, but for an OutOfMemoryError that leaves it
-    whole.
+    ``complete`` finishes the state after the last step, unless a signal stopped the run or the state is poisoned. At
+    the end the model has the averaged weights if the optimizer averages them itself, such as ScheduleFree.
     """
     stop, last = None, None
     with ExitStack() as closing:
         observers = [as_observer(each) for each in observers]
         for observer in observers:
             closing.callback(getattr(observer, "close", lambda: None))
-        closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
-        closing.enter_context(LastGood(state, saving))
-        whole = Whole(state, saving)
+        closing.push(saving.__exit__)  # runs first on exit: all saves reach the disk before signal handlers are removed
+        closing.enter_context(SaveOnOutOfMemory(state, saving))
+        save_on_error = SaveOnError(state, saving)
         try:
-            for last in steps(state, each_batch(batches, whole), advance, until=until, clock=world.clock):
-                with whole:
+            for last in steps(state, each_batch(batches, save_on_error), advance, until=until, clock=world.clock):
+                with save_on_error:
                     try:
                         if evaluation.due(state):
                             evaluation(state)
                             last.evaluation = evaluation.last
-                    finally:  # the state is saved where it raises, so the step belongs into the log
+                    finally:  # the state is saved if evaluation raises, so the step must be logged
                         answers = [each.observe(last, state) for each in observers]
                         stops = [as_stop(each, by) for each, by in zip(answers, observers) if each is not None]
-                first = min(stops, key=lambda found: found.save) if stops else None  # a poisoned state comes first
+                first = min(stops, key=lambda found: found.save) if stops else None  # a poisoned state takes precedence
                 stop = world.agree(first)
                 if stop:
                     break
@@ -113,12 +132,12 @@ def run(
         except StopRequest as request:
             stop = request.stop
         if not stop or (stop.save and not stop.by_signal):
-            with whole:
+            with save_on_error:
                 complete(state)
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves
         if not stop:
             evaluation.finish(state)
         done = until(state) >= 1.0
-    use_averaged_weights(state.optimizer)  # when no observer replays a step any more
+    use_averaged_weights(state.optimizer)  # no observer replays a step after this
     return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)

@@ -20,12 +20,17 @@ _NO_METRICS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Loss(NamedTuple):
-    """What a loss function returns for one micro-batch.
+    """Result of a loss function for one micro-batch.
 
-    ``total`` is 0-d, *summed* over what is counted (tokens, samples, pixels); ``weight`` says how many
-    were counted. The engine divides by the weight of the whole global batch. ``metrics`` are further sums
-    over the same things (number correct, say), tensors or numbers; they are reported divided by the same weight.
-    ``outputs`` and ``targets`` are what the metrics of the run get (``tw.fit(metrics=...)``), if it has any.
+    The engine divides by the weight of the global batch.
+
+    Attributes:
+        total: 0-d, *summed* over the counted items (tokens, samples, pixels).
+        weight: Number of counted items.
+        metrics: Further sums over the same items (number correct, for example), tensors or numbers. They are reported
+            divided by ``weight``.
+        outputs: Passed to the metrics of the run (``tw.fit(metrics=...)``), if there are any.
+        targets: As ``outputs``.
     """
 
     total: Tensor
@@ -36,7 +41,7 @@ class Loss(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The loss of a micro-batch, with what it was computed from; None where that is not known."""
+    """Loss of a micro-batch, with the outputs and targets it was computed from; None if they are unknown."""
 
     loss: Loss | Tensor
     outputs: object = None
@@ -44,23 +49,24 @@ class Scored(NamedTuple):
 
 
 Batch: TypeAlias = Any
-"""The data of one micro-batch: whatever the user's dataset gives and the loss function takes."""
+"""The data of one micro-batch: anything that the user's dataset returns and the loss function accepts."""
 LossFn = Callable[[nn.Module, Batch], Loss | Tensor]
-"""``loss(model, batch)``. A plain 0-d tensor is taken as a mean over the samples of the micro-batch."""
+"""``loss(model, batch)``. A plain 0-d tensor is the mean over the samples of the micro-batch."""
 
 
 _FORMS = "give loss(output, target), such as nn.CrossEntropyLoss(), or loss(model, batch) with a parameter named model"
 
 
 def as_loss_fn(loss: Callable[..., Loss | Tensor]) -> LossFn:
-    """Accepts every form of a loss function and returns the one that the engine calls.
+    """Convert any supported loss function to the form that the engine calls.
 
-    A callable whose first parameter is named ``model`` gets ``(model, batch)``, or ``(model, *batch)`` where it needs
-    more than two arguments. Any other takes two, of any names, and gets ``(output, target)``, as
-    ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss()`` do; the batch must then be a pair
+    A callable whose first parameter is named ``model`` is called with ``(model, batch)``, or ``(model, *batch)`` if it
+    requires more than two arguments. Any other callable takes two arguments of any names and is called with ``(output,
+    target)``, as ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss()`` are; the batch must then be a pair
     ``(input, target)``, or ``(*inputs, target)``.
 
-    Raises UsageError for what cannot be called so.
+    Raises:
+        UsageError: The loss has another signature.
     """
     require_callable(loss)
     if not takes_model(loss):
@@ -68,16 +74,16 @@ def as_loss_fn(loss: Callable[..., Loss | Tensor]) -> LossFn:
     return loss if _accepts(loss, 2) else _Unpacked(loss)
 
 
-def scored(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Scored:
-    """Calls a loss function; the result has outputs and targets where they are known."""
-    if isinstance(loss_fn, _Supervised | OfModel):
-        return loss_fn.scored(model, batch)
+def call_with_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Scored:
+    """Call a loss function; the result includes outputs and targets if they are known."""
+    if isinstance(loss_fn, _Supervised | ModelLoss):
+        return loss_fn.call_with_outputs(model, batch)
     found = loss_fn(model, batch)
     return Scored(found, found.outputs, found.targets) if isinstance(found, Loss) else Scored(found)
 
 
 def require_callable(loss: object) -> None:
-    """Raises UsageError for a loss that is no function, or the class of a module that is not made yet."""
+    """Raise UsageError for a loss that is not callable, or for the class of a module instead of an instance."""
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         name = loss.__name__
         raise UsageError(f"the loss is the class {name}, not one of its objects", remedy=f"write {name}()")
@@ -89,7 +95,7 @@ def require_callable(loss: object) -> None:
 
 
 def _shown(loss: Callable[..., object]) -> str:
-    """Its name and parameters; a builtin may have none that are known."""
+    """Return its name and parameters; a builtin may have no signature."""
     name = getattr(loss, "__name__", type(loss).__name__)
     try:
         return f"{name}{inspect.signature(_called(loss))}"
@@ -102,7 +108,7 @@ def _called(loss: Callable[..., object]) -> Callable[..., object]:
 
 
 def _accepts(loss: Callable[..., object], count: int) -> bool:
-    """Whether it can be called with so many positional arguments; of a builtin without a signature that is assumed."""
+    """Return True if it can be called with ``count`` positional arguments, or has no signature (some builtins)."""
     try:
         inspect.signature(_called(loss)).bind(*[None] * count)
     except ValueError:
@@ -113,7 +119,7 @@ def _accepts(loss: Callable[..., object], count: int) -> bool:
 
 
 def takes_model(loss: Callable[..., object]) -> bool:
-    """Whether the first parameter is named ``model``."""
+    """Return True if the first parameter is named ``model``."""
     try:
         first = next(iter(inspect.signature(_called(loss)).parameters), None)
     except ValueError:  # a builtin without a signature
@@ -122,20 +128,21 @@ def takes_model(loss: Callable[..., object]) -> bool:
 
 
 def measures_progress(loss: Callable[..., object]) -> bool:
-    """False for a loss with the attribute ``measures_progress = False``, such as a policy gradient.
+    """Return False for a loss with the attribute ``measures_progress = False``, such as a policy gradient.
 
-    The value of such a loss need not fall while the model learns.
+    The value of such a loss may rise while the model learns.
     """
     return bool(getattr(loss, "measures_progress", True))
 
 
 def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss | Tensor:
-    """One forward pass. Raises UsageError unless a 0-d tensor or a Loss of one comes back.
+    """Run one forward pass. Raise UsageError unless it returns a 0-d tensor or a Loss of one.
 
-    The weight comes back as a number, or on a GPU as a 0-d tensor there without a gradient, and metrics as
-    tensors. The sign of a weight on a GPU is not looked at: that would cost a host sync.
+    The weight is returned as a number, or on a GPU as a detached 0-d tensor on that device; metrics are returned as
+    tensors. The sign of a weight on a GPU is not checked, because that would cost a host sync.
 
-    Rows of the micro-batch that a DataError names become ids of the dataset; ``where`` is added to its message.
+    Rows of the micro-batch that a DataError names are replaced by ids of the dataset; ``where`` is added to its
+    message.
     """
     count_for(micro.size)
     try:
@@ -157,7 +164,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
 
 
 def checked(output: object, gave: str) -> Loss | Tensor:
-    """What ``call_loss`` returns of what came back. ``gave`` begins the message of the error."""
+    """Validate the result of a loss function and return it as ``call_loss`` does. ``gave`` begins the error message."""
     total = output.total if isinstance(output, Loss) else output
     if not isinstance(total, Tensor) or total.dim() != 0:
         got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -172,7 +179,7 @@ def checked(output: object, gave: str) -> Loss | Tensor:
 
 
 def _weight(weight: object, total: Tensor) -> Tensor | float:
-    """On the loss's device, whatever made it, without a gradient; on the CPU a plain number."""
+    """Return the weight, detached, on the device of the loss; on the CPU as a plain number."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         if total.device.type != "cpu":
             return weight.detach().to(total.device).reshape(())
@@ -205,9 +212,9 @@ class _Supervised:
         self.loss = loss
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
-        return self.scored(model, batch).loss
+        return self.call_with_outputs(model, batch).loss
 
-    def scored(self, model: nn.Module, batch: Batch) -> Scored:
+    def call_with_outputs(self, model: nn.Module, batch: Batch) -> Scored:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise UsageError(
                 f"a loss of (output, target) needs batches of (input, target); this batch is a {type(batch).__name__}",
@@ -217,7 +224,7 @@ class _Supervised:
         output = model(*inputs)
         try:
             return Scored(self.loss(output, target), output, target)
-        except (TypeError, AttributeError) as error:  # perhaps it takes something else, by names of its own
+        except (TypeError, AttributeError) as error:  # it may take other arguments
             error.add_note(
                 f"{_shown(self.loss)} was called as loss(output, target), with what the model returned: to get the "
                 "model and the batch instead, name its first parameter model"
@@ -242,23 +249,24 @@ class _Unpacked:
         return self.loss(model, *batch)
 
 
-class OfModel:
-    """The loss that a model returns itself, as those of ``transformers`` do: a mean over the samples of a batch.
+class ModelLoss:
+    """The loss that a model returns itself, as models of ``transformers`` do: a mean over the samples of a batch.
 
-    It is ``output.loss``, ``output["loss"]``, the first of a tuple, or the output itself. A batch that is a mapping is
-    passed by keywords, a tuple by position. Metrics get the logits (``output.logits``, or the second of a tuple) and
-    the ``labels`` of the batch. For a causal language model each position gets the label that follows it.
+    The loss is ``output.loss``, ``output["loss"]``, the first element of a tuple, or the output itself. A batch that is
+    a mapping is passed by keywords, a tuple by position. Metrics get the logits (``output.logits``, or the second
+    element of a tuple) and the ``labels`` of the batch. For a causal language model each position gets the label that
+    follows it.
     """
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
-        return self.scored(model, batch).loss
+        return self.call_with_outputs(model, batch).loss
 
-    def scored(self, model: nn.Module, batch: Batch) -> Scored:
+    def call_with_outputs(self, model: nn.Module, batch: Batch) -> Scored:
         output = called_with(model, batch)
         loss = member(output, "loss", 0)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(
-                f"the model returned {_kind(output)} and no loss, and fit was given none",
+                f"the model returned {_kind(output)} and no loss, and fit has no loss argument",
                 remedy="give a loss, loss=nn.CrossEntropyLoss(), or, for a model that computes one itself, batches "
                 "with what it needs for that, such as labels",
             )
@@ -270,7 +278,7 @@ class OfModel:
 
 
 def called_with(model: nn.Module, batch: Batch) -> object:
-    """Calls the model with a whole batch: a mapping by keywords, a tuple by position."""
+    """Call the model with a full batch: a mapping by keywords, a tuple by position."""
     args: Sequence[object] = batch if isinstance(batch, tuple | list) else [batch]
     args, kwargs = ([], batch) if isinstance(batch, Mapping) else (args, {})
     try:
@@ -278,7 +286,7 @@ def called_with(model: nn.Module, batch: Batch) -> object:
     except TypeError as error:
         signature = inspect.signature(model.forward)
         if _binds(signature, args, kwargs):
-            raise  # it is another mistake
+            raise  # the error has another cause
         what = f"the keys {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} parts"
         raise UsageError(
             f"forward{signature} of the model does not take this batch, which has {what}",
@@ -295,7 +303,7 @@ def _binds(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping
 
 
 def _how_to_fit(signature: inspect.Signature, kwargs: Mapping[str, object]) -> str:
-    """The remedy where a model does not take the batch: which keys are too many, and which are missing."""
+    """Return the remedy for a batch that the model does not accept: keys to leave out and keys to add."""
     taken = signature.parameters
     open_ended = {each.name for each in taken.values() if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
@@ -310,7 +318,10 @@ def _how_to_fit(signature: inspect.Signature, kwargs: Mapping[str, object]) -> s
 
 
 def member(output: object, name: str, position: int) -> object:
-    """A part of what a model returned: an attribute, a key, or a member of a tuple; a tensor is its only member."""
+    """Return a part of a model's output: an attribute, a key, or an element of a tuple.
+
+    A tensor is its only element.
+    """
     if isinstance(output, Mapping) and name in output:
         return output[name]
     if isinstance(output, tuple | list) and not hasattr(output, name):

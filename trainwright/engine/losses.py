@@ -1,4 +1,4 @@
-"""The losses in the box: each a sum and its weight, and each names the rows that cannot be right."""
+"""The built-in losses. Each returns a sum and its weight, and names the rows that are invalid."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
     """Classification: batch ``(input, label_B)``, logits_BC; per label, with ``accuracy``.
 
     Dense labels, such as the mask of a segmentation, have the shape of the logits without dimension 1: label_BHW and
-    logits_BCHW. Labels of -100 are not counted. Raises UsageError where the shapes do not fit, and DataError naming
-    the rows whose label is out of range (on the CPU; on a GPU such a label stops the device before Python can look).
+    logits_BCHW. Labels of -100 are not counted.
+
+    Raises:
+        UsageError: The shapes do not match.
+        DataError: A label is out of range; names the rows. On the CPU only: on a GPU such a label stops the device
+            first.
     """
     x, label_B = batch
     logits_BC = _logits_of(model(x))
@@ -34,7 +38,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
 
 
 def _logits_of(output: Any) -> Tensor:
-    """A tensor, or the logits of an output of ``transformers``."""
+    """Return a tensor, or the logits of an output of ``transformers``."""
     logits: Tensor = output if isinstance(output, Tensor) else getattr(output, "logits", output)
     return logits
 
@@ -64,10 +68,15 @@ def language_model(
 ) -> Loss:
     """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
 
-    ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
-    ``engine.head``). ``"auto"``: where it is and they would take more than ``max_logits_bytes``, which the plan of a
-    run knows; None: never. In training, the numbers that ``model.training_metrics()`` returns are logged,
-    where the model has that method. Raises UsageError when ``chunked`` is asked for and cannot be.
+    In training, the numbers that ``model.training_metrics()`` returns are logged, if the model has that method.
+
+    Args:
+        chunked: True: compute the logits in chunks, never all at once. The model must support it (see ``engine.head``).
+            "auto": chunk if the model supports it and the logits would take more than ``max_logits_bytes``.
+        max_logits_bytes: Limit for "auto", set by the plan of a run; None: never chunk.
+
+    Raises:
+        UsageError: ``chunked`` is True and the model does not support it.
     """
     ids_BT, target_BT = batch
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):
@@ -82,8 +91,8 @@ def language_model(
 def mse(model: nn.Module, batch: Batch) -> Loss:
     """Regression: batch ``(input, target)``; per element of the target.
 
-    Raises UsageError when output and target differ in shape, where broadcasting would compare every sample
-    with every other one.
+    Raises:
+        UsageError: Output and target differ in shape: broadcasting would compare every sample with every other one.
     """
     x, target = batch
     output = model(x)
@@ -100,9 +109,9 @@ def mse(model: nn.Module, batch: Batch) -> Loss:
 def hf_causal_lm(
     model: nn.Module, batch: Batch, *, chunked: Chunked = "auto", max_logits_bytes: int | None = None
 ) -> Loss:
-    """A causal model of ``transformers`` on batches ``(ids_BT, target_BT)`` whose target is shifted.
+    """Next-token prediction with a causal model of ``transformers``: batch ``(ids_BT, target_BT)``, shifted target.
 
-    ``chunked`` and ``max_logits_bytes`` as in ``language_model``; the call is then one of ``model.base_model``.
+    ``chunked`` and ``max_logits_bytes`` are as in ``language_model``. Chunked computation calls ``model.base_model``.
     """
     ids_BT, target_BT = batch
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), hf_head_of, model):
@@ -113,13 +122,13 @@ def hf_causal_lm(
 def _head_for(
     chunked: Chunked, most: int | None, tokens: int, find: Callable[[nn.Module], Head | None], model: nn.Module
 ) -> Head | None:
-    """The head to make logits with in chunks; None where they are made whole."""
+    """Return the head for computing logits in chunks; None if they are computed all at once."""
     if chunked is False or (chunked == "auto" and most is None):
         return None
     head = find(model)
     if chunked is True and head is None:
         raise UsageError(
-            f"the loss cannot be made in chunks: {type(model).__name__} does not give what its last layer reads, "
+            f"the loss cannot be computed in chunks: {type(model).__name__} hides the input of its last layer, "
             "or that layer is more than a linear one",
             remedy="set loss.chunked: auto, or give the model's forward a parameter `hidden` and the model a `head`",
         )
@@ -145,7 +154,7 @@ def _chunked_loss(hidden_BTD: Tensor, head: Head, target_BT: Tensor) -> Loss:
 
 
 def _sum_of_cross_entropy(logits_NC: Tensor, target_N: Tensor, *, rows: int) -> Tensor:
-    """Summed in float32. ``rows`` is the number of samples that the labels belong to, in equal parts."""
+    """Return the sum in float32. ``rows`` is the number of samples, each with equally many labels."""
     try:
         return F.cross_entropy(logits_NC.float(), target_N, reduction="sum", ignore_index=IGNORE)
     except IndexError:

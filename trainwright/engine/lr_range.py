@@ -1,4 +1,4 @@
-"""The learning rate range test (Smith 2017, arXiv:1506.01186): grow the rate each step, watch the loss."""
+"""The learning rate range test (Smith 2017, arXiv:1506.01186): raise the learning rate each step, watch the loss."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loop import steps
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
-from trainwright.engine.until import for_steps
 from trainwright.optim.clip import ClipFn, no_clip
 
-SMOOTHING = 0.9
-DIVERGED = 4.0
+LOSS_SMOOTHING = 0.9
+DIVERGED_LOSS_RATIO = 4.0
 
 
 @dataclass(frozen=True)
 class LrRange:
-    """``lrs`` and ``losses`` (smoothed) have one entry a step; ``suggestion`` is None if the loss never fell.
+    """Result of a learning rate range test.
 
-    ``stopped_at`` is the rate at which the loss passed 4 times its minimum, None when it never did.
+    Attributes:
+        lrs: Learning rate of each step.
+        losses: Smoothed loss of each step.
+        suggestion: Suggested learning rate; None if the loss never fell.
+        stopped_at: Learning rate at which the loss exceeded 4 times its minimum; None if it never did.
     """
 
     lrs: tuple[float, ...]
@@ -45,10 +49,19 @@ def lr_range(
     precision: Precision = FP32,
     clip: ClipFn = no_clip,
 ) -> LrRange:
-    """Trains ``num_steps`` at rates from ``lowest`` to ``highest``, growing geometrically; uses ``state`` up.
+    """Train ``num_steps`` at learning rates from ``lowest`` to ``highest``, growing geometrically. Changes ``state``.
 
-    ``precision`` and ``clip`` are those of the training that the rate is for: clipping raises the rate that diverges.
-    The losses are smoothed by a bias-corrected moving average; a host sync a step is what the test costs.
+    The losses are smoothed by a bias-corrected moving average. Costs one host sync per step.
+
+    Args:
+        state: Trained, and not restored.
+        batches: One batch per step.
+        loss: See ``as_loss_fn``.
+        lowest: First learning rate.
+        highest: Last learning rate.
+        num_steps: Number of steps.
+        precision: That of the planned training.
+        clip: That of the planned training; clipping raises the learning rate at which training diverges.
     """
     for group in state.optimizer.param_groups:  # every group keeps its ratio to the first
         group["initial_lr"] = group["lr"] / state.optimizer.param_groups[0]["lr"] * lowest
@@ -58,18 +71,18 @@ def lr_range(
     losses: list[float] = []
     average, best = 0.0, math.inf
     for result in steps(state, batches, advance, until=for_steps(num_steps)):
-        average = SMOOTHING * average + (1 - SMOOTHING) * float(result.loss)
-        smooth = average / (1 - SMOOTHING**result.step)
+        average = LOSS_SMOOTHING * average + (1 - LOSS_SMOOTHING) * float(result.loss)
+        smooth = average / (1 - LOSS_SMOOTHING**result.step)
         lrs.append(lowest * growth ** (result.step - 1))
         losses.append(smooth)
         best = min(best, smooth)
-        if not math.isfinite(smooth) or smooth > best + (DIVERGED - 1) * abs(best):
+        if not math.isfinite(smooth) or smooth > best + (DIVERGED_LOSS_RATIO - 1) * abs(best):
             return LrRange(tuple(lrs), tuple(losses), suggest(lrs, losses), lrs[-1])
     return LrRange(tuple(lrs), tuple(losses), suggest(lrs, losses), None)
 
 
 def suggest(lrs: list[float], losses: list[float]) -> float | None:
-    """A tenth of the rate at the lowest loss (Smith's rule); None when the loss fell by less than 1 %."""
+    """Return a tenth of the rate at the lowest loss (Smith's rule); None if the loss fell by less than 1 %."""
     finite = [(loss, lr) for loss, lr in zip(losses, lrs, strict=True) if math.isfinite(loss)]
     if not finite:
         return None

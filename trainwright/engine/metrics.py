@@ -1,4 +1,4 @@
-"""Metrics over a whole pass: never a mean of the values of batches."""
+"""Metrics over a full pass, never means of batch values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainwright.distributed.group import SOLO, World
-from trainwright.engine.loss import Batch, Loss, LossFn, scored
+from trainwright.engine.loss import Batch, Loss, LossFn, call_with_outputs
 from trainwright.errors import RankError, UsageError, text_of
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ _FORMS = (
 
 @runtime_checkable
 class Metric(Protocol):
-    """Sees the outputs and targets of batch after batch; those of ``torchmetrics`` are such."""
+    """Accumulates outputs and targets over batches; metrics of ``torchmetrics`` satisfy it."""
 
     def update(self, outputs: object, targets: object, /) -> object: ...
     def compute(self) -> object: ...
@@ -39,7 +39,7 @@ class RankedMetric(Metric, Protocol):
     """A metric that computes over several ranks."""
 
     def over_ranks(self, world: World) -> object:
-        """Returns the value over what all ranks saw, the same on each. Every rank must call it."""
+        """Return the value over the batches of all ranks, the same on each. Every rank must call it."""
         ...
 
 
@@ -51,7 +51,7 @@ class LossMetric(Metric, Protocol):
 
 
 class ForwardOutputs(NamedTuple):
-    """Outputs, targets and loss of one forward pass, without a graph."""
+    """Outputs, targets and loss of one forward pass, detached."""
 
     outputs: object
     targets: object
@@ -59,9 +59,9 @@ class ForwardOutputs(NamedTuple):
 
 
 class OutputKeeper:
-    """Keeps the results of the forward passes of a step or an evaluation, until they are taken.
+    """Collects the results of the forward passes of a step or an evaluation, until ``taken`` is called.
 
-    ``needs_outputs``: a loss that does not give the outputs of the model is an error.
+    ``needs_outputs``: raise an error if the loss does not return the outputs of the model.
     """
 
     def __init__(self, *, needs_outputs: bool = True) -> None:
@@ -69,15 +69,15 @@ class OutputKeeper:
         self._kept: list[ForwardOutputs] = []
 
     def around(self, loss_fn: LossFn) -> LossFn:
-        """The same loss function, of whose calls outputs and targets are kept."""
+        """Return the same loss function, extended to store outputs and targets of each call."""
 
         def keeping(model: nn.Module, batch: Batch) -> Loss | Tensor:
-            loss, outputs, targets = scored(loss_fn, model, batch)
+            loss, outputs, targets = call_with_outputs(loss_fn, model, batch)
             if outputs is None and self._needs_outputs:
                 raise UsageError(
                     "metrics need the outputs of the model, and this loss does not give them",
                     remedy="return tw.Loss(total, weight, outputs=logits, targets=labels), set loss.chunked to false "
-                    "where the loss in the box is computed in chunks, or leave metrics out",
+                    "if a built-in loss is computed in chunks, or leave metrics out",
                 )
             summed = Loss(loss.total.detach(), loss.weight) if isinstance(loss, Loss) else None
             kept = ForwardOutputs(_mapped(Tensor.detach, outputs), _mapped(Tensor.detach, targets), summed)
@@ -87,11 +87,11 @@ class OutputKeeper:
         return keeping
 
     def clear(self) -> None:
-        """Drops what a try has left that begins again."""
+        """Drop the results of an attempt that starts again."""
         self._kept.clear()
 
     def taken(self) -> list[ForwardOutputs]:
-        """Returns what was kept, and keeps it no longer."""
+        """Return the stored results, and clear them."""
         kept, self._kept = self._kept, []
         return kept
 
@@ -110,7 +110,7 @@ class Gathered:
         return self.over_ranks(SOLO)
 
     def over_ranks(self, world: World) -> object:
-        """The value over what all ranks saw. Each gets the outputs of all."""
+        """Return the value over the batches of all ranks. Each rank gets all outputs."""
         everywhere = world.collect(joined(self._seen) if self._seen else None)
         outputs, targets = joined([each for each in everywhere if each is not None])
         try:
@@ -119,14 +119,14 @@ class Gathered:
             leaves = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
             if all(bool(torch.isfinite(each).all()) for each in leaves):
                 raise
-            return math.nan  # of outputs that are not finite most functions raise
+            return math.nan  # most functions raise if outputs are not finite
 
     def reset(self) -> None:
         self._seen.clear()
 
 
 class MetricSet:
-    """Metrics by name, which see the same passes."""
+    """Metrics by name that are updated with the same passes."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = dict(metrics)
@@ -136,11 +136,11 @@ class MetricSet:
 
     @property
     def keeper(self) -> OutputKeeper:
-        """What keeps the forward passes that the metrics need."""
+        """The object that collects the forward passes for these metrics."""
         return OutputKeeper(needs_outputs=not all(isinstance(each, LossMetric) for each in self._metrics.values()))
 
     def require_ranked(self) -> None:
-        """Raises UsageError for a metric that cannot be joined over several ranks."""
+        """Raise UsageError for a metric that cannot be combined over several ranks."""
         for name, metric in self._metrics.items():
             if not isinstance(metric, RankedMetric) and not _of_torchmetrics(metric):
                 raise UsageError(
@@ -150,7 +150,7 @@ class MetricSet:
                 )
 
     def copied(self) -> MetricSet:
-        """Metrics of the same kind that have seen nothing. Raises UsageError for one that cannot be copied."""
+        """Return empty metrics of the same kind. Raises UsageError for one that cannot be copied."""
         copies: dict[str, Metric] = {}
         for name, metric in self._metrics.items():
             try:
@@ -165,7 +165,7 @@ class MetricSet:
         return found
 
     def to(self, device: torch.device) -> None:
-        """Moves what can be moved to where the outputs are."""
+        """Move the metrics that can be moved to the device of the outputs."""
         for metric in self._metrics.values():
             if callable(move := getattr(metric, "to", None)):
                 move(device)
@@ -175,7 +175,7 @@ class MetricSet:
             for name, metric in self._metrics.items():
                 try:
                     if isinstance(metric, LossMetric):
-                        assert loss is not None, "the losses in the box return one"
+                        assert loss is not None, "the built-in losses return one"
                         metric.take_loss(loss)
                     else:
                         metric.update(_mapped(_widened, outputs), targets)
@@ -183,7 +183,7 @@ class MetricSet:
                     raise _failed(name, error, outputs, targets) from error
 
     def compute(self, world: World = SOLO) -> dict[str, float]:
-        """The values over all that the ranks saw, and forgets it. Every rank must call it."""
+        """Return the values over the batches of all ranks, and reset. Every rank must call it."""
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             try:
@@ -204,38 +204,38 @@ class MetricSet:
 NO_METRICS = MetricSet({})
 
 
-def metric_set(given: Mapping[str, object]) -> MetricSet:
-    """Checks what a user gave. Raises UsageError for what is no metric, and for a name that is taken."""
-    if not isinstance(given, Mapping):
-        raise UsageError(f"metrics is a {type(given).__name__}", remedy="give a mapping: metrics={'f1': ...}")
-    return MetricSet({name: _metric(name, each) for name, each in given.items()})
+def metric_set(metric: Mapping[str, object]) -> MetricSet:
+    """Validate the metrics of a user. Raises UsageError for values that are not metrics and for reserved names."""
+    if not isinstance(metric, Mapping):
+        raise UsageError(f"metrics is a {type(metric).__name__}", remedy="give a mapping: metrics={'f1': ...}")
+    return MetricSet({name: _metric(name, each) for name, each in metric.items()})
 
 
-def _metric(name: object, given: object) -> Metric:
+def _metric(name: object, metric: object) -> Metric:
     if not isinstance(name, str) or not name or name == "loss":
         raise UsageError(f"a metric is named {name!r}", remedy="give it a name of its own, such as 'f1'")
-    if isinstance(given, type):
-        raise UsageError(f"the metric {name!r} is the class {given.__name__}", remedy=f"write {given.__name__}(...)")
-    if isinstance(given, Metric):
-        return given
-    if not callable(given):
-        raise UsageError(f"the metric {name!r} is a {type(given).__name__}", remedy=_FORMS)
+    if isinstance(metric, type):
+        raise UsageError(f"the metric {name!r} is the class {metric.__name__}", remedy=f"write {metric.__name__}(...)")
+    if isinstance(metric, Metric):
+        return metric
+    if not callable(metric):
+        raise UsageError(f"the metric {name!r} is a {type(metric).__name__}", remedy=_FORMS)
     try:
-        signature = inspect.signature(given)
+        signature = inspect.signature(metric)
         first = next(iter(signature.parameters), "")
         signature.bind(None, None)
     except ValueError:  # a builtin without a signature
-        return Gathered(given)
+        return Gathered(metric)
     except TypeError:
         raise UsageError(f"the metric {name!r}, {signature}, does not take (outputs, targets)", remedy=_FORMS) from None
     if first in ("y_true", "target", "targets", "labels"):
-        function = getattr(given, "__name__", "f")
+        function = getattr(metric, "__name__", "f")
         raise UsageError(
             f"the metric {name!r} takes the targets first, and would get the outputs there",
             remedy=f"write lambda outputs, targets: {function}(targets, outputs.argmax(1)), or what turns outputs into "
             "its predictions",
         )
-    return Gathered(given)
+    return Gathered(metric)
 
 
 def _computed(metric: Metric, world: World) -> object:
@@ -246,7 +246,7 @@ def _computed(metric: Metric, world: World) -> object:
 
 
 def _of_torchmetrics(metric: object) -> list[Any]:
-    """The metrics of ``torchmetrics`` in this object; none where it is of another kind."""
+    """Return the metrics of ``torchmetrics`` in this object; empty if it has none."""
     library = sys.modules.get("torchmetrics")
     if library is None or not isinstance(metric, nn.Module):
         return []
@@ -255,10 +255,10 @@ def _of_torchmetrics(metric: object) -> list[Any]:
 
 @contextmanager
 def synchronized(metric: object, world: World) -> Iterator[None]:
-    """Inside, a metric of ``torchmetrics`` computes over the ranks of ``world``, and over no others.
+    """Make a metric of ``torchmetrics`` compute over the ranks of ``world``, and over no others.
 
-    By itself it would take those of torch's default group: also ranks that compute with the same samples, and by a
-    backend that may not have its device.
+    By default it uses torch's default process group: this includes ranks that compute with the same samples, and its
+    backend may not support the device of the metric.
     """
 
     def gather(state: Tensor, group: object = None) -> list[Tensor]:
@@ -279,22 +279,22 @@ def synchronized(metric: object, world: World) -> Iterator[None]:
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: object) -> object:
-    """``value`` with every tensor changed. Most are one tensor: to look for others takes longer than the change."""
+    """Return ``value`` with every tensor changed. A single tensor, the usual case, takes a faster path."""
     return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, 16-bit numbers in float32."""
+    """Return a copy on the CPU, with 16-bit numbers converted to float32."""
     return _widened(tensor).cpu()
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """16-bit outputs of autocast in float32, which every metric takes."""
+    """Convert 16-bit outputs of autocast to float32, which every metric supports."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def joined(seen: Sequence[T]) -> T:
-    """All batches as one, tensors joined along their first dimension."""
+    """Return all batches as one, with tensors joined along their first dimension."""
     flat = [tree_flatten(each) for each in seen]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     whole: T = tree_unflatten([_column(each) for each in columns], flat[0][1])
@@ -315,7 +315,7 @@ def _column(values: Sequence[object]) -> object:
 
 
 def _numbers(name: str, found: object) -> Iterator[tuple[str, float]]:
-    """A metric's value by its name, or several by theirs."""
+    """Yield a metric's value under its name, or several values under theirs."""
     if isinstance(found, Mapping):
         for key, value in found.items():
             yield from _numbers(f"{name}.{key}", value)
@@ -334,5 +334,6 @@ def _failed(name: str, error: Exception, *of: object) -> UsageError:
     shapes = [str(tuple(each.shape)) for each in tree_leaves(of) if isinstance(each, Tensor)]
     what = f" of outputs and targets of the shapes {' and '.join(shapes)}" if shapes else ""
     return UsageError(
-        f"the metric {name!r} raised {text_of(error)}{what}", remedy="mend the metric, or what the loss gives it"
+        f"the metric {name!r} raised {text_of(error)}{what}",
+        remedy="fix the metric, or the outputs that the loss returns",
     )

@@ -1,7 +1,7 @@
 """Metrics by name: ``tw.fit(metrics=["accuracy", "f1"])``.
 
 Accuracy, top-k, errors and perplexity are sums divided by counts, and need no package. All others are metrics of
-``torchmetrics`` with its defaults: an average over classes is the macro average unless ``args`` set another.
+``torchmetrics`` with its defaults; averages over classes are macro averages unless ``args`` set another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOGITS_BY_LOSS = {
     "BCELoss": False,
     "binary_cross_entropy": False,
 }
-"""Losses of torch for labels of 0 and 1: whether they take logits or probabilities."""
+"""Losses of torch for labels of 0 and 1: True if they take logits, False if they take probabilities."""
 
 
 class Measure(Protocol):
@@ -51,12 +51,12 @@ class Measure(Protocol):
 
     def update(self, batch: Aligned, task: Task) -> None: ...
     def compute(self, world: World) -> float | dict[str, float]:
-        """The value over what all ranks saw, or one for each class. Every rank must call it."""
+        """Return the value over the batches of all ranks, or one for each class. Every rank must call it."""
         ...
 
 
 class Mean:
-    """A sum over what counts by how much counts: exact over batches and over ranks."""
+    """A sum over counted items divided by their number: exact over batches and over ranks."""
 
     def __init__(
         self, of: Callable[[Aligned, Task], tuple[Tensor, Tensor | int]], finish: Callable[[float], float] = float
@@ -69,7 +69,7 @@ class Mean:
         self.add(*self._of(batch, task))
 
     def add(self, total: Tensor, count: Tensor | float) -> None:
-        """Adds to the sum, and to how much counts."""
+        """Add to the sum and to the count."""
         self._total, self._count = self._total + widest(total), self._count + count
 
     def compute(self, world: World) -> float:
@@ -78,8 +78,8 @@ class Mean:
         return self._finish(total / count) if count else math.nan
 
 
-class OfTorchmetrics:
-    """A metric of ``torchmetrics``. ``classes_for_scores``: it gets predicted classes."""
+class TorchmetricsMeasure:
+    """A metric of ``torchmetrics``. ``classes_for_scores``: pass predicted classes instead of scores."""
 
     def __init__(self, metric: Any, *, classes_for_scores: bool = False) -> None:
         self._metric, self._classes_for_scores = metric, classes_for_scores
@@ -95,20 +95,25 @@ class OfTorchmetrics:
 
     def compute(self, world: World) -> float | dict[str, float]:
         with synchronized(self._metric, world), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a window of the log may lack a class, and a rank all samples
+            warnings.simplefilter("ignore")  # a window of the log may lack a class, and a rank may lack samples
             try:
                 value = self._metric.compute()
-            except ValueError:  # of too few samples
+            except ValueError:  # too few samples
                 return math.nan
         each = value.flatten().tolist()
         return each[0] if len(each) == 1 else {str(index): number for index, number in enumerate(each)}
 
 
 class NamedMetric:
-    """A metric that learns from the first batch what the outputs and targets mean.
+    """A metric that infers from the first batch what the outputs and targets mean.
 
-    ``make`` returns the measure of a task on a device. It raises UsageError for a task that it is not defined for.
-    ``task``, ``ignore_index`` and ``from_logits`` state what cannot be found out.
+    Args:
+        name: Name in messages.
+        make: Returns the measure for a task on a device. Raises UsageError for a task that it is not defined for.
+        is_regression: True for metrics of numbers.
+        task: Overrides the inferred task.
+        ignore_index: Target that is not counted.
+        from_logits: True if outputs are logits; None to infer it.
     """
 
     def __init__(
@@ -123,23 +128,23 @@ class NamedMetric:
     ) -> None:
         if task is not None:
             require_choice(f"the task of the metric {name!r}", task, TASKS)
-        self._name, self._make, self._is_regression, self._asked = name, make, is_regression, task
+        self._name, self._make, self._is_regression, self._stated = name, make, is_regression, task
         self._ignored, self._from_logits = IGNORE if ignore_index is None else ignore_index, from_logits
         self._device = torch.device("cpu")
         self._task: Task | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was seen, but not the task."""
+        """Clear the state, but keep the inferred task."""
         self._measure: Measure | None = None
         self._contradicted: Tensor | None = None
 
     def to(self, device: torch.device) -> None:
-        """Says where outputs and targets are."""
+        """Set the device of outputs and targets."""
         self._device = device
 
     def update(self, outputs: object, targets: object) -> None:
-        """Takes in a batch. Raises UsageError where its meaning is not clear."""
+        """Add a batch. Raises UsageError if its meaning is ambiguous."""
         try:
             self._take(outputs, targets)
         except UsageError as error:
@@ -160,7 +165,7 @@ class NamedMetric:
         if self._is_regression:
             return regression_task(outputs, targets)
         return classification_task(
-            outputs, targets, asked=self._asked, ignored=self._ignored, are_logits=self._from_logits
+            outputs, targets, stated=self._stated, ignored=self._ignored, are_logits=self._from_logits
         )
 
     def _begun(self, task: Task) -> Measure:
@@ -169,11 +174,11 @@ class NamedMetric:
         return self._measure
 
     def compute(self) -> float | dict[str, float]:
-        """The value over what was seen; NaN where nothing was."""
+        """Return the value over the batches so far; NaN if there were none."""
         return self.over_ranks(SOLO)
 
     def over_ranks(self, world: World) -> float | dict[str, float]:
-        """The value over what all ranks saw, the same on each. Every rank must call it."""
+        """Return the value over the batches of all ranks, the same on each. Every rank must call it."""
         tasks = list(dict.fromkeys(task for task in world.collect(self._task) if task is not None))
         if not tasks:
             return math.nan
@@ -181,12 +186,12 @@ class NamedMetric:
             if len(tasks) > 1:
                 what = " and ".join(f"{task.kind} of {task.size}" for task in tasks)
                 raise UsageError(
-                    f"the first batches of the ranks look different: {what}",
+                    f"the first batches of the ranks imply different tasks: {what}",
                     remedy="state task and from_logits in args",
                 )
             if self._contradicted is not None and bool(self._contradicted):
                 raise UsageError(
-                    "the outputs of the first batch lay between 0 and 1, as probabilities do, and later ones do not",
+                    "the outputs of the first batch were between 0 and 1, as probabilities do, and later ones do not",
                     remedy="state what they are: args: {from_logits: true}",
                 )
             self._task = tasks[0]
@@ -199,34 +204,34 @@ class NamedMetric:
 
 
 class LossPerplexity:
-    """The perplexity where the loss is a cross-entropy in the box: exp of its mean, which needs no logits."""
+    """Perplexity for a built-in cross-entropy loss: exp of its mean, without logits."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was seen."""
+        """Clear the state."""
         self._mean = Mean(_no_batch, math.exp)
 
     def take_loss(self, loss: Loss) -> None:
-        """Takes in the loss of a batch."""
+        """Add the loss of a batch."""
         self._mean.add(loss.total.detach(), loss.weight)
 
     def update(self, outputs: object, targets: object) -> None:
         """Needs no outputs."""
 
     def compute(self) -> float:
-        """The value over what was seen; NaN where nothing was."""
+        """Return the value over the batches so far; NaN if there were none."""
         return self.over_ranks(SOLO)
 
     def over_ranks(self, world: World) -> float:
-        """The value over what all ranks saw."""
+        """Return the value over the batches of all ranks."""
         return self._mean.compute(world)
 
 
-def stated_by(loss: object) -> dict[str, object]:
-    """Returns the arguments of metrics that a loss of torch implies: ``ignore_index`` and ``from_logits``."""
-    loss = getattr(loss, "func", loss)  # of a partial
+def metric_args_of_loss(loss: object) -> dict[str, object]:
+    """Return the arguments of metrics that a loss of torch implies: ``ignore_index`` and ``from_logits``."""
+    loss = getattr(loss, "func", loss)  # unwraps a partial
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "")
     found: dict[str, object] = {}
     if isinstance(ignored := getattr(loss, "ignore_index", None), int):
@@ -239,7 +244,7 @@ def stated_by(loss: object) -> dict[str, object]:
 def accuracy(
     *, task: str | None = None, ignore_index: int | None = None, from_logits: bool | None = None
 ) -> NamedMetric:
-    """The fraction of targets that are predicted; of several labels for a sample, the fraction of the labels."""
+    """The fraction of targets that are predicted; for several labels per sample, the fraction of the labels."""
 
     def hits(batch: Aligned, task: Task) -> tuple[Tensor, Tensor | int]:
         is_class = task.kind == "multiclass"
@@ -315,7 +320,7 @@ def _counted(right: Tensor, batch: Aligned) -> tuple[Tensor, Tensor | int]:
 def _measures(
     name: str, make: Callable[[Task, torch.device], Measure], kinds: tuple[str, ...] = TASKS
 ) -> Callable[[Task, torch.device], Measure]:
-    """``make`` for the tasks that the metric is defined for."""
+    """Return ``make``, restricted to the tasks that the metric is defined for."""
 
     def made(task: Task, device: torch.device) -> Measure:
         if task.kind not in kinds:
@@ -348,7 +353,7 @@ REGRESSION = {
 }
 
 
-def of_classes(
+def classification_metric(
     name: str,
     *,
     task: str | None = None,
@@ -356,7 +361,7 @@ def of_classes(
     from_logits: bool | None = None,
     **options: object,
 ) -> NamedMetric:
-    """A metric of classes of ``torchmetrics``; ``options`` are further arguments of its class, such as ``average``."""
+    """Return a classification metric of ``torchmetrics``; ``options`` are further arguments of its class."""
     module = _torchmetrics("classification", name)
     by_kind = {kind: getattr(module, f"{kind.capitalize()}{CLASSIFICATION[name]}", None) for kind in TASKS}
     is_balanced = name == "balanced_accuracy"
@@ -371,28 +376,28 @@ def of_classes(
         elif task.kind == "multiclass" or is_balanced:
             given["num_classes"] = max(2, task.size)
         metric = _made(by_kind[task.kind], given)
-        metric.validate_args = False  # of tensors: it waits for the device in each update
-        return OfTorchmetrics(metric.to(device), classes_for_scores=is_balanced and task.kind == "binary")
+        metric.validate_args = False  # validation waits for the device in each update
+        return TorchmetricsMeasure(metric.to(device), classes_for_scores=is_balanced and task.kind == "binary")
 
     kinds = tuple(kind for kind, found in by_kind.items() if found is not None)
     made = _measures(name, make, kinds)
     return NamedMetric(name, made, task=task, ignore_index=ignore_index, from_logits=from_logits)
 
 
-def of_numbers(name: str, **options: object) -> NamedMetric:
-    """A metric of numbers of ``torchmetrics``; ``options`` are further arguments of its class."""
+def regression_metric(name: str, **options: object) -> NamedMetric:
+    """Return a regression metric of ``torchmetrics``; ``options`` are further arguments of its class."""
     found = getattr(_torchmetrics("regression", name), REGRESSION[name])
     takes_size = "num_outputs" in inspect.signature(found).parameters
 
     def make(task: Task, device: torch.device) -> Measure:
         size = {"num_outputs": task.size} if takes_size else {}
-        return OfTorchmetrics(_made(found, {**size, **options}).to(device))
+        return TorchmetricsMeasure(_made(found, {**size, **options}).to(device))
 
     return NamedMetric(name, make, is_regression=True)
 
 
 def _torchmetrics(module: str, name: str) -> Any:
-    """A module of ``torchmetrics``. Raises MissingExtra."""
+    """Import a module of ``torchmetrics``. Raises MissingExtra if it is not installed."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise MissingExtra("torchmetrics", needed_for=f"the metric {name!r}")
     with warnings.catch_warnings():
@@ -401,7 +406,7 @@ def _torchmetrics(module: str, name: str) -> Any:
 
 
 def _made(found: Any, options: Mapping[str, Any]) -> Any:
-    """A metric of ``torchmetrics``. Raises UsageError for arguments that it does not take."""
+    """Construct a metric of ``torchmetrics``. Raises UsageError for arguments that it does not accept."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -413,18 +418,18 @@ def _made(found: Any, options: Mapping[str, Any]) -> Any:
         raise UsageError(text_of(error), remedy=f"args of {found.__name__}: {accepted}") from None
 
 
-precision = partial(of_classes, "precision")
-recall = partial(of_classes, "recall")
-specificity = partial(of_classes, "specificity")
-f1 = partial(of_classes, "f1")
-balanced_accuracy = partial(of_classes, "balanced_accuracy")
-auroc = partial(of_classes, "auroc")
-average_precision = partial(of_classes, "average_precision")
-matthews = partial(of_classes, "matthews")
-cohen_kappa = partial(of_classes, "cohen_kappa")
-calibration_error = partial(of_classes, "calibration_error")
-iou = partial(of_classes, "iou")
-r2 = partial(of_numbers, "r2")
-mape = partial(of_numbers, "mape")
-pearson = partial(of_numbers, "pearson")
-spearman = partial(of_numbers, "spearman")
+precision = partial(classification_metric, "precision")
+recall = partial(classification_metric, "recall")
+specificity = partial(classification_metric, "specificity")
+f1 = partial(classification_metric, "f1")
+balanced_accuracy = partial(classification_metric, "balanced_accuracy")
+auroc = partial(classification_metric, "auroc")
+average_precision = partial(classification_metric, "average_precision")
+matthews = partial(classification_metric, "matthews")
+cohen_kappa = partial(classification_metric, "cohen_kappa")
+calibration_error = partial(classification_metric, "calibration_error")
+iou = partial(classification_metric, "iou")
+r2 = partial(regression_metric, "r2")
+mape = partial(regression_metric, "mape")
+pearson = partial(regression_metric, "pearson")
+spearman = partial(regression_metric, "spearman")

@@ -1,4 +1,4 @@
-"""Observers: what looks at each step after it is done, and may ask for an end."""
+"""Observers read each step after it is done, and may stop the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from trainwright.errors import UsageError
 
 
 class Stop(NamedTuple):
-    """Why an observer ends the run. ``save`` is False when the state is poisoned.
+    """The reason for which an observer ends the run.
 
-    ``by_signal``: the process, or that of another rank, got the signal that ``reason`` names.
+    Attributes:
+        reason: Shown to the user.
+        save: False if the state is poisoned and must not be saved.
+        exit_code: Exit code of the process.
+        by_signal: True if this process or another rank received the signal that ``reason`` names.
     """
 
     reason: str
@@ -24,14 +28,14 @@ class Stop(NamedTuple):
 
 
 class Observer(Protocol):
-    """Looks at each step after it is done. Reads only. ``close`` is called at the end, where there is one."""
+    """Reads each step after it is done, without changing anything. ``close``, if present, is called at the end."""
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None: ...
     def close(self) -> None: ...
 
 
 class FunctionObserver:
-    """A function of ``(result, state)`` as an observer."""
+    """Adapts a function of ``(result, state)`` to an observer."""
 
     def __init__(self, function: Callable[[StepResult, TrainState], Stop | None]) -> None:
         self.function = function
@@ -43,9 +47,10 @@ class FunctionObserver:
 
 
 def as_observer(given: object) -> Observer:
-    """An object with ``observe(result, state)`` as it is, and a function of ``(result, state)`` as an observer.
+    """Convert a function of ``(result, state)`` to an observer; return an object with ``observe`` unchanged.
 
-    Raises UsageError for anything else.
+    Raises:
+        UsageError: The argument is neither.
     """
     if isinstance(given, type) or not (callable(getattr(given, "observe", None)) or callable(given)):
         name = getattr(given, "__name__", type(given).__name__)
@@ -68,7 +73,7 @@ def as_observer(given: object) -> Observer:
 
 
 def as_stop(answer: object, observer: Observer) -> Stop:
-    """What an observer returned after a step, where that is not None. Raises UsageError for what is no Stop."""
+    """Return the Stop that an observer returned. Raises UsageError for any other value."""
     if isinstance(answer, Stop):
         return answer
     owner = observer.function if isinstance(observer, FunctionObserver) else type(observer)

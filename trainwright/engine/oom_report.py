@@ -1,4 +1,4 @@
-"""Reports of a try that ran out of memory: where it happened, and what held the memory."""
+"""Reports of attempts that ran out of memory: where it happened, and what held the memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.memory import capacity_bytes, held_bytes, reserved_bytes
 from trainwright.errors import OomReport, text_of
 
-_SAYINGS = (
+_OOM_MESSAGES = (
     "can't allocate memory",  # torch's allocator on the CPU: posix_memalign
     "not enough memory: you tried to allocate",  # the same on Windows
     "Cannot allocate memory",  # strerror(ENOMEM), of torch's file mappings
@@ -29,15 +29,15 @@ _SAYINGS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_SHORT_SAYINGS = ("could not create a primitive", "could not execute a primitive")
-"""Of oneDNN, which says the same of a shape that it cannot compute."""
-_ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)?", re.IGNORECASE)
+_AMBIGUOUS_OOM_MESSAGES = ("could not create a primitive", "could not execute a primitive")
+"""oneDNN reports these also for shapes that it cannot compute."""
+_REQUESTED_SIZE = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 
 @dataclass(frozen=True)
 class OomSnapshot:
-    """What is known at the instant of the error, as plain values: nothing in it keeps a tensor alive.
+    """Facts recorded at the time of the error, as plain values that keep no tensor alive.
 
     ``otherwise`` describes an error that is not about memory.
     """
@@ -52,22 +52,22 @@ class OomSnapshot:
 
     @property
     def asked_bytes(self) -> int | None:
-        """The size of the allocation that failed, from the message of the allocator."""
-        found = _ASKED.search(self.error)
+        """Size of the allocation that failed, from the message of the allocator; None if unknown."""
+        found = _REQUESTED_SIZE.search(self.error)
         return int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else None
 
 
 def is_out_of_memory(error: BaseException, *, was_short: bool = False) -> bool:
-    """Whether ``error`` is, or was caused by, an allocation that failed.
+    """Return True if ``error`` is, or was caused by, a failed allocation.
 
-    ``was_short``: memory ran out before in this run, so what may have another cause is taken for the same.
+    ``was_short``: memory ran out earlier in this run, so ambiguous errors count too.
     """
-    sayings = (*_SAYINGS, *_SHORT_SAYINGS) if was_short else _SAYINGS
+    messages = (*_OOM_MESSAGES, *_AMBIGUOUS_OOM_MESSAGES) if was_short else _OOM_MESSAGES
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(seen, RuntimeError) and any(saying in text_of(seen) for saying in sayings):
+        if isinstance(seen, RuntimeError) and any(text in text_of(seen) for text in messages):
             return True
         if isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True
@@ -76,11 +76,11 @@ def is_out_of_memory(error: BaseException, *, was_short: bool = False) -> bool:
 
 
 def oom_snapshot(error: Exception, state: TrainState, batch: StepBatch, device: torch.device) -> OomSnapshot:
-    """Describes a failed try while its tensors are alive; then clears its frames, which hold them."""
+    """Describe a failed attempt while its tensors are alive; then clear its frames, which hold them."""
     try:
         in_use, reserved = held_bytes(device), reserved_bytes(device)
         phase, module = _place(error.__traceback__, state.model)
-    except (MemoryError, OSError):  # no memory to look with: first it is freed, and with it the names of modules
+    except (MemoryError, OSError):  # too little memory to inspect: free it first, which loses the module names
         traceback.clear_frames(error.__traceback__)
         in_use, reserved = held_bytes(device), reserved_bytes(device)
         phase, module = _place(error.__traceback__, state.model)
@@ -98,14 +98,14 @@ def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
         if path.parent.name == "autograd" and path.name in ("__init__.py", "graph.py"):
             phase, module = "backward", ""
         elif frame.f_code.co_name == "_call_impl" and id(me := frame.f_locals.get("self")) in names:
-            phase = "forward" if phase == "loss" else phase  # else it is computed again in the backward pass
+            phase = "forward" if phase == "loss" else phase  # else recomputed in the backward pass
             module = names[id(me)]
         trace = trace.tb_next
     return phase, module
 
 
 def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
-    """Bytes of what a step works on, by kind; tensors that share memory count once."""
+    """Return the bytes used by a step, by kind; tensors that share memory count once."""
     parameters = list(state.model.parameters())
     shadow = getattr(state.ema, "shadow", {})
     kinds: dict[str, Iterable[object]] = {
@@ -122,7 +122,7 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
 
 
 def _beside(tensor: object, parameters: Sequence[Tensor]) -> bool:
-    """Whether it is where the weights are: an offloaded optimizer's state is not."""
+    """Return True if the tensor is on the device of the weights. The state of an offloaded optimizer is not."""
     return isinstance(tensor, Tensor) and any(tensor.device.type == p.device.type for p in parameters[:1])
 
 
@@ -135,7 +135,7 @@ def _bytes(tensors: Iterable[object]) -> int:
 def oom_report(
     seen: OomSnapshot, *, step: int, micro: int, next_micro: int | None, device: torch.device, notes: tuple[str, ...]
 ) -> OomReport:
-    """Makes the report, after the tensors of the failed try have been freed."""
+    """Build the report, after the tensors of the failed attempt have been freed."""
     return OomReport(
         step=step,
         phase=seen.phase,

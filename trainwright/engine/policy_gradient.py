@@ -136,7 +136,7 @@ class Reinforce:
     """
 
     measures_progress = False
-    """Its value need not fall: look at ``episode_return``."""
+    """The value of the loss may rise while the policy improves; watch ``episode_return``."""
 
     def __init__(self, env: str, discount: float = 0.99) -> None:
         self.player, self.discount = EpisodePlayer(env), discount

@@ -1,4 +1,4 @@
-"""Precision: which numbers the forward pass computes with."""
+"""Precision: the number formats of the forward pass."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 
 @dataclass(frozen=True)
 class Precision:
-    """fp32 and tf32 compute as they are; bf16 and fp16 run the forward pass and the loss under autocast.
+    """Precision of the forward pass and the loss.
 
-    fp8 and mxfp8 are bf16 here: the linear layers themselves cast their operands, see ``build.fp8``.
+    fp32 and tf32 run without autocast; bf16 and fp16 run under autocast. fp8 and mxfp8 use bf16 autocast: the linear
+    layers cast their operands themselves, see ``assembly.fp8``. Weights, gradients and optimizer state stay in fp32 in
+    every mode.
 
-    Weights, gradients and optimizer state stay in fp32 in every mode. ``caches``: autocast keeps its copy of a weight
-    to the end of a forward pass, for it may be used twice. Where ranks hold parts of weights, the copies are whole.
+    Attributes:
+        name: The mode.
+        device_type: Device type of autocast.
+        caches: Autocast keeps its copy of a weight until the end of a forward pass, because the weight may be used
+            twice. The copies are full weights even if ranks hold parts.
     """
 
     name: PrecisionName
@@ -33,35 +38,35 @@ class Precision:
         require_choice("the precision", self.name, get_args(PrecisionName))
 
     def autocast(self) -> AbstractContextManager[object]:
-        """A context for one forward pass and its loss; never for a whole loop, whose cache would go stale."""
+        """Return a context for one forward pass and its loss. Not for a full loop: its cache would become stale."""
         dtype = _AUTOCAST.get(self.name)
         return nullcontext() if dtype is None else torch.autocast(self.device_type, dtype, cache_enabled=self.caches)
 
     def scaler(self, device: torch.device) -> LossScaler | NoScaler:
-        """fp16 needs a loss scale; bf16 has fp32's range and needs none."""
+        """Return a loss scaler for fp16. bf16 has the range of fp32 and needs none."""
         return LossScaler(device) if self.name == "fp16" else NoScaler()
 
 
 class MatmulMode(NamedTuple):
-    """Process-wide: whether float32 matrix products and convolutions on a GPU may use TF32 tensor cores."""
+    """Process-wide mode: may float32 matrix products and convolutions on a GPU use TF32 tensor cores?"""
 
     matmul: str
     convolutions: bool
 
     @classmethod
     def read(cls) -> MatmulMode:
-        """Return what the process is set to."""
+        """Return the current mode of the process."""
         return cls(torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
 
     @classmethod
-    def asked(cls, precision: PrecisionName | Literal["auto"] | None) -> MatmulMode:
+    def for_precision(cls, precision: PrecisionName | Literal["auto"] | None) -> MatmulMode:
         """Return the mode for the precision of a recipe: tf32 allows TF32, fp32 forbids it, others leave it."""
         if precision not in ("fp32", "tf32"):
             return cls.read()
         return cls("high" if precision == "tf32" else "highest", precision == "tf32")
 
     def set(self) -> None:
-        """Set the process to it."""
+        """Set the mode of the process."""
         torch.set_float32_matmul_precision(self.matmul)
         torch.backends.cudnn.allow_tf32 = self.convolutions
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run divide a step."""
+"""The division of a step among the ranks of a run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from typing import NamedTuple
 
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.compressed import GradientSum, sum_whole
-from trainwright.engine.in_stages import StagedPasses
-from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
+from trainwright.engine.stage_passes import StagedPasses
+from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 
 
 class RankLayout(NamedTuple):
-    """How the ranks of a run divide its steps; by default there is one rank.
+    """Division of a step among the ranks of a run; by default there is one rank.
 
-    ``sums`` are those whose gradients and losses add up. ``data`` are those whose samples differ, where some of
-    ``sums`` share theirs and each has a part of them (context parallelism); None: the same. ``exact``: gradients have
-    the same bits on any number of ranks, see ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded,
-    see ``ShardedPasses``. ``divided``: ranks compute parts of the same layers or sequences, and exchange something in
-    each pass. ``stages``: they compute layers that follow each other (pipeline parallelism). ``stream`` is the number
-    of this rank's random numbers, by default its rank in ``sums``. ``norms`` exchange statistics of a batch.
-    ``sum_gradients`` sums what copies of the model have.
+    Attributes:
+        sums: Ranks whose gradients and losses are summed.
+        data: Ranks with different samples, if some of ``sums`` share theirs and each has a part of them (context
+            parallelism); None: the same as ``sums``.
+        exact: Gradients have the same bits on any number of ranks, see ``accumulate_exactly``.
+        zero: ZeRO stage of a model that FSDP has sharded, see ``ShardedPasses``.
+        divided: Ranks compute parts of the same layers or sequences, and communicate in each pass.
+        stages: Ranks compute consecutive layers (pipeline parallelism).
+        stream: Number of this rank's random stream; by default its rank in ``sums``.
+        norms: BatchNorms that exchange batch statistics.
+        sum_gradients: Sums the gradients of model copies.
     """
 
     sums: World = SOLO
@@ -29,9 +33,9 @@ class RankLayout(NamedTuple):
     divided: bool = False
     stages: StagedPasses | None = None
     stream: int | None = None
-    norms: SyncedNorms = OWN_STATISTICS
+    norms: SyncedNorms = LOCAL_STATISTICS
     sum_gradients: GradientSum = sum_whole
 
 
-ALONE = RankLayout()
-"""One process."""
+ONE_RANK_LAYOUT = RankLayout()
+"""Layout of a single process."""

@@ -1,8 +1,8 @@
-"""Recovery from running out of memory: the step begins again with smaller micro-batches; no trace of the try is left.
+"""Recovery from running out of memory: the step starts again with smaller micro-batches, as if it had not failed.
 
-Only a step's passes over its data are tried again here, up to the gradients as they will be applied. They write nothing
-but gradients, buffers and generators, which are all put back; so are the weights of the sum, which any split leaves the
-same. Of the update see ``update.py``.
+Only a step's passes over its data are retried here, up to the final gradients. They change nothing but gradients,
+buffers and generators, which are all restored. The weights of the sum do not depend on the split. For the update see
+``update.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from trainwright.checkpoint.batch_cut import cut
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.checkpoint.cut import cut
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
@@ -28,22 +28,21 @@ from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, Us
 
 T = TypeVar("T")
 Passes = Callable[[TrainState, StepBatch], T]
-FITS = 2**62
-AS_IT_IS = FITS - 1
-LOOK_EVERY = 256
-DRAWN = "Python's or NumPy's generator was drawn from for the first time"
-ONE_IS_TOO_MUCH = "a micro-batch of one sample does not fit"
+NO_LIMIT = 2**62
+SAME_LIMIT = NO_LIMIT - 1
+GENERATOR_CHECK_STEPS = 256
+GENERATOR_USED_NOTE = "Python's or NumPy's generator was drawn from for the first time"
+ONE_SAMPLE_DOES_NOT_FIT = "a micro-batch of one sample does not fit"
 
 
 class Recovery:
-    """Tries the passes of a step until they fit. ``forget`` clears what a failed try leaves in the state.
+    """Retries the passes of a step until they fit. ``forget`` clears what a failed attempt leaves in the state.
 
-    The first time memory runs out, it is given back and the same micro-batches are tried once more: the heap may have
-    been in pieces. Then they are halved. Before a single sample is given up, ``witness`` lets go of what it holds.
+    The first time memory runs out, it is freed and the same micro-batches are tried once more, because the heap may
+    have been fragmented. Then they are halved. Before giving up on a single sample, ``witness`` frees what it holds.
 
-    The limit that is found stays in the state: it is never raised again, for the memory that was short once will be
-    short again, and a resumed run must cut its batches as the first one did. What an ordinary step pays is a look at
-    the batch and at the generators (5 us).
+    The limit stays in the state and is never raised again: memory would run out again, and a resumed run must split its
+    batches as the first one did. A step that fits costs an inspection of the batch and of the generators (5 us).
     """
 
     def __init__(
@@ -57,12 +56,13 @@ class Recovery:
     def __call__(
         self, passes: Passes[T], state: TrainState, batch: StepBatch, generators: TorchGenerators
     ) -> tuple[T, StepBatch, tuple[OomReport, ...]]:
-        """Returns the result of ``passes``, the micro-batches that it ran on, and a report of each try that failed.
+        """Return the result of ``passes``, the micro-batches that it ran on, and a report of each failed attempt.
 
-        ``generators`` are torch's as they are now.
+        ``generators`` are the current states of torch's generators.
 
-        Raises OutOfMemoryError when a micro-batch of one sample does not fit or cannot be cut; the state is then that
-        of the last good step.
+        Raises:
+            OutOfMemoryError: A micro-batch of one sample does not fit or cannot be cut. The state is then that of the
+                last good step.
         """
         reports: list[OomReport] = []
         limit_before = state.micro_limit
@@ -73,27 +73,28 @@ class Recovery:
             pieces = cut(batch, state.micro_limit)
             seen, done = self._tried(passes, state, pieces, device, again=bool(reports))
             limit = self._world.least(self._wanted(seen, pieces))
-            if limit == FITS:
+            if limit == NO_LIMIT:
                 assert done is not None
                 return done[0], pieces, tuple(reports)
             done = None
-            notes, trouble = self._as_before(state, batch, versions)
+            notes, trouble = self._restore_all(state, batch, versions)
             trouble = trouble or (seen.otherwise if seen else "")
             following: int | None = _largest(pieces)
-            if limit != AS_IT_IS:
+            if limit != SAME_LIMIT:
                 trouble = trouble or _cannot_shrink(batch, limit)
                 following = state.micro_limit = None if trouble else limit
             reports.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
             if trouble:
                 state.micro_limit = limit_before
-                raise given_up(reports, trouble + _though_it_did(limit_before, limit))
+                raise given_up(reports, trouble + _fit_before_note(limit_before, limit))
 
     def _tried(
         self, passes: Passes[T], state: TrainState, pieces: StepBatch, device: torch.device, *, again: bool
     ) -> tuple[OomSnapshot | None, tuple[T] | None]:
-        """One try. When this returns, the error is gone, and with it the frames that hold the tensors of the try.
+        """Run one attempt. On return the error is gone, and with it the frames that hold the tensors of the attempt.
 
-        Where it is tried ``again``, another error ends the tries as well: BatchNorm takes no single sample.
+        If this is a retry (``again``), any other error ends the retries too: for example, BatchNorm rejects a single
+        sample.
         """
         try:
             return None, (passes(state, pieces),)
@@ -106,25 +107,28 @@ class Recovery:
             return replace(seen, otherwise=f"{type(error).__name__} in smaller micro-batches: {seen.error}"), None
 
     def _wanted(self, seen: OomSnapshot | None, pieces: StepBatch) -> int:
-        """The limit that a rank asks for: FITS, AS_IT_IS, half of what it tried, or 0 when nothing would help."""
+        """Return the limit that this rank requests.
+
+        NO_LIMIT, SAME_LIMIT, half of the size it tried, or 0 if nothing would help.
+        """
         if seen is None:
-            return FITS
+            return NO_LIMIT
         if seen.otherwise:
             return 0
         has_let_go = self._witness.memory_ran_out()
         first, self._ran_out = not self._ran_out, True
         if first or (has_let_go and _largest(pieces) == 1):
-            return AS_IT_IS
+            return SAME_LIMIT
         return 0 if _largest(pieces) == 1 else (_largest(pieces) + 1) // 2
 
     def put_back(self, state: TrainState) -> tuple[tuple[str, ...], list[str]]:
-        """Puts gradients, generators and buffers back. Returns notes of what is not, and names of lost buffers."""
+        """Restore gradients, generators and buffers. Return notes on exceptions, and names of buffers that are lost."""
         self._forget(state)
         known = self._generators.restore()
-        return () if known else (DRAWN,), self.buffers.put_back()
+        return () if known else (GENERATOR_USED_NOTE,), self.buffers.put_back()
 
-    def _as_before(self, state: TrainState, batch: StepBatch, versions: list[int]) -> tuple[tuple[str, ...], str]:
-        """Puts everything back. Returns what is not quite as before, and why the step cannot be tried again, or ""."""
+    def _restore_all(self, state: TrainState, batch: StepBatch, versions: list[int]) -> tuple[tuple[str, ...], str]:
+        """Restore everything. Return notes on what differs, and why the step cannot be retried, or ""."""
         notes, lost = self.put_back(state)
         if lost:
             return notes, f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
@@ -139,7 +143,7 @@ def _largest(pieces: StepBatch) -> int:
 
 def _cannot_shrink(batch: StepBatch, limit: int) -> str:
     if limit == 0:
-        return ONE_IS_TOO_MUCH
+        return ONE_SAMPLE_DOES_NOT_FIT
     try:
         cut(batch, limit)
     except UsageError as error:
@@ -147,8 +151,8 @@ def _cannot_shrink(batch: StepBatch, limit: int) -> str:
     return ""
 
 
-def _though_it_did(limit_before: int | None, limit: int) -> str:
-    """Of a run that was short of memory in an earlier step and went on: what was enough then is not any more."""
+def _fit_before_note(limit_before: int | None, limit: int) -> str:
+    """Return a message for a run that recovered in an earlier step: the memory that was enough then no longer is."""
     if limit or limit_before is None:
         return ""
     return (
@@ -165,7 +169,7 @@ def make_room(
     device: torch.device,
     notes: tuple[str, ...] = (),
 ) -> OomReport:
-    """Frees what the failed try held, and returns the report of it."""
+    """Free what the failed attempt held, and return its report."""
     keep_no_blocks()
     give_back(device)
     micro = _largest(pieces)
@@ -173,7 +177,7 @@ def make_room(
 
 
 def given_up(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
-    """Returns the error of a step that does not fit: where it was, what held the memory, what would help."""
+    """Return the error of a step that does not fit: where it was, what held the memory, what would help."""
     last = reports[-1]
     where = f" in {last.module}" if last.module else ""
     largest = max(last.held, key=lambda kind: last.held[kind], default="")
@@ -194,9 +198,9 @@ def _gib(num_bytes: int) -> str:
 
 
 class _Generators:
-    """All generators as they were before the step. Those of Python and NumPy take 40 us to read.
+    """States of all generators before the step. Reading those of Python and NumPy takes 40 us.
 
-    So these are read in every step once they were seen to move, until then in the first two and each 256th.
+    They are therefore read in the first two steps and in each 256th, and in every step once they were seen to change.
     """
 
     def __init__(self) -> None:
@@ -207,18 +211,21 @@ class _Generators:
 
     def keep(self, device: torch.device, torchs: TorchGenerators) -> None:
         self._torch = device, torchs
-        if self._moving or self._steps < 2 or self._steps % LOOK_EVERY == 0:
+        if self._moving or self._steps < 2 or self._steps % GENERATOR_CHECK_STEPS == 0:
             before, self._slow = self._slow, _slow_generators()
             self._moving = self._moving or (before is not None and _moved(before, self._slow))
-            self._looked_at = self._steps
+            self._read_at_step = self._steps
         self._steps += 1
 
     def restore(self) -> bool:
-        """False when Python's or NumPy's moved since they were read last, and it cannot be told where they stood."""
+        """Restore the states.
+
+        Return False if Python's or NumPy's changed since they were last read, and cannot be restored.
+        """
         assert self._torch is not None and self._slow is not None
         device, torchs = self._torch
         torchs.restore(device)
-        if self._looked_at != self._steps - 1:
+        if self._read_at_step != self._steps - 1:
             self._moving = _moved(self._slow, _slow_generators())
             return not self._moving
         random.setstate(self._slow[0])
@@ -227,7 +234,7 @@ class _Generators:
 
 
 _SlowStates: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The states of Python's and NumPy's generator, as their modules return them."""
+"""States of Python's and NumPy's generator, as their modules return them."""
 
 
 def _slow_generators() -> _SlowStates:

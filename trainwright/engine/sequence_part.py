@@ -1,4 +1,4 @@
-"""The loss of a part of every sequence, where several ranks have one each."""
+"""The loss of one part of every sequence, for ranks that divide sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from trainwright.errors import UsageError
 
 
 def loss_of_part(loss: Callable[..., Loss | Tensor], cut: Callable[[Tensor], Tensor]) -> LossFn:
-    """Of batches (ids_BT, target_BT), whole: the model computes its part, and ``cut`` gives that of the target."""
+    """Return the loss on full batches (ids_BT, target_BT): the model computes its part, ``cut`` selects that of the
+    target.
+    """
     loss_fn = as_loss_fn(loss)
 
     def of_part(model: nn.Module, batch: Batch) -> Loss | Tensor:
@@ -19,7 +21,7 @@ def loss_of_part(loss: Callable[..., Loss | Tensor], cut: Callable[[Tensor], Ten
         made = loss_fn(model, (*inputs, cut(target)))
         if isinstance(made, Tensor):
             raise UsageError(
-                "parallel.context: the loss returns a mean, and how many of its positions count is known to it alone",
+                "parallel.context: the loss returns a mean, which hides the number of counted positions",
                 remedy="return tw.Loss(total, weight), with the number of positions that count",
             )
         return made

@@ -1,7 +1,7 @@
-"""The passes of a step whose weights are divided among ranks: torch's FSDP2, and what makes its sums exact.
+"""The passes of a step whose weights are divided among ranks by torch's FSDP2, with exact sums.
 
-FSDP gathers the weights of a unit (a block) before it is computed, and sums its gradients, each rank its part of them,
-while the backward pass runs. So there is no instant after which all ranks know that all have come through.
+FSDP gathers the weights of a unit (a block) before it is computed, and sums its gradients during the backward pass;
+each rank sums its part. Therefore no point in time exists at which all ranks know that all have succeeded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainwright.distributed.group import World
 from trainwright.engine.accumulate import Accumulated, run_divided
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
-from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
+from trainwright.engine.rank_sums import as_number
 from trainwright.engine.recover import given_up, make_room
-from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
+from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError
 
@@ -31,21 +31,22 @@ T = TypeVar("T")
 
 
 class ShardedPasses:
-    """Runs the micro-batches of a rank of ``world``; the parts of the summed gradients are in ``.grad`` then.
+    """Runs the micro-batches of a rank of ``world``; afterwards ``.grad`` holds this rank's parts of the summed
+    gradients.
 
     Each total is divided by the number of samples of the step, which all ranks know beforehand; ``correction`` makes
-    the sum exact. ``zero`` 1: gradients are summed after the last micro-batch, and stay whole until then. ``norms``
-    exchange statistics of a batch.
+    the sum exact. With ``zero`` 1, gradients are summed after the last micro-batch and stay unsharded until then.
+    ``norms`` exchange batch statistics.
     """
 
     def __init__(
-        self, world: World, zero: int, witness: StepWitness = SILENT, norms: SyncedNorms = OWN_STATISTICS
+        self, world: World, zero: int, witness: StepWitness = SILENT, norms: SyncedNorms = LOCAL_STATISTICS
     ) -> None:
         self._world, self._zero, self._witness, self._norms = world, zero, witness, norms
         self._used = _Used()
 
     def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
-        """Called by ``without_retry``: the ranks cannot step back together."""
+        """Run the micro-batches. Called by ``without_retry``, because the ranks cannot restart together."""
         self._used.watch(state.model)
         outputs, number = [], len(batch.global_ids)
         for index, micro in enumerate(batch.micro):
@@ -56,7 +57,7 @@ class ShardedPasses:
         return self._combined(state, outputs, number)
 
     def _exchange(self, model: nn.Module, *, is_last: bool) -> None:
-        """What is exchanged once a step, and not in each micro-batch."""
+        """Communicate once per step, not in each micro-batch."""
         assert is_sharded(model)
         model.set_requires_all_reduce(is_last)
         if self._zero == 1:
@@ -64,7 +65,7 @@ class ShardedPasses:
             model.set_reshard_after_backward(is_last)
 
     def _combined(self, state: TrainState, outputs: Sequence[Loss], number: int) -> Accumulated:
-        """Loss, weight and metrics of all ranks. Costs one exchange of some numbers."""
+        """Return loss, weight and metrics of all ranks. Costs one exchange of a few numbers."""
         parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
         names, device = sorted(outputs[0].metrics), parameters[0].device
         rows = [
@@ -76,7 +77,7 @@ class ShardedPasses:
         everywhere = self._world.gather(torch.cat([mine, torch.tensor(used, dtype=mine.dtype, device=device)])).sum(0)
         weight, *sums = everywhere[: len(mine)].unbind()
         self._sum_whole(parameters)
-        if not all(used):  # asking a GPU costs a host sync
+        if not all(used):  # reading them on a GPU costs a host sync
             _drop_unused(parameters, everywhere[len(mine) :].tolist())
         loss, *metrics = [(each / weight).to(outputs[0].total.dtype) for each in sums]
         divisor = torch.where(weight != 0, weight, 1.0)
@@ -85,7 +86,7 @@ class ShardedPasses:
         return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
 
     def _sum_whole(self, parameters: Sequence[Tensor]) -> None:
-        """Sums the gradients of parameters that each rank holds whole."""
+        """Sum the gradients of parameters that are not divided."""
         kept_whole = [p for p in parameters if not is_divided(p)]
         for parameter in kept_whole:
             if parameter.grad is None:
@@ -94,49 +95,50 @@ class ShardedPasses:
 
 
 def _drop_unused(parameters: Sequence[Tensor], used: Sequence[float]) -> None:
-    """Takes the zeros of parameters away that have a gradient on no rank."""
+    """Remove the zero gradients of parameters that have a gradient on no rank."""
     for parameter, count in zip(parameters, used, strict=True):
         if not count:
             parameter.grad = None
 
 
 class _Used:
-    """Which parameters got a gradient from the passes of this rank; FSDP gives zeros to those that did not.
+    """Tracks the parameters that got a gradient on this rank; FSDP sets zeros for the others.
 
-    While a unit computes, its modules hold whole weights in the place of the parts. Those are listened to.
+    While a unit computes, its modules hold full weights instead of the parts. Hooks on the full weights record the
+    gradients.
     """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._whole: dict[int, Tensor] = {}  # that are listened to already
+        self._whole: dict[int, Tensor] = {}  # full weights that have a hook already
         self._found: set[int] = set()
 
     def watch(self, model: nn.Module) -> None:
-        """Begins a step."""
+        """Start a step."""
         if model is not self._model:
             self._model = model
             for unit in units(model):
                 assert isinstance(unit, nn.Module)
-                unit.register_forward_pre_hook(partial(self._listen, _places(unit)))
+                unit.register_forward_pre_hook(partial(self._add_hooks, _places(unit)))
         self._found.clear()
 
     def is_used(self, parameter: Tensor) -> bool:
         return id(parameter) in self._found if is_divided(parameter) else parameter.grad is not None
 
-    def _listen(self, places: list[tuple[nn.Module, str, Tensor]], *_: object) -> None:
+    def _add_hooks(self, places: list[tuple[nn.Module, str, Tensor]], *_: object) -> None:
         for module, name, part in places:
             live = module._parameters[name]
             assert live is not None
             if id(live) not in self._whole:
                 self._whole[id(live)] = live
-                live.register_post_accumulate_grad_hook(partial(self._note, id(part)))  # type: ignore[no-untyped-call]
+                live.register_post_accumulate_grad_hook(partial(self._record, id(part)))  # type: ignore[no-untyped-call]
 
-    def _note(self, part: int, whole: Tensor) -> None:
+    def _record(self, part: int, whole: Tensor) -> None:
         self._found.add(part)
 
 
 def _places(unit: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Where the divided parameters of a unit are that are trained; those of units within are not its own."""
+    """Return the places of the trained, divided parameters of a unit, without those of nested units."""
     inner = [other for module in unit.children() for other in units(module)]
     within = {id(module) for other in inner if isinstance(other, nn.Module) for module in other.modules()}
     return [
@@ -149,9 +151,10 @@ def _places(unit: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def without_retry(passes: Callable[[], T], state: TrainState, batch: StepBatch) -> T:
-    """Runs passes of ranks that compute together, so that none can begin again alone: memory that runs out ends them.
+    """Run passes of ranks that compute together, so that none can restart alone; running out of memory ends the run.
 
-    Raises OutOfMemoryError.
+    Raises:
+        OutOfMemoryError: Memory ran out.
     """
     try:
         return passes()
@@ -159,7 +162,7 @@ def without_retry(passes: Callable[[], T], state: TrainState, batch: StepBatch) 
         if not is_out_of_memory(error):
             raise
         short = _short_of_memory(error, state, batch)
-    raise short  # the frames that held the tensors are gone
+    raise short  # by now the frames that held the tensors are gone
 
 
 def _short_of_memory(error: Exception, state: TrainState, batch: StepBatch) -> OutOfMemoryError:

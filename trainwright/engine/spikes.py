@@ -1,7 +1,7 @@
-"""What is done about a spike of the gradient: warn, leave the update out, or go back some steps (as PaLM did by hand).
+"""Actions on a spike of the gradient norm: warn, skip the update, or roll back some steps (as PaLM did by hand).
 
-Chowdhery et al. 2022 (PaLM, section 5.1) went back about 100 steps and left 200 to 500 batches out. Here the updates
-since the state that is gone back to are left out, up to that of the spike, and no other.
+Chowdhery et al. 2022 (PaLM, section 5.1) went back about 100 steps and skipped 200 to 500 batches. Here a rollback
+undoes the updates since the stored state, up to that of the spike, and no others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.ledger import SkippedStep
@@ -25,21 +25,21 @@ from trainwright.errors import UsageError, require_choice
 
 SpikeAction = Literal["warn", "skip", "rollback"]
 SpikePolicy = Callable[[Spike], SpikeAction]
-"""Decides what is done about one spike: a function of the user's."""
+"""Decides the action on one spike: a function of the user."""
 OnSpike = SpikeAction | SpikePolicy
 ACTIONS: tuple[SpikeAction, ...] = ("warn", "skip", "rollback")
-KEEP_EVERY = 16
-"""Steps between two states that a rollback may go back to; it undoes at most twice as many updates."""
+STEPS_BETWEEN_STATES = 16
+"""Steps between two states that a rollback may return to; it undoes at most twice as many updates."""
 
 
 def require_policy(name: str, policy: object) -> None:
-    """Raises UsageError unless ``policy`` is one of the three words or a callable."""
+    """Raise UsageError unless ``policy`` is one of the three words or a callable."""
     if not callable(policy):
         require_choice(name, policy, ACTIONS)
 
 
 def action_for(policy: OnSpike, spike: Spike) -> SpikeAction:
-    """What the policy decides. Raises UsageError where a function of the user's returns another word."""
+    """Return the action of the policy. Raises UsageError if a user's function returns another value."""
     if not callable(policy):
         return policy
     action = policy(spike)
@@ -49,7 +49,7 @@ def action_for(policy: OnSpike, spike: Spike) -> SpikeAction:
 
 
 class SpikeDecision(NamedTuple):
-    """What is done about ``spike``. ``reason`` says why the update is left out; "": it is made."""
+    """The action on ``spike``. ``reason`` is why the update is skipped; "" if it is applied."""
 
     spike: Spike
     action: SpikeAction
@@ -57,18 +57,18 @@ class SpikeDecision(NamedTuple):
 
 
 class SpikeHandler(Protocol):
-    """What the step calls around its update."""
+    """Hooks that the step calls around its update."""
 
     def before_step(self, state: TrainState) -> None: ...
     def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
-        """Called right before the update, which is left out where ``skipped`` is true. None: there is no spike."""
+        """Called right before the update, which is skipped if ``skipped`` is true. Returns None without a spike."""
         ...
 
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...
 
 
 class _NoSpikes:
-    """The null object: no norm is read, no state is kept."""
+    """The null object: reads no norm and stores no state."""
 
     def before_step(self, state: TrainState) -> None: ...
     def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
@@ -81,28 +81,28 @@ NO_SPIKES: SpikeHandler = _NoSpikes()
 
 
 class SpikeGuard:
-    """Looks at the gradient norm before each update: on a GPU, one host sync a step.
+    """Checks the gradient norm before each update; on a GPU this costs one host sync per step.
 
-    A rollback puts weights, buffers, optimizer state and the average of the weights back to what they were up to 32
-    steps before, or to where this process began; the reason says so where that is nearer. The step count, the learning
-    rate and the data go on; the ledger names every update that was undone.
+    A rollback restores weights, buffers, optimizer state and the average of the weights of up to 32 steps before, or of
+    the start of this process; the reason says so if that is more recent. The step count, the learning rate and the data
+    continue. The ledger names every update that was undone.
     """
 
     def __init__(self, policy: OnSpike) -> None:
         require_policy("the spike policy", policy)
         self._policy = policy
         self._kept: list[_KeptState] = []
-        self._first_step = 0  # after which this process began
+        self._first_step = 0  # step at which this process began
         self._since: list[SkippedStep] = []  # the steps that a rollback would undo
-        self._spike: Spike | None = None  # that this step rolls back for
-        self._is_skipped = False  # whether the update of this step is left out
+        self._spike: Spike | None = None  # the spike for which this step rolls back
+        self._is_skipped = False  # True if the update of this step is skipped
 
     def before_step(self, state: TrainState) -> None:
         if self._policy in ("warn", "skip"):
             return
         if not self._kept:
             self._first_step = state.step
-        if not self._kept or state.step % KEEP_EVERY == 0:
+        if not self._kept or state.step % STEPS_BETWEEN_STATES == 0:
             self._kept = [*self._kept[-1:], _KeptState.of(state)]
             self._since = [each for each in self._since if each.step > self._kept[0].step]
 
@@ -124,7 +124,7 @@ class SpikeGuard:
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None:
         if self._spike is not None:
             self._roll_back(state, self._spike)
-        if not self._kept or self._spike is not None or self._is_skipped:  # nothing that a rollback could undo
+        if not self._kept or self._spike is not None or self._is_skipped:  # a rollback could undo nothing
             return
         loss, ids = float(torch.stack(list(done.micro_losses)).sum()), tuple(batch.ids.tolist())
         self._since.append(SkippedStep(state.step, "", loss, float(grad_norm), None, ids, None))
@@ -138,7 +138,9 @@ class SpikeGuard:
     def _why_undone(self, spike: Spike) -> str:
         step = self._kept[0].step
         reason = f"spike in step {spike.step}: back to the state after step {step}"
-        is_nearer = len(self._kept) == 1 or step % KEEP_EVERY != 0  # than in a run that was not interrupted
+        is_nearer = (
+            len(self._kept) == 1 or step % STEPS_BETWEEN_STATES != 0
+        )  # more recent than in a run that was not interrupted
         if 0 < step == self._first_step and is_nearer:
             reason += ", where this process began: it holds no earlier state"
         return reason

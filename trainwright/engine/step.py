@@ -1,4 +1,4 @@
-"""One optimizer step over all micro-batches of a global batch. The order below is the whole contract."""
+"""One optimizer step over all micro-batches of a global batch. The order of operations below is the contract."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.shards import is_sharded, locals_of
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.accumulate import Accumulated, accumulate, divided_before, run_divided
+from trainwright.engine.accumulate import Accumulated, accumulate, combine_divided, run_divided
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.metrics import OutputKeeper
-from trainwright.engine.over_ranks import (
+from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout
+from trainwright.engine.rank_sums import (
     Counted,
     combine,
     count,
@@ -30,12 +32,10 @@ from trainwright.engine.over_ranks import (
     settle_parts,
     share_buffers,
 )
-from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.rank_layout import ALONE, RankLayout
 from trainwright.engine.recover import Recovery
 from trainwright.engine.sharded import ShardedPasses, without_retry
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
-from trainwright.engine.update import Update, tell_torn
+from trainwright.engine.update import Update, raise_if_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, UsageError
 from trainwright.optim.clip import AdaptiveClip, ClipFn, global_norm, no_clip
@@ -43,13 +43,24 @@ from trainwright.optim.clip import AdaptiveClip, ClipFn, global_norm, no_clip
 
 @dataclass(repr=False)
 class StepResult:
-    """What one step did. Tensors are 0-d and on the device; nobody reads them unless due.
+    """Result of one step. Tensors are 0-d, on the training device, and read only when a value is due.
 
-    ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop waited for
-    the batch. ``skipped`` is true when the update was not applied. ``batch`` has the micro-batches that were trained
-    on; ``oom_reports`` has one report for each try before that ran out of memory. ``spike`` is the decision of a
-    SpikeGuard, None without a spike. ``evaluation`` is that of the validation set where one followed on the step.
-    ``correction`` is the factor that made the sum of the gradients over micro-batches and ranks exact, None for 1.
+    Attributes:
+        step: Number of this step, from 1: ``state.step`` after it.
+        loss: Mean loss of the global batch.
+        grad_norm: Norm of the gradients before clipping.
+        lr: Learning rate of the first parameter group.
+        weight: Number of counted items.
+        skipped: True if the update was not applied.
+        batch: The micro-batches as trained.
+        metrics: Means by name.
+        probed: Figures of the probes by name.
+        wait_s: Time that the loop waited for the batch.
+        step_s: Time of the step.
+        oom_reports: One report for each attempt that ran out of memory.
+        spike: Decision of a SpikeGuard; None without a spike.
+        evaluation: Result of the evaluation after this step, if there was one.
+        correction: Factor that made the gradient sum over micro-batches and ranks exact; None for 1.
     """
 
     step: int
@@ -69,7 +80,7 @@ class StepResult:
     correction: Tensor | float | None = None
 
     def __repr__(self) -> str:
-        """One line for people. On a GPU it waits for the step."""
+        """Return one line for people. On a GPU it waits for the step."""
         figures: dict[str, Tensor | float] = {
             "loss": self.loss,
             "grad norm": self.grad_norm,
@@ -87,11 +98,12 @@ StepFn = Callable[[TrainState, StepBatch], StepResult]
 Probe = Callable[[TrainState], Mapping[str, Tensor]]
 """Reads the state inside the step: after backward and unscale, before clipping and the update."""
 ScheduleFn = Callable[[int, float], float | None]
-"""(completed steps, share of the run used) -> factor on every base learning rate; None: it has set the rates itself."""
+"""(completed steps, used fraction of the run) -> factor on every base learning rate; None if it set the rates itself.
+"""
 
 
 def constant_lr(step: int, fraction: float) -> None:
-    """The schedule that leaves the learning rates of the optimizer unchanged."""
+    """Leave the learning rates of the optimizer unchanged."""
 
 
 def make_step(
@@ -101,27 +113,36 @@ def make_step(
     precision: Precision = FP32,
     clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
-    ranks: RankLayout = ALONE,
+    ranks: RankLayout = ONE_RANK_LAYOUT,
     seed: int = 0,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
     keeper: OutputKeeper | None = None,
 ) -> StepFn:
-    """Makes the function that advances a TrainState by one optimizer step.
+    """Make the function that advances a TrainState by one optimizer step.
 
-    ``loss`` is ``(model, batch)`` or ``(output, target)``, see ``as_loss_fn``. The base learning rate of each
-    parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
-    do).
+    The base learning rate of each parameter group is its ``lr`` at the first step (stored in ``initial_lr``, as torch's
+    schedulers do). A step that runs out of memory starts again in smaller micro-batches, on all ranks; its samples and
+    their weights stay the same.
 
-    Of several ``ranks`` each has its part in the step; gradients, loss and metrics are those of the whole. Their random
-    numbers in a step follow from ``seed``, step and rank.
+    Args:
+        loss: ``(model, batch)`` or ``(output, target)``, see ``as_loss_fn``.
+        schedule: See ``make_schedule``.
+        precision: See ``Precision``.
+        clip: See ``make_clip``.
+        probes: Read the state before clipping; their figures are in ``StepResult.probed``.
+        ranks: How ranks divide the step. Gradients, loss and metrics are those of the global batch.
+        seed: With step and rank, determines the random numbers of each rank.
+        spikes: A ``SpikeGuard``; does nothing by default.
+        witness: Internal: the recorder of a run.
+        keeper: Internal: collects outputs for metrics.
 
-    A step that runs out of memory begins again in smaller micro-batches, on all ranks; its samples and their weights
-    stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` and ``keeper`` are internal:
-    the recorder of a run, and what its metrics see.
+    Returns:
+        A function of ``(state, batch)`` that returns a StepResult. It raises OutOfMemoryError if smaller micro-batches
+        do not help.
 
-    Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemoryError where
-    nothing helps.
+    Raises:
+        UsageError: A part is not constructed yet, such as ``clip=1.0``.
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
@@ -158,7 +179,7 @@ def make_step(
             state.scaler.update(grad_norm)
             state.ema.update(state.step + 1)
         except Exception as error:
-            tell_torn(state, error)
+            raise_if_torn(state, error)
             raise
         count_step(state, batch, counted)
         spikes.after_step(state, batch, done, grad_norm)
@@ -177,7 +198,10 @@ def make_step(
 
 
 def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
-    """Counts the step. ``counted`` is of the batch before any split: of a list of samples the first counts."""
+    """Count the step.
+
+    ``counted`` is that of the batch before any split; if samples were listed, the first count applies.
+    """
     state.step += 1
     state.num_samples += counted.samples
     state.num_tokens += counted.tokens
@@ -187,7 +211,7 @@ def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
 
 
 class _Parts(NamedTuple):
-    """What the gradients of a step are made with."""
+    """Components that compute the gradients of a step."""
 
     loss_fn: LossFn
     precision: Precision
@@ -201,7 +225,7 @@ class _Parts(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """The result of the passes of a step: the gradients are in ``.grad``, unscaled and clipped."""
+    """Result of the passes of a step. The gradients are in ``.grad``, unscaled and clipped."""
 
     done: Accumulated
     grad_norm: Tensor
@@ -211,10 +235,10 @@ class _Gradients(NamedTuple):
 def _gradients(
     state: TrainState, batch: StepBatch, generators: TorchGenerators, parts: _Parts, recovery: Recovery
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
-    """The part of a step that can begin again: it changes nothing but gradients, buffers and generators.
+    """Run the part of a step that can start again: it changes nothing but gradients, buffers and generators.
 
-    Of several ranks only up to where they exchange something: each must know first that all have come so far. So not
-    at all where they divide the weights. Exact slices are never cut smaller.
+    On several ranks, retries cover only the part before ranks communicate, because each must first know that all have
+    succeeded. Ranks that divide the weights cannot retry at all. Exact slices are never cut smaller.
     """
     ranks = parts.ranks
     if ranks.exact:
@@ -232,7 +256,7 @@ def _gradients(
 
 
 def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """The forward and backward passes over the data of this rank."""
+    """Run the forward and backward passes over the data of this rank."""
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
     if parts.keeper is not None:
@@ -241,9 +265,9 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
 
 
 def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """Of ranks that compute together: gradients flow between them, so all divide by one number known beforehand.
+    """Run the passes of ranks that compute together. Gradients flow between them, so all use one known divisor.
 
-    Those that share their samples know how many tokens these have, too: that keeps fp16 gradients in range.
+    Ranks that share their samples also know the number of tokens, which keeps fp16 gradients in range.
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
@@ -251,7 +275,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     if not (is_sharded(state.model) or ranks.norms.exchange):
         number *= max(1, batch.tokens // max(1, batch.size))
     if ranks.stages is not None:
-        done = divided_before(ranks.stages.train(state, batch, loss_fn, precision, number), number)
+        done = combine_divided(ranks.stages.train(state, batch, loss_fn, precision, number), number)
         return combine(done, ranks.sums, device_of(state.optimizer)) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
@@ -260,11 +284,11 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
         run_divided(state, micro, loss_fn, precision, number, f"micro-batch {index} of step {step}", witness, norms)
         for index, micro in enumerate(batch.micro)
     ]
-    return divided_before(outputs, number)
+    return combine_divided(outputs, number)
 
 
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
-    """The gradients as they will be applied, the same on every rank."""
+    """Return the gradients as they will be applied, the same on every rank."""
     clip, ranks, witness = parts.clip, parts.ranks, parts.witness
     world = ranks.sums
     is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model)
@@ -289,7 +313,7 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
 
 
 def _require_made(schedule: object, precision: object, clip: object) -> None:
-    """``clip=1.0`` would otherwise fail inside the first step, after the first batch."""
+    """Raise UsageError for a part such as ``clip=1.0``, which would otherwise fail inside the first step."""
     for name, part, fits, example in (
         ("schedule", schedule, callable(schedule), "make_schedule('cosine', total=1000), or any f(step, fraction)"),
         ("precision", precision, isinstance(precision, Precision), "Precision('bf16', 'cuda')"),
@@ -300,7 +324,7 @@ def _require_made(schedule: object, precision: object, clip: object) -> None:
 
 
 def set_lr(optimizer: Optimizer, factor: float | None) -> float:
-    """Sets every group to its base learning rate times ``factor``, if there is one; returns the first group's."""
+    """Set every group to its base learning rate times ``factor``, if there is one. Return the first group's rate."""
     groups = optimizer.param_groups
     for group in groups if factor is not None else ():
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
@@ -308,14 +332,14 @@ def set_lr(optimizer: Optimizer, factor: float | None) -> float:
 
 
 def clear_grads(optimizer: Optimizer) -> None:
-    """Drops the gradients of the last step."""
+    """Drop the gradients of the last step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def _unscale(state: TrainState, grads: list[Tensor], done: Accumulated, witness: StepWitness) -> None:
-    """Divides by the loss scale, and makes the sum over micro-batches exact, see ``accumulate``."""
+    """Divide by the loss scale, and make the sum over micro-batches exact, see ``accumulate``."""
     if state.scaler.scale is not None:
         witness.gradients_are_multiplied(state.scaler.scale.reciprocal())
         state.scaler.unscale_(grads)
@@ -325,27 +349,28 @@ def _unscale(state: TrainState, grads: list[Tensor], done: Accumulated, witness:
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
-    """The device of the parameters."""
+    """Return the device of the parameters."""
     device: torch.device = optimizer.param_groups[0]["params"][0].device
     return device
 
 
 def _zero_norm(optimizer: Optimizer) -> Tensor:
-    """The norm where there are no gradients."""
+    """Return the norm for a step without gradients."""
     return torch.zeros((), device=device_of(optimizer))
 
 
 def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor], list[Tensor]]:
-    """The optimizer's parameters that have a gradient, and the gradients.
+    """Return the optimizer's parameters that have a gradient, and the gradients.
 
-    Raises UsageError when there is none though something was counted: nothing would be trained. And for sparse
-    gradients, which have no norm in torch.
+    Raises:
+        UsageError: There is no gradient though something was counted, or a gradient is sparse (torch has no norm of
+            it).
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     if len(grads) < len(parameters):
         parameters = [p for p in parameters if p.grad is not None]
-    if not parameters and done.weight != 0:  # a host sync on a GPU, only here
+    if not parameters and done.weight != 0:  # a host sync on a GPU, only in this case
         raise UsageError(
             "no parameter of the optimizer got a gradient: the loss does not depend on any of them",
             remedy="look for .detach(), .item(), torch.tensor(loss) or no_grad between the model and the "

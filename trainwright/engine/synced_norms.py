@@ -1,7 +1,7 @@
-"""BatchNorm whose batch statistics are those of all ranks, as one process with the whole micro-batch computes them.
+"""BatchNorm with batch statistics over all ranks, as one process computes them from the full micro-batch.
 
-torch's SyncBatchNorm takes no tensors of a CPU. Nor can it leave out a sample: a rank that has none left in a short
-last batch computes with one that belongs to another, which must not count. So the exchange is our own, on any device.
+torch's SyncBatchNorm supports no CPU tensors. It also cannot exclude a sample: a rank without samples in a short last
+batch computes with one that belongs to another rank, which must not count. This implementation runs on any device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from trainwright.errors import UsageError
 
 
 class BatchStatistics(torch.autograd.Function):
-    """Mean and variance per channel over the samples of all ranks, and how many values they are of.
+    """Mean and variance per channel over the samples of all ranks, and the number of values.
 
-    With n_r values on rank r, of mean m_r and sum of squared deviations S_r, and N = sum(n_r):
-    m = sum(n_r m_r) / N, and N v = sum(S_r + n_r (m_r - m)^2) (Chan, Golub, LeVeque, "Updating formulae and a pairwise
-    algorithm for computing sample variances", 1979). The gradient of a value x is (dm + 2 (x - m) dv) / N with dm and
-    dv summed over the ranks, as in Ioffe & Szegedy, "Batch normalization", 2015, section 3. One exchange of 2 C + 1
-    numbers in forward, one of 2 C in backward.
+    With n_r values on rank r, of mean m_r and sum of squared deviations S_r, and N = sum(n_r): m = sum(n_r m_r) / N,
+    and N v = sum(S_r + n_r (m_r - m)^2) (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances", 1979). The gradient of a value x is (dm + 2 (x - m) dv) / N with dm and dv summed over
+    the ranks, as in Ioffe & Szegedy, "Batch normalization", 2015, section 3. One exchange of 2 C + 1 numbers in
+    forward, one of 2 C in backward.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: bool, world: World) -> tuple[Tensor, Tensor, Tensor]:
-        """``x`` is (samples, C, ...). Without ``counts`` the values of this rank weigh nothing."""
+        """Compute the statistics.
+
+        ``x`` is (samples, C, ...). If ``counts`` is False, the values of this rank have weight 0.
+        """
         own_mean = x.mean(dims := _all_but_channels(x))
         own_squares = (x - _per_channel(own_mean, x)).square().sum(dims)
         count = own_mean.new_full((1,), _values_per_channel(x) * counts, dtype=torch.float64)
         table = world.gather(torch.cat([count, own_mean.double(), own_squares.double()]))
-        table = table.where(table[:, :1] > 0, 0.0)  # the mean of no value is not a number
+        table = table.where(table[:, :1] > 0, 0.0)  # the mean of no values is NaN
         counts_r1, (means_rc, squares_rc) = table[:, :1], table[:, 1:].chunk(2, dim=1)
         total = counts_r1.sum()
         mean = (counts_r1 * means_rc).sum(0) / total
@@ -59,10 +62,10 @@ class BatchStatistics(torch.autograd.Function):
 
 
 class SyncedNorms(NamedTuple):
-    """The BatchNorms of a model whose statistics are those of all ranks of ``world``, in the passes of a step alone.
+    """The BatchNorms of a model that use statistics of all ranks of ``world``, only in the passes of a step.
 
-    Elsewhere (the dry run, an evaluation) nothing is exchanged, and the model stays what it is: a checkpoint is that of
-    the plain model.
+    Elsewhere (dry run, evaluation) nothing is exchanged. The model itself is unchanged, so a checkpoint is that of the
+    plain model.
     """
 
     norms: Sequence[_BatchNorm] = ()
@@ -70,7 +73,7 @@ class SyncedNorms(NamedTuple):
 
     @classmethod
     def of(cls, roots: Sequence[object], world: World) -> SyncedNorms:
-        """Those of ``roots``. Raises UsageError for one that computes its forward pass in a way of its own."""
+        """Collect the BatchNorms of ``roots``. Raises UsageError for a subclass with another forward pass."""
         modules = {m: None for root in roots if isinstance(root, nn.Module) for m in root.modules()}
         norms = [module for module in modules if isinstance(module, _BatchNorm)]
         for norm in norms:
@@ -88,7 +91,10 @@ class SyncedNorms(NamedTuple):
 
     @contextmanager
     def synchronised(self, *, counts: bool) -> Iterator[None]:
-        """Inside, all ranks run the same norms in the same order. ``counts``: the samples of this rank are its own."""
+        """Context in which all ranks run the same norms in the same order.
+
+        ``counts``: this rank has samples that count.
+        """
         before = [vars(norm).get("forward") for norm in self.norms]
         try:
             for norm in self.norms if self.world.size > 1 else ():
@@ -101,19 +107,19 @@ class SyncedNorms(NamedTuple):
                     vars(norm)["forward"] = forward
 
 
-OWN_STATISTICS = SyncedNorms()
-"""Every rank has the statistics of its own samples."""
+LOCAL_STATISTICS = SyncedNorms()
+"""Every rank uses the statistics of its samples."""
 
 
 def _forward(norm: _BatchNorm, x: Tensor, *, counts: bool, world: World) -> Tensor:
-    """What ``norm`` computes from a batch of which each rank has a part. x: (samples, C, ...)."""
+    """Compute ``norm`` on a batch that is divided among ranks. x: (samples, C, ...)."""
     if not norm.training:
         return _BatchNorm.forward(norm, x)
     norm._check_input_dim(x)  # type: ignore[no-untyped-call]
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     mean, variance, total = BatchStatistics.apply(exact, counts, world)  # type: ignore[no-untyped-call]
     if not counts or _values_per_channel(x) < 2:
-        _require_two(total)  # costs a host sync, where few samples are left
+        _require_two(total)  # costs a host sync, only if few samples are left
     if norm.track_running_stats:
         _update_running(norm, mean.detach(), variance.detach(), total)
     normal = (exact - _per_channel(mean, x)) * _per_channel((variance + norm.eps).rsqrt(), x)
@@ -124,7 +130,7 @@ def _forward(norm: _BatchNorm, x: Tensor, *, counts: bool, world: World) -> Tens
 
 @torch.no_grad()
 def _update_running(norm: _BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-    """As torch does: with the unbiased variance; a momentum of None is the mean of all batches."""
+    """Update as torch does: with the unbiased variance. A momentum of None means a cumulative average."""
     assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     of_all = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
@@ -150,5 +156,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _per_channel(values_c: Tensor, x: Tensor) -> Tensor:
-    """A view of shape (1, C, 1, ...) that goes with ``x``."""
+    """Return a view of shape (1, C, 1, ...) that broadcasts with ``x``."""
     return values_c.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,4 +1,4 @@
-"""The optimizer's update, tried again where memory ran out before it had written anything."""
+"""The optimizer's update, retried if memory ran out before it had written anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
@@ -21,24 +21,24 @@ from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError
 
 _VERSION = operator.attrgetter("_version")
-COUNTED = ("torch", "trainwright")
+VERSION_COUNTED_PACKAGES = ("torch", "trainwright")
 """Packages whose optimizers, if they have ``_init_group``, write where autograd counts it; others may use ``.data``."""
 
 
 class Update:
-    """Calls the optimizer; where that runs out of memory, memory is given back and it is called once more.
+    """Calls the optimizer. If that runs out of memory, frees memory and calls it once more.
 
-    Moments are made ahead of the first update, when nothing is written yet. Raises OutOfMemoryError: ``whole`` where
-    the state is that of the last good step.
+    Moments are created before the first update, when nothing is written yet. Raises OutOfMemoryError; its ``whole`` is
+    True if the state is that of the last good step.
     """
 
     def __init__(self, recovery: Recovery, witness: StepWitness = SILENT) -> None:
         self._recovery, self._witness = recovery, witness
-        self._num_made = 0  # parameters that have their moments
+        self._num_made = 0  # parameters whose moments exist
         self._written: _Written | None = None
 
     def __call__(self, skipped: Tensor, state: TrainState, batch: StepBatch) -> tuple[OomReport, ...]:
-        """Returns a report of the try that failed, if one did."""
+        """Run the update. Return a report of the failed attempt, if there was one."""
         optimizer = state.optimizer
         reports: tuple[OomReport, ...] = ()
         while True:
@@ -52,7 +52,7 @@ class Update:
                 device: torch.device = optimizer.param_groups[0]["params"][0].device
                 seen = replace(oom_snapshot(error, state, batch, device), phase="update", module="")
             if state.is_divided or not before.is_undone():
-                raise _torn(state, seen.error)
+                raise _torn_error(state, seen.error)
             self._witness.memory_ran_out()
             if reports:
                 self._recovery.put_back(state)
@@ -61,11 +61,11 @@ class Update:
             if len(reports) > 1:
                 raise _does_not_fit(state, reports)
             for group in optimizer.param_groups:
-                if "foreach" in group and not group.get("fused"):  # has temporaries as large as the weights
+                if "foreach" in group and not group.get("fused"):  # its temporaries are as large as the weights
                     group["foreach"] = False
 
     def _before(self, optimizer: Optimizer) -> _Written:
-        """What is written now. Its tensors are listed once: to search for them takes 2 % of a small step."""
+        """Record the versions now. The tensors are listed once: searching for them takes 2 % of a small step."""
         if self._written is None or not self._written.is_of(optimizer):
             self._written = _Written(optimizer)
         self._written.begin()
@@ -82,9 +82,10 @@ class Update:
 
 @torch.no_grad()
 def make_moments(optimizer: Optimizer) -> None:
-    """Makes the state that torch's optimizers make in their first update, group after group between writes to weights.
+    """Create the state that torch's optimizers create in their first update, group after group between writes to
+    weights.
 
-    A group whose moments do not fit would leave the groups before it updated.
+    Otherwise a group whose moments do not fit would leave the groups before it updated.
     """
     for part in parts_of(optimizer):
         make = getattr(part, "_init_group", None)
@@ -96,7 +97,7 @@ def make_moments(optimizer: Optimizer) -> None:
 
 
 class _Written:
-    """What an optimizer has written to weights and state since: of tensors the number of writes, numbers themselves."""
+    """Tracks writes of an optimizer to weights and state: version counters of tensors, values of numbers."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._parts = optimizer, parts_of(optimizer)
@@ -119,24 +120,27 @@ class _Written:
         return [sum(map(len, state.values())) for state in self._states if self._is_counted]
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the states that are listed here: to load others replaces them."""
+        """Return True if the optimizer has the states that are listed here: loading others replaces them."""
         ids = [id(part.state) for part in parts_of(optimizer)]
         return ids == self._ids and self._num_entries_now() == self._num_entries
 
     def begin(self) -> None:
-        """What is written from here on counts."""
+        """Set the reference for later writes."""
         self._before = self._now()
 
     def _now(self) -> tuple[int, list[object]]:
-        """The writes to all tensors together, which never get fewer, and the values of numbers."""
+        """Return the sum of all version counters, which never decreases, and the values of the numbers."""
         return sum(map(_VERSION, self._tensors)), [own.get(name) for own, name in self._numbers]
 
     def is_undone(self) -> bool:
-        """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
+        """Drop entries that were added to the state, which may be incomplete.
+
+        Return False if more was, or may be, written.
+        """
         if not self._is_counted:
             return False
         for part, sizes in zip(self._parts, self._sizes, strict=True):
-            for parameter in list(part.state)[len(sizes) :]:  # what was added comes last
+            for parameter in list(part.state)[len(sizes) :]:  # added entries come last
                 del part.state[parameter]
             for own, size in zip(part.state.values(), sizes, strict=True):
                 for name in list(own)[size:]:
@@ -147,7 +151,9 @@ class _Written:
 
 
 def _writes_counted(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.partition(".")[0] in COUNTED and hasattr(optimizer, "_init_group")
+    return type(optimizer).__module__.partition(".")[0] in VERSION_COUNTED_PACKAGES and hasattr(
+        optimizer, "_init_group"
+    )
 
 
 def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMemoryError:
@@ -160,8 +166,8 @@ def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMem
     )
 
 
-def _torn(state: TrainState, error: str) -> OutOfMemoryError:
-    """Some weights may be updated, others not."""
+def _torn_error(state: TrainState, error: str) -> OutOfMemoryError:
+    """Return the error for a state in which some weights may be updated and others not."""
     return OutOfMemoryError(
         f"out of memory in the update of step {state.step + 1}{_first(state)}: {error}. "
         "Weights and moments may be updated in part, so this state is not saved",
@@ -171,10 +177,10 @@ def _torn(state: TrainState, error: str) -> OutOfMemoryError:
     )
 
 
-def tell_torn(state: TrainState, error: Exception) -> None:
-    """Raises OutOfMemoryError where memory ran out after the optimizer's update: its average, or buffers."""
+def raise_if_torn(state: TrainState, error: Exception) -> None:
+    """Raise OutOfMemoryError if memory ran out after the optimizer's update: in the average or in buffers."""
     if is_out_of_memory(error):
-        raise _torn(state, str(error).splitlines()[0][:200]) from None
+        raise _torn_error(state, str(error).splitlines()[0][:200]) from None
 
 
 def _first(state: TrainState) -> str:

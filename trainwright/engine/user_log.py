@@ -14,16 +14,16 @@ from trainwright.errors import UsageError
 
 
 def widest(value: Tensor) -> Tensor:
-    """The value in the widest type that its device has, for sums."""
+    """Return the value in the widest float type of its device, for sums."""
     return value.float() if value.device.type == "mps" else value.double()
 
 
 RESERVED = ("loss", "grad_norm", "lr", "step_s", "wait_s", "skipped")
-"""Names of the log itself."""
+"""Names that the log uses itself."""
 
 
 class Collector(Protocol):
-    """Receives the figures of ``tw.log``, which count by ``weight``."""
+    """Receives the figures of ``tw.log``, weighted by ``weight``."""
 
     weight: float
 
@@ -35,7 +35,7 @@ _collector: ContextVar[Collector | None] = ContextVar("collector of tw.log", def
 
 @contextmanager
 def collecting(collector: Collector | None) -> Iterator[None]:
-    """Sends what ``tw.log`` reports inside to ``collector``; None drops it."""
+    """Send the figures of ``tw.log`` inside to ``collector``; None drops them."""
     token = _collector.set(collector)
     try:
         yield
@@ -87,9 +87,9 @@ def log(**figures: float | Tensor) -> None:
 
 
 class LoggedMeans:
-    """The means of figures by name. Tensors stay on their device until ``taken``.
+    """The means of figures by name. Tensors stay on their device until ``taken`` is called.
 
-    ``weight`` is that of the figures that are added from now on.
+    ``weight`` applies to figures that are added from now on.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class LoggedMeans:
             self._sums[name] = total + value * self.weight, weight + self.weight
 
     def taken(self, world: World = SOLO) -> dict[str, float]:
-        """Returns the means over all ranks and forgets them. Waits for the device."""
+        """Return the means over all ranks and clear them. Waits for the device."""
         mine = {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
         self._sums = {}
         everywhere = world.collect(mine)

@@ -15,23 +15,23 @@ from trainwright.optim.clip import ClipFn
 
 
 class StepWitness(Protocol):
-    """Called during a step, for what an observer cannot know afterwards: the batch, the generators at its begin.
+    """Called during a step, for facts that an observer cannot know afterwards: the batch, the generators at its begin.
 
-    Each method is called right before the operation that it names, on the thread that trains. A witness reads only,
-    and does not raise: an exception would end the step.
+    Each method is called right before the operation that it names, on the thread that trains. Implementations only
+    read, and never raise: an exception would end the step.
     """
 
     def memory_ran_out(self) -> bool:
-        """A try of the step ran out of memory. Frees what the witness can do without; False: it held nothing."""
+        """An attempt at the step ran out of memory. Frees what can be freed; returns False if nothing was held."""
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
-        """The step begins. ``batch`` is as it came from the data, before any split."""
+        """The step begins. ``batch`` is unsplit, as it came from the data."""
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
-        """The passes over the micro-batches begin. A second call in one step: the first try ran out of memory."""
+        """The passes over the micro-batches begin. A second call in one step: the first attempt ran out of memory."""
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
-        """``scaled`` is what ``backward`` is called on; ``loss`` is the same without the loss scale."""
+        """``backward`` will be called on ``scaled``; ``loss`` is the same without the loss scale."""
 
     def gradients_are_multiplied(self, factor: Tensor | float) -> None:
         """All gradients of the optimizer are multiplied: by 1 / loss scale, or by the weight correction."""
@@ -41,7 +41,7 @@ class StepWitness(Protocol):
 
 
 class _Silent:
-    """The null object: nobody records this step."""
+    """The null object: this step is not recorded."""
 
     def memory_ran_out(self) -> bool:
         return False

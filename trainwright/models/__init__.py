@@ -1,1 +1,1 @@
-"""The models that ship in the box: plain ``nn.Module`` classes, each with a factory of keyword options."""
+"""The built-in models: plain ``nn.Module`` classes, each with a factory of keyword options."""

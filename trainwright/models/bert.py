@@ -44,7 +44,7 @@ class BERTConfig:
 class BERT(nn.Module):
     """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap.
 
-    With ``hidden=True`` -> hidden_BTD, the input of ``head``: a loss in chunks makes logits of a part at a time.
+    With ``hidden=True`` -> hidden_BTD, the input of ``head``: a chunked loss computes the logits in parts.
     """
 
     tensor_plan = BERT_TENSOR_PLAN

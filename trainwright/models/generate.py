@@ -1,4 +1,4 @@
-"""Text from a language model: each id sampled from what the ones before make likely."""
+"""Text generation with a language model: each id is sampled from the distribution given the previous ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.errors import UsageError
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets eval mode inside the context and restores the mode of each module after it."""
+    """Set evaluation mode inside the context and restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -34,16 +34,22 @@ def generate(
     top_k: int = 0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """``ids_BT`` and ``tokens`` sampled continuations: shape (B, T + tokens).
+    """Return ``ids_BT`` followed by ``tokens`` sampled ids: shape (B, T + tokens).
 
-    ``model`` maps ids_BT to logits_BTV; only its last ``block_size`` ids are fed back. ``temperature=0``
-    takes the likeliest, ``top_k=0`` keeps all. Without a ``generator`` one of seed 0 is used, so that a
-    sample in mid-training neither disturbs the run's random numbers nor depends on them. Costs a whole
-    forward per token (no cache).
+    Costs a full forward pass per token (no cache).
+
+    Args:
+        model: Maps ids_BT to logits_BTV. It gets only the last ``block_size`` ids.
+        ids_BT: The prompt.
+        tokens: Number of ids to generate.
+        temperature: 0 takes the likeliest id.
+        top_k: Sample from this many likeliest ids; 0: all.
+        generator: None: a generator with seed 0, so that sampling during training neither changes the run's random
+            numbers nor depends on them.
     """
     if temperature < 0 or top_k < 0 or tokens < 0:
         raise UsageError("temperature, top_k and tokens must be >= 0", remedy="temperature=0 takes the likeliest token")
-    limit = int(getattr(model, "block_size", 0))  # 0: the model reads any length
+    limit = int(getattr(model, "block_size", 0))  # 0: the model accepts any length
     generator = generator or torch.Generator(ids_BT.device).manual_seed(0)
     with _evaluating(model):
         for _ in range(tokens):

@@ -21,7 +21,7 @@ from trainwright.models.options import configure, require_counts, require_dropou
 
 INIT_STD = 0.02
 MUP_ATTENTION_SCALE = 8.0
-"""muP divides attention scores by the head width K, not by its root: 8 / K, the same as 1 / sqrt(K) where K is 64."""
+"""muP divides attention scores by the head width K, not by its root: 8 / K, the same as 1 / sqrt(K) if K is 64."""
 TENSOR_PLAN = {
     "tokens": "row",
     "dropout": "scatter",
@@ -44,7 +44,7 @@ TENSOR_PLAN = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The options of ``gpt``, which says what they are."""
+    """The options of ``gpt``, which documents them."""
 
     vocab_size: int
     block_size: int
@@ -111,18 +111,18 @@ class GPTConfig:
 
 
 class SequencePart(Protocol):
-    """The part of the sequence that this process computes, of several that have one each (context parallelism)."""
+    """The part of the sequence that this process computes, if several have one each (context parallelism)."""
 
     def start(self, length: int) -> int:
-        """The position at which it begins, if it has ``length`` positions."""
+        """Return the first position of this part, if it has ``length`` positions."""
         ...
 
     def cut(self, x: Tensor) -> Tensor:
-        """The part of ``x``, which is whole in dimension 1."""
+        """Return this part of ``x``, which is complete in dimension 1."""
         ...
 
     def before(self, x_BHTK: Tensor) -> Tensor:
-        """``x_BHTK`` of this part and of those before it, from all that have them."""
+        """Return ``x_BHTK`` of this part and of the previous ones, gathered from other ranks."""
         ...
 
 
@@ -166,8 +166,11 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Query, key and value are separate layers, so that each can be sharded by heads,
-    orthogonalised (Muon) or adapted (LoRA) on its own."""
+    """Causal self-attention.
+
+    Query, key and value are separate layers, so that each can be sharded by heads, orthogonalized (Muon) or adapted
+    (LoRA) separately.
+    """
 
     def __init__(self, config: GPTConfig, rope: Rope | None) -> None:
         super().__init__()
@@ -210,7 +213,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The position-wise network D -> F -> D; ``hidden`` is F, that of the config where it is not given."""
+    """The position-wise network D -> F -> D; ``hidden`` is F, by default that of the config."""
 
     def __init__(self, config: GPTConfig, hidden: int | None = None) -> None:
         super().__init__()
@@ -227,12 +230,12 @@ class FeedForward(nn.Module):
         return out_BTD
 
     def init_output(self, std: float) -> None:
-        """Initialises the projection back to the residual stream."""
+        """Initialize the projection back to the residual stream."""
         nn.init.normal_(self.down.weight, std=std)
 
 
 def activated(up: Tensor, gate: Tensor | None, activation: str) -> Tensor:
-    """The hidden values of a feed-forward network; ``gate`` is that of SwiGLU, else None."""
+    """Return the hidden values of a feed-forward network; ``gate`` is that of SwiGLU, else None."""
     if gate is not None:
         return F.silu(gate) * up
     return F.relu(up).square() if activation == "relu2" else F.gelu(up, approximate="tanh")
@@ -268,7 +271,7 @@ class NGram(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         length = ids_BT.shape[1]
-        whole = max(0, length - self.order + 1)  # positions that have order - 1 others before them
+        whole = max(0, length - self.order + 1)  # positions with order - 1 previous ones
         code = ids_BT[:, :whole]
         for start in range(1, self.order):
             code = code * self.base + ids_BT[:, start : start + whole]
@@ -281,13 +284,15 @@ class NGram(nn.Module):
 class GPT(nn.Module):
     """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap.
 
-    With ``hidden=True`` -> hidden_BTD, what ``head`` reads: a loss in chunks makes logits of a part at a time.
+    With ``hidden=True`` -> hidden_BTD, the input of ``head``: a chunked loss computes the logits in parts.
     """
 
     tensor_plan = TENSOR_PLAN
     stage_ends = (("tokens", "positions", "ngrams", "dropout"), ("norm", "head"))
-    """What the first stage of a pipeline has, and the last one. Without the former it takes x_BTD for ids_BT, without
-    the latter it returns x_BTD."""
+    """Modules of the first and of the last stage of a pipeline.
+
+    Without the former the input is x_BTD instead of ids_BT, without the latter the output is x_BTD.
+    """
 
     def __init__(self, options: GPTConfig) -> None:
         super().__init__()
@@ -306,7 +311,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def make_mlp(self) -> nn.Module:
-        """Returns the feed-forward network of a block; it has ``init_output``."""
+        """Return the feed-forward network of a block; it has ``init_output``."""
         return FeedForward(self.options)
 
     @property
@@ -316,15 +321,14 @@ class GPT(nn.Module):
 
     @property
     def logit_softcap(self) -> float:
-        """The bound of the logits, 0 for none."""
+        """The bound of the logits; 0: none."""
         return self.options.logit_softcap
 
     def init_weights(self) -> None:
-        """Initialises every weight as GPT-2 does: normal(0, 0.02), residual projections / sqrt(2 * layers).
+        """Initialize every weight as GPT-2 does: normal(0, 0.02), residual projections / sqrt(2 * layers).
 
-        With ``init: mup`` matrices of the blocks are divided by sqrt(d_model / base_width) besides.
-        Also fills the RoPE tables and ties the head again, which a model built on the meta device needs after
-        ``to_empty``.
+        With ``init: mup``, matrices of the blocks are also divided by sqrt(d_model / base_width). Also fills the RoPE
+        tables and ties the head again, which a model built on the meta device needs after ``to_empty``.
         """
         if self.options.tied:
             self.head.weight = self.tokens.weight
@@ -357,7 +361,7 @@ class GPT(nn.Module):
         return self.unembed(x_BTD) if self.head is not None else x_BTD
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Returns x_BTD, what the first block reads."""
+        """Return x_BTD, the input of the first block."""
         length = ids_BT.shape[1]
         if length > self.block_size:
             raise UsageError(
@@ -375,7 +379,7 @@ class GPT(nn.Module):
         return embedded_BTD
 
     def unembed(self, x_BTD: Tensor) -> Tensor:
-        """Returns logits_BTV of what the last block gave."""
+        """Return logits_BTV for the output of the last block."""
         logits_BTV: Tensor = self.head(self._scaled_norm(x_BTD))
         cap = self.logit_softcap
         return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
@@ -387,14 +391,14 @@ class GPT(nn.Module):
         return hidden_BTD if ratio == 1 else hidden_BTD / ratio
 
     def fan_in_ratios(self) -> dict[nn.Parameter, float]:
-        """Weights whose learning rate muP divides by the growth of their fan-in, and that growth (for Adam)."""
+        """Return weights whose learning rate muP divides by the growth of their fan-in, with that growth (for Adam)."""
         ratio = self.options.width_ratio
         layers = (each for each in self.blocks.modules() if isinstance(each, nn.Linear))
         weights = (layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter))
         return dict.fromkeys(weights, ratio) if ratio != 1 else {}
 
     def take_part(self, part: SequencePart) -> None:
-        """From here on it computes a part of each sequence; ids are given whole, and logits are those of the part."""
+        """Compute only a part of each sequence from now on. Inputs are full ids; logits are those of the part."""
         self.part, mask = part, LastPositions()
         for module in self.modules():
             if isinstance(module, Attention):

@@ -30,7 +30,7 @@ def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.M
         import transformers
     except ModuleNotFoundError as error:
         if error.name != "transformers":
-            raise  # transformers is installed and broken: its own message says more
+            raise  # transformers is installed but broken: its error message is more helpful
         raise MissingExtra("transformers", needed_for="hf_model") from None
     config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
     if config_class is None:
@@ -46,12 +46,12 @@ def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.M
         remedy = f"see transformers.{config_class.__name__}"
         raise UsageError(f"{architecture} does not take these values: {error}", remedy=remedy) from error
     if "use_cache" not in config and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # training would keep the keys and values of past tokens and never read them
+        model.config.use_cache = False  # training would store the keys and values of past tokens and never read them
     return model
 
 
 def _require_known(config_class: Any, config: Mapping[str, object]) -> None:
-    """Raises UsageError for an unknown key, which transformers would store and ignore."""
+    """Raise UsageError for an unknown key, which transformers would store and ignore."""
     defaults = config_class()
     signature = inspect.signature(config_class.__init__).parameters
     known = {*signature, *defaults.to_dict(), *defaults.attribute_map, "num_labels"} - {"self", "kwargs"}

@@ -48,7 +48,7 @@ def _library(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
-            raise  # the library is installed and broken: its own message says more
+            raise  # the library is installed but broken: its error message is more helpful
         raise MissingExtra(package, needed_for="this model") from None
 
 

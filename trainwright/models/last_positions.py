@@ -1,4 +1,4 @@
-"""The causal mask of a part of a sequence, made once for all blocks."""
+"""The causal mask of a part of a sequence, created once for all blocks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class LastPositions:
-    """What is added to the scores of queries that are the last positions of the keys; one tensor for all blocks.
+    """The mask added to attention scores of queries at the last positions of the keys; one tensor for all blocks.
 
-    Each block would else keep one of its own for the backward pass, as large as positions of the part x positions of
-    all before it. A copy begins without it.
+    Otherwise each block would store one for the backward pass, of size (positions of the part) x (positions up to its
+    end). Copies start without it.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class LastPositions:
         return LastPositions()
 
     def of(self, query: Tensor, key: Tensor) -> Tensor:
-        """The mask, shape (queries, keys), in the dtype in which attention is computed."""
+        """Return the mask, shape (queries, keys), in the dtype in which attention is computed."""
         shape, device = (query.shape[-2], key.shape[-2]), query.device
         is_cast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if is_cast else query.dtype

@@ -14,19 +14,29 @@ from trainwright.models.options import require_dropout
 def add_lora(
     model: nn.Module, *, rank: int = 8, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
 ) -> nn.Module:
-    """Adds adapters to ``model``, freezes all else and returns it; class, forward and output stay the same (B = 0).
+    """Add adapters to ``model``, freeze all else and return it. Class, forward and initial output (B = 0) do not
+    change.
 
-    ``targets`` are module names or their ends ("query", "blocks.0.mlp.up"). The default is every linear layer in the
-    lists of blocks of the model, or, without such a list, every linear layer but the last. The adapters are injected
-    (``peft.inject_adapter_in_model``), so attributes such as ``model.blocks`` stay. Their parameters are called
-    ``<target>.lora_A.default.weight`` and ``<target>.lora_B.default.weight``.
-    Raises UsageError when a target matches nothing, MissingExtra without PEFT.
+    The adapters are injected (``peft.inject_adapter_in_model``), so attributes such as ``model.blocks`` stay. Their
+    parameters are called ``<target>.lora_A.default.weight`` and ``<target>.lora_B.default.weight``.
+
+    Args:
+        model: Changed in place.
+        rank: Rank of the adapters.
+        alpha: The adapters are scaled by alpha / rank.
+        dropout: Dropout of the adapters' input.
+        targets: Module names or their endings ("query", "blocks.0.mlp.up"). By default every linear layer in the
+            model's lists of blocks, or, without such a list, every linear layer but the last.
+
+    Raises:
+        UsageError: A target matches nothing.
+        MissingExtra: PEFT is not installed.
     """
     try:
         import peft
     except ModuleNotFoundError as error:
         if error.name != "peft":
-            raise  # PEFT is installed and broken: its own message says more
+            raise  # PEFT is installed but broken: its error message is more helpful
         raise MissingExtra("peft", needed_for="add_lora") from None
     if rank < 1 or alpha <= 0:
         raise UsageError(f"rank={rank} and alpha={alpha} must be positive", remedy="try rank=8, alpha=16")
@@ -41,9 +51,9 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Merges the adapters of ``add_lora`` into the weights and removes them; names are again those of the base model.
+    """Merge the adapters of ``add_lora`` into the weights and remove them; names become those of the base model.
 
-    Raises UsageError for an adapted weight that another layer shares: it would change there too.
+    Raises UsageError for an adapted weight that is shared with another layer, which would change too.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -66,7 +76,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 
 def _linears(model: nn.Module) -> list[str]:
-    """Returns the names of the linear layers; those of GPT-2 in transformers are of the class Conv1D."""
+    """Return the names of the linear layers; those of GPT-2 in transformers are of the class Conv1D."""
     return [
         name
         for name, module in model.named_modules()

@@ -25,9 +25,9 @@ class LSTMConfig:
 
 
 class LSTM(nn.Module):
-    """ids_BT -> logits_BTV, each sequence from a zero state. Reads any length: it has no ``block_size``.
+    """ids_BT -> logits_BTV, each sequence from a zero state. Accepts any length: it has no ``block_size``.
 
-    With ``hidden=True`` -> hidden_BTD, what ``head`` reads.
+    With ``hidden=True`` -> hidden_BTD, the input of ``head``.
     """
 
     def __init__(self, options: LSTMConfig) -> None:
@@ -36,7 +36,7 @@ class LSTM(nn.Module):
         width, dropout = options.d_model, options.dropout
         self.tokens = nn.Embedding(options.vocab_size, width)
         self.dropout = nn.Dropout(dropout)
-        between = dropout if options.layers > 1 else 0.0  # torch warns of one that lies between no layers
+        between = dropout if options.layers > 1 else 0.0  # torch warns of dropout with a single layer
         self.recurrent = nn.LSTM(width, width, options.layers, dropout=between, batch_first=True)
         self.head = nn.Linear(width, options.vocab_size, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)  # the loss starts at ln V

@@ -1,8 +1,9 @@
 """A GPT whose feed-forward networks are mixtures of experts, balanced without an auxiliary loss.
 
 Routing and balancing are those of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2; method of
-https://arxiv.org/abs/2408.15664). A token goes to the K experts with the largest score + bias. The bias does not weigh
-the outputs. After each step it rises by ``bias_rate`` for experts with less than the mean load, and falls for others.
+https://arxiv.org/abs/2408.15664). A token is routed to the K experts with the largest score + bias. The bias does not
+weight the outputs. After each step it rises by ``bias_rate`` for experts with less than the mean load, and falls for
+others.
 
 Shapes: B batch, T positions, N tokens (B T), D d_model, E experts, K experts of a token, I and O widths in and out.
 """
@@ -51,14 +52,18 @@ class MoEConfig(GPTConfig):
 
     @property
     def width_of_expert(self) -> int:
-        """F: ``expert_width``, or what makes the experts of a token together as wide as the network of a ``gpt``."""
+        """F:
+
+        ``expert_width``, or a width that makes the experts of a token together as wide as the network of a ``gpt``.
+        """
         return self.expert_width or max(8, self.hidden_width // (self.active + self.shared) // 8 * 8)
 
 
 class Experts(nn.Module):
     """x_BTD -> the weighted sum of the outputs of K experts for each token, and of those that all tokens share.
 
-    ``bias`` and ``load`` (tokens of each expert since the bias was changed) are buffers, so a checkpoint has them.
+    ``bias`` and ``load`` (tokens of each expert since the last change of the bias) are buffers, so a checkpoint has
+    them.
     """
 
     bias: Tensor  # (E,), as is load
@@ -79,7 +84,7 @@ class Experts(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         weight_NK, expert_NK = self.route(x_ND)
-        order = expert_NK.flatten().argsort(stable=True)  # of the N K pairs, so that those of an expert are neighbours
+        order = expert_NK.flatten().argsort(stable=True)  # of the N K pairs, so that those of an expert are adjacent
         pairs = torch.ones_like(order, dtype=torch.float32)
         load_E = torch.zeros_like(self.load).scatter_add_(0, expert_NK.flatten(), pairs)
         if self.training:
@@ -119,7 +124,10 @@ class Experts(nn.Module):
 
 
 def _grouped(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each row with the matrix of its expert. Rows are sorted by expert; those of each end at ``ends_E``."""
+    """Multiply each row with the matrix of its expert.
+
+    Rows are sorted by expert; ``ends_E`` are the ends of the groups.
+    """
     if torch.is_autocast_enabled(rows.device.type):  # autocast does not cover this operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight_EIO = rows.to(dtype), weight_EIO.to(dtype)
@@ -129,14 +137,14 @@ def _grouped(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 class MoEGPT(GPT):
     """ids_BT -> logits_BTV. The feed-forward network of each block is an ``Experts``.
 
-    The biases change in the first forward pass of a step, by the load of the step before: then no routing changes
-    between a forward pass and its recomputation in backward, and the load is that of all micro-batches. A step begins
-    where gradients are None. With several data-parallel ranks only the load of the first one counts.
+    The biases change in the first forward pass of a step, by the load of the previous step. So the routing does not
+    change between a forward pass and its recomputation in backward, and the load is that of all micro-batches. A step
+    starts when gradients are None. With several data-parallel ranks only the load of the first one counts.
     """
 
     tensor_plan = MOE_TENSOR_PLAN
     stage_ends = None  # type: ignore[assignment]
-    """Not for a pipeline, where forward passes of a step follow its first backward pass."""
+    """Not supported in a pipeline, where forward passes of a step follow its first backward pass."""
 
     options: MoEConfig
 

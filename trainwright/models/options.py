@@ -12,7 +12,7 @@ Config = TypeVar("Config")
 
 
 def configure(config_class: type[Config], options: Mapping[str, object], *, of: str) -> Config:
-    """Returns ``config_class(**options)``. Raises UsageError for an unknown or missing option of factory ``of``."""
+    """Return ``config_class(**options)``. Raises UsageError for an unknown or missing option of factory ``of``."""
     fields = dataclasses.fields(config_class)  # type: ignore[arg-type]
     names = [field.name for field in fields]
     for name in options:
@@ -26,7 +26,7 @@ def configure(config_class: type[Config], options: Mapping[str, object], *, of: 
 
 
 def require_counts(config: object, least: Mapping[str, int]) -> None:
-    """Raises UsageError unless each named attribute is an int of at least the given size."""
+    """Raise UsageError unless each named attribute is an int of at least the given size."""
     for name, floor in least.items():
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < floor:
@@ -34,6 +34,6 @@ def require_counts(config: object, least: Mapping[str, int]) -> None:
 
 
 def require_dropout(value: float) -> None:
-    """Raises UsageError unless ``0 <= value < 1``."""
+    """Raise UsageError unless ``0 <= value < 1``."""
     if not 0 <= value < 1:
         raise UsageError(f"dropout must be in [0, 1); got {value!r}", remedy="dropout=0.0 turns it off")

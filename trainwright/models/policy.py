@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from trainwright.models.mlp import mlp
 from trainwright.models.options import require_counts
 
-LAST_GAIN = 0.01
-"""Gain of the last layer of the policy, which begins with nearly equal probabilities (arXiv 2005.12729)."""
+LAST_LAYER_GAIN = 0.01
+"""Gain of the last layer of the policy, so that initial probabilities are nearly equal (arXiv 2005.12729)."""
 
 
 class ActorCritic(nn.Module):
@@ -20,7 +20,7 @@ class ActorCritic(nn.Module):
         require_counts(self, dict.fromkeys(("observations", "actions", "hidden"), 1))
         self.actor = mlp(sizes=[observations, hidden, hidden, actions], activation="tanh")
         self.critic = mlp(sizes=[observations, hidden, hidden, 1], activation="tanh")
-        for network, gain in ((self.actor, LAST_GAIN), (self.critic, 1.0)):
+        for network, gain in ((self.actor, LAST_LAYER_GAIN), (self.critic, 1.0)):
             layers = [module for module in network.modules() if isinstance(module, nn.Linear)]
             for layer, layer_gain in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
                 nn.init.orthogonal_(layer.weight, layer_gain)

@@ -31,8 +31,10 @@ class ResNetConfig:
 
 
 class BasicBlock(nn.Module):
-    """relu(shortcut(x) + bn(conv(relu(bn(conv(x)))))). Where the sides are halved, the shortcut drops every
-    second pixel and adds zero channels."""
+    """relu(shortcut(x) + bn(conv(relu(bn(conv(x)))))).
+
+    If the sides are halved, the shortcut drops every second pixel and adds zero channels.
+    """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class TwoTowerConfig:
 
 
 class Tower(nn.Module):
-    """ids_N -> vectors_ND, or those of all ids: an embedding, to which a network of one hidden layer is added."""
+    """ids_N -> vectors_ND (all ids if None): an embedding plus the output of a network with one hidden layer."""
 
     def __init__(self, count: int, width: int, hidden: int) -> None:
         super().__init__()

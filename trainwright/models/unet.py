@@ -17,7 +17,7 @@ from trainwright.errors import UsageError
 from trainwright.models.options import require_counts
 
 MAX_GROUPS = 8
-"""Groups of each GroupNorm, or fewer where they do not divide the channels."""
+"""Maximum number of groups of each GroupNorm; fewer if they do not divide the channels."""
 MAX_PERIOD = 10_000.0
 """Longest period of the sines and cosines that embed a time step, as in https://arxiv.org/abs/1706.03762."""
 
@@ -58,7 +58,7 @@ class TwoConvs(nn.Module):
 
 
 class UNet(nn.Module):
-    """x_BCHW -> out_BKHW, with the time steps ``time_B`` where ``timed`` is set.
+    """x_BCHW -> out_BKHW, with the time steps ``time_B`` if ``timed`` is set.
 
     ``blocks``, the list that activation checkpointing and sharding wrap, has ``depth`` blocks down, one at the bottom,
     and ``depth`` blocks up.

@@ -106,7 +106,7 @@ class ViT(nn.Module):
         return x_BTD
 
     def unembed(self, x_BTD: Tensor) -> Tensor:
-        """Return logits_BK of the class token that the last block returned."""
+        """Return logits_BK for the class token of the last block's output."""
         logits_BK: Tensor = self.head(self.norm(x_BTD[:, 0]))
         return logits_BK
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from trainwright.checkpoint.store import Best, mend_best, read_best
+from trainwright.checkpoint.store import Best, read_best, repair_best
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import suggest
 
@@ -30,7 +30,7 @@ class BestSoFar:
     ) -> None:
         self._folder, self._metric, self._batches, self._warn, self._run = folder, metric, batches, warn, run
         self._sign = -1.0 if is_largest else 1.0
-        self._pointed_to = mend_best(folder, run)
+        self._pointed_to = repair_best(folder, run)
         self._hoped_for: Best | None = None
 
     def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:

@@ -9,14 +9,14 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.checkpoint.modes import averaged_weights
+from trainwright.checkpoint.optimizer_modes import averaged_weights
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult, evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
-from trainwright.engine.over_ranks import share_buffers
 from trainwright.engine.precision import Precision
+from trainwright.engine.rank_sums import share_buffers
 from trainwright.monitoring.cadence import Every
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainwright.checkpoint.checkpoint import take_part
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
-from trainwright.engine.between import NEVER, Saver
+from trainwright.engine.periodic import NEVER, Saver
 
 
 class SavingTogether:

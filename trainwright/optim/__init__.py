@@ -1,4 +1,4 @@
-"""Optimizers: parameter groups, those of torch and our own, and optimizer offload."""
+"""Optimizers: parameter groups, those of torch and of Trainwright, and optimizer offload."""
 
 from __future__ import annotations
 

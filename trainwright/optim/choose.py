@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from trainwright.checkpoint.chained import parts_of
-from trainwright.checkpoint.modes import with_modes
+from trainwright.checkpoint.chained_optimizer import parts_of
+from trainwright.checkpoint.optimizer_modes import with_modes
 from trainwright.checkpoint.shards import holds_parts, is_divided
 from trainwright.errors import MissingExtra, Problem, UsageError, require_choice, unknown_args
 from trainwright.optim.groups import GroupRule, GroupSettings, fan_in_ratios, param_groups
 from trainwright.optim.offload import offloaded
-from trainwright.optim.own import (
+from trainwright.optim.user_optimizers import (
     Factory,
     arguments_of,
     as_one,
@@ -31,7 +31,7 @@ from trainwright.recipe import OPTIMIZER_ALIASES, OPTIMIZER_NAMES, OPTIMIZERS
 from trainwright.recipe.resolve import import_factory
 
 MUP_OPTIMIZERS = ("adamw", "adam", "adamw8bit", "adamw4bit")
-_NOT_OURS_TO_GIVE = ("params", "lr", "weight_decay", "differentiable")
+_RESERVED_ARGS = ("params", "lr", "weight_decay", "differentiable")
 
 
 def make_optimizer(
@@ -45,20 +45,30 @@ def make_optimizer(
     args: Mapping[str, object] | None = None,
     offload: bool = False,
 ) -> Optimizer:
-    """Returns the optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
+    """Make the optimizer ``name`` over ``param_groups(model, ...)``.
 
-    ``name`` is a short name (docs/reference/catalog.md), or a callable. What is not given has the default of the
-    optimizer's own class. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with ``adjust_lr="match_rms_adamw"``),
-    ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
-    sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update but for
-    rounding. Fused was the fastest in every case measured, and takes a skipped step on the device.
+    sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update up to
+    rounding. Fused was the fastest in every measured case, and skips a step on the device.
 
-    A callable is called as ``name(groups, lr=lr, **args)``; without a parameter ``lr`` as ``name(parameters, **args)``;
-    as ``name(model, **args)`` where its first parameter is so named. It may return a list of optimizers, which are
-    stepped together. With ``offload`` moments and update are on the host.
+    Args:
+        name: A short name (docs/reference/catalog.md), or a callable. A callable is called as ``name(groups, lr=lr,
+            **args)``; without a parameter ``lr`` as ``name(parameters, **args)``; as ``name(model, **args)`` if its
+            first parameter has that name. It may return a list of optimizers, which are stepped together.
+        model: The model to train.
+        lr: Base learning rate; None: default of the optimizer.
+        weight_decay: Weight decay; None: default of the optimizer.
+        decay_norms_and_biases: See ``param_groups``.
+        rules: See ``param_groups``.
+        args: Further arguments of the optimizer. muon also takes ``adamw_lr`` (3e-4; ``lr`` with
+            ``adjust_lr="match_rms_adamw"``), ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
+        offload: Keep moments and update on the host.
 
-    Raises UsageError for an unknown name or argument, for a value that the optimizer refuses, and for ``offload`` of
-    one that gains nothing by it.
+    Returns:
+        The optimizer.
+
+    Raises:
+        UsageError: Unknown name or argument, a value that the optimizer rejects, or ``offload`` of an optimizer that
+            does not benefit.
     """
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
     if isinstance(name, str) and name in OPTIMIZER_ALIASES:
@@ -90,13 +100,13 @@ def make_optimizer(
     row = OPTIMIZERS[name]
     groups = import_factory(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
     arguments = {**_implementation(name, model, arguments), **arguments}
-    in_the_box = _call(import_factory(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
-    assert isinstance(in_the_box, Optimizer)
-    return in_the_box
+    built_in = _call(import_factory(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
+    assert isinstance(built_in, Optimizer)
+    return built_in
 
 
 def _of_package(alias: str) -> Factory:
-    """The class of pytorch_optimizer that a short name stands for. Raises MissingExtra where that is not installed."""
+    """Return the class of pytorch_optimizer for a short name. Raises MissingExtra if it is not installed."""
     try:
         return import_factory(OPTIMIZER_ALIASES[alias].factory)
     except ModuleNotFoundError as error:
@@ -106,7 +116,7 @@ def _of_package(alias: str) -> Factory:
 
 
 def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:
-    """Raises UsageError for a weight decay that an optimizer does not have."""
+    """Raise UsageError for a weight decay that an optimizer does not have."""
     stated = {"optimizer.weight_decay": shared["weight_decay"]}
     stated |= {f"optimizer.groups.{i}.weight_decay": rule.weight_decay for i, rule in enumerate(shared["rules"])}
     for part in parts_of(optimizer):
@@ -119,17 +129,17 @@ def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:
 
 
 def _rates(name: str, lr: float | None, weight_decay: float | None) -> tuple[float | None, float | None]:
-    """Learning rate and weight decay of an optimizer in the box. Raises UsageError for another name."""
+    """Return learning rate and weight decay of a built-in optimizer. Raises UsageError for another name."""
     require_choice("optimizer", name, OPTIMIZER_NAMES)
     row = OPTIMIZERS[name]
     return row.lr if lr is None else lr, row.weight_decay if weight_decay is None else weight_decay
 
 
 def accepted_args(name: str) -> list[str]:
-    """Returns the names that ``args`` may hold for the optimizer ``name``."""
+    """Return the names that ``args`` may contain for the optimizer ``name``."""
     row = OPTIMIZERS[name]
     accepted = inspect.signature(import_factory(row.factory)).parameters
-    return [*(each for each in accepted if each not in _NOT_OURS_TO_GIVE), *row.group_args]
+    return [*(each for each in accepted if each not in _RESERVED_ARGS), *row.group_args]
 
 
 def _require_known(name: str, args: Mapping[str, object]) -> None:
@@ -138,7 +148,7 @@ def _require_known(name: str, args: Mapping[str, object]) -> None:
 
 
 def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:
-    """The problems of arguments that the optimizer ``name`` does not take."""
+    """Yield the problems of arguments that the optimizer ``name`` does not accept."""
     args = list(args)
     twice = [arg for arg in args if arg in ("lr", "weight_decay")]
     for arg in twice:
@@ -149,26 +159,26 @@ def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:
 
 
 def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) -> dict[str, bool]:
-    """``fused`` wherever torch has it: a fixed rule, so that all starts of a recipe choose the same.
+    """Return ``fused`` wherever torch supports it: a fixed rule, so that all starts of a recipe choose the same.
 
-    It follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the whole
-    step relative to torch's default loop, foreach / fused: MLP of 6 thousand parameters 0.99 / 0.73 with two threads,
-    0.99 / 0.76 with one; MLP of 1.3 M 0.71 / 0.50 and 0.76 / 0.57; GPT 2x96 1.00 / 0.96 and 0.96 / 0.95; GPT 4x128
-    1.02 / 0.89 and 0.97 / 0.90, and 1.00 / 0.97 when each has a process of its own; GPT 6x256 1.01 / 0.87 and
-    1.04 / 0.86. SGD, step() alone in ms, loop / foreach / fused: MLP 0.086 / 0.089 / 0.063, GPT 1.01 / 0.94 / 0.67.
+    It follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the full step
+    relative to torch's default loop, foreach / fused: MLP of 6 thousand parameters 0.99 / 0.73 with two threads, 0.99 /
+    0.76 with one; MLP of 1.3 M 0.71 / 0.50 and 0.76 / 0.57; GPT 2x96 1.00 / 0.96 and 0.96 / 0.95; GPT 4x128 1.02 / 0.89
+    and 0.97 / 0.90, and 1.00 / 0.97 in separate processes; GPT 6x256 1.01 / 0.87 and 1.04 / 0.86. SGD, step() alone in
+    ms, loop / foreach / fused: MLP 0.086 / 0.089 / 0.063, GPT 1.01 / 0.94 / 0.67.
     """
     if not OPTIMIZERS[name].fused or "fused" in given or "foreach" in given:
         return {}
-    if name == "sgd" and holds_parts(model):  # torch has no fused SGD of tensors that ranks divide
+    if name == "sgd" and holds_parts(model):  # torch has no fused SGD for tensors that ranks divide
         return {"foreach": True}
-    # torch's fused SGD starts its buffers from uninitialised memory, see with_momentum_buffers
+    # torch's fused SGD starts its buffers from uninitialized memory, see with_momentum_buffers
     dampened = bool(given.get("dampening"))
     fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
     return {"fused": True} if fits and not dampened and not given.get("capturable") else {}
 
 
 def _require_no_groups(factory: Factory, shared: GroupSettings, *, offload: bool) -> None:
-    """Raises UsageError for settings of groups, or offload, that have no effect on a factory with its own groups."""
+    """Raise UsageError for settings of groups, or offload, that have no effect on a factory that makes its groups."""
     if not makes_own_groups(factory):
         return
     stated = {
@@ -209,7 +219,7 @@ def _call(
         return made
     except UsageError:
         raise
-    except (ValueError, TypeError, RuntimeError) as error:  # torch refuses bad values with any of these
+    except (ValueError, TypeError, RuntimeError) as error:  # torch rejects bad values with any of these
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise UsageError(
             f"{name_of(factory)} refuses its arguments ({arguments}): {error}",
@@ -218,12 +228,12 @@ def _call(
 
 
 def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:
-    """Creates the momentum buffers of a fused SGD as zeros; returns ``optimizer``.
+    """Create the momentum buffers of a fused SGD as zeros; return ``optimizer``.
 
-    torch 2.13 allocates them in the first step by ``empty_like``. When ``found_inf`` skips that step they stay
-    uninitialised, and the second step uses them. With zeros the first step is b = momentum * 0 + g, the same as
-    torch's b = g. (Not so with dampening, where torch's first step differs.) Also for tensors that ranks
-    divide, whose checkpoints are those of one process.
+    torch 2.13 allocates them in the first step by ``empty_like``. If ``found_inf`` skips that step they stay
+    uninitialized, and the second step uses them. With zeros the first step is b = momentum * 0 + g, the same as torch's
+    b = g. (Not with dampening, where torch's first step differs.) Also applies to tensors that ranks divide, whose
+    checkpoints are those of one process.
     """
     if isinstance(optimizer, torch.optim.SGD):
         stands_for_fused = any(is_divided(group["params"][0]) for group in optimizer.param_groups)

@@ -20,7 +20,7 @@ from trainwright.errors import UsageError, require_choice
 
 ClipName = Literal["norm", "value", "agc", "zclip", "adagc", "none"]
 ClipFn = Callable[[Sequence[Tensor], Tensor], None]
-"""``clip(parameters, total_norm)``: changes ``.grad`` in place; ``total_norm`` is their 0-d norm."""
+"""``clip(parameters, total_norm)``: changes ``.grad`` in place; ``total_norm`` is the 0-d norm of the gradients."""
 
 
 def make_clip(
@@ -33,18 +33,19 @@ def make_clip(
     warmup: int | None = None,
     parameters: Iterable[tuple[str, Tensor]] = (),
 ) -> ClipFn:
-    """The clip of that name.
+    """Return the clip of that name.
 
     Args:
         by: norm, value, agc, zclip (`ZClip`), adagc (`AdaGC`) or none.
         at: The threshold: the norm, the absolute value, AGC's lambda, or the norm in the warm-up of adagc.
-        z: Of zclip: standard deviations above the mean from which on a norm is clipped.
-        ratio: Of adagc: the largest norm of a tensor, relative to its average.
-        decay: Of zclip and adagc: of the moving averages; None: 0.97 and 0.98.
-        warmup: Of zclip and adagc: steps before they clip by the averages; None: 25 and 100.
-        parameters: Of adagc: ``model.named_parameters()``.
+        z: For zclip: standard deviations above the mean from which a norm is clipped.
+        ratio: For adagc: the largest norm of a tensor, relative to its average.
+        decay: For zclip and adagc: decay of the moving averages; None: 0.97 and 0.98.
+        warmup: For zclip and adagc: steps before they clip by the averages; None: 25 and 100.
+        parameters: For adagc: ``model.named_parameters()``.
 
-    Raises UsageError for another name, and for a number that is out of range.
+    Raises:
+        UsageError: Unknown name, or a number that is out of range.
     """
     require_choice("the clip", by, get_args(ClipName))
     if by != "none" and not at > 0:
@@ -61,7 +62,7 @@ def make_clip(
 
 @dataclass(frozen=True)
 class GradientClip:
-    """A clip that can say what it does: ``by`` which measure, ``at`` which threshold."""
+    """A clip with a known measure (``by``) and threshold (``at``)."""
 
     by: ClipName
     at: float | Tensor
@@ -79,16 +80,16 @@ class GradientClip:
 class AdaptiveClip(ABC):
     """A clip whose threshold follows from the gradients of earlier steps.
 
-    A call reads the statistics and leaves them unchanged, so that a step can begin again; ``accept`` takes the step
-    into them. A step whose update is skipped does not enter. Costs no host sync. The statistics are one tensor on the
-    device of the norm, in float64, and are replaced and never written to.
+    A call reads the statistics and leaves them unchanged, so that a step can start again; ``accept`` adds the step. A
+    skipped step is not added. Costs no host sync. The statistics are one float64 tensor on the device of the norm,
+    which is replaced and never written to.
     """
 
     by: ClassVar[ClipName]
 
     def __init__(self, statistics: Tensor) -> None:
         self.held = {"statistics": statistics, "next": statistics}
-        """A plain mapping, which a replay puts back."""
+        """A plain mapping, which a replay can restore."""
 
     @property
     def statistics(self) -> Tensor:
@@ -99,11 +100,11 @@ class AdaptiveClip(ABC):
         clip(parameters, total_norm)
 
     def frozen(self, parameters: Sequence[Tensor], total_norm: Tensor) -> ClipFn:
-        """The clipping that a call would do to these gradients; the statistics stay as they are."""
+        """Return the clipping that a call would apply to these gradients; the statistics stay unchanged."""
         return self._decide(parameters, total_norm, self.statistics.to(total_norm.device))[0]
 
     def accept(self, skipped: Tensor) -> None:
-        """Takes the gradients of the last call into the statistics, unless ``skipped``."""
+        """Add the gradients of the last call to the statistics, unless ``skipped``."""
         if skipped.device.type != "cpu":
             self._set(torch.where(skipped, self.statistics.to(skipped.device), self.held["next"].to(skipped.device)))
         else:
@@ -114,28 +115,29 @@ class AdaptiveClip(ABC):
 
     @abstractmethod
     def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
-        """Returns the clip of this step, and the statistics after it."""
+        """Return the clip of this step, and the statistics after it."""
 
     def state_dict(self) -> StateDict:
         return {"by": self.by, "statistics": self.statistics}
 
     def load_state_dict(self, saved: Mapping[str, object]) -> None:
-        """Loads the statistics. Those of another clip are not continued."""
+        """Load the statistics. Those of another clip are ignored."""
         statistics = saved["statistics"]
         if saved["by"] == self.by and isinstance(statistics, Tensor):
             self._set(statistics.to(self.statistics))
 
 
 class ZClip(AdaptiveClip):
-    """Clips the global norm where its z-score is large (Kumar et al. 2025, arXiv:2504.02507).
+    """Clips the global norm if its z-score is large (Kumar et al. 2025, arXiv:2504.02507).
 
-    With g the norm of the gradients, mu and sigma those before the step, and z = (g - mu) / sigma:
+    With g the norm of the gradients, mu and sigma the mean and standard deviation before the step, and z = (g - mu) /
+    sigma:
 
         g* = mu + z_thres^2 sigma / z   if z > z_thres, else g
         mu <- decay mu + (1 - decay) g*
         sigma^2 <- decay sigma^2 + (1 - decay) (g* - mu)^2
 
-    mu and sigma^2 begin as mean and variance of the norms of the first ``warmup`` steps, which are not clipped.
+    mu and sigma^2 start as mean and variance of the norms of the first ``warmup`` steps, which are not clipped.
     """
 
     by = "zclip"
@@ -163,15 +165,15 @@ class ZClip(AdaptiveClip):
 
 
 class AdaGC(AdaptiveClip):
-    """Clips each tensor by its own earlier norms (Wang et al. 2025, arXiv:2502.11034, algorithm 1).
+    """Clips each tensor by its earlier norms (Wang et al. 2025, arXiv:2502.11034, algorithm 1).
 
     With g_i the norm of the gradient of tensor i, g that of all, and gamma_i before the step:
 
         steps before ``warmup``:  h_i = min(1, at / g),               gamma_i <- min(gamma_i, h_i g_i)
-        from then on:             h_i = min(1, ratio gamma_i / g_i),  gamma_i <- decay gamma_i + (1 - decay) h_i g_i
+        later steps:              h_i = min(1, ratio gamma_i / g_i),  gamma_i <- decay gamma_i + (1 - decay) h_i g_i
 
-    h_i is the factor on the gradient. A tensor that has had no gradient, or only zeros, has no gamma_i: it begins with
-    the first other one.
+    h_i is the factor on the gradient. A tensor without any nonzero gradient so far has no gamma_i: it starts with the
+    first nonzero one.
     """
 
     by = "adagc"
@@ -218,7 +220,7 @@ class AdaGC(AdaptiveClip):
         return {**super().state_dict(), "names": self._names}
 
     def load_state_dict(self, saved: Mapping[str, object]) -> None:
-        """Loads the averages by the names of parameters."""
+        """Load the averages by parameter name."""
         statistics, names = saved["statistics"], saved.get("names")
         if saved["by"] != self.by or not isinstance(statistics, Tensor) or not isinstance(names, list):
             return
@@ -251,7 +253,7 @@ def _require_averages(decay: float, warmup: int) -> None:
 
 
 def norms_of_each(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of each gradient, in float32 at least. Where ranks hold parts of them, those of the wholes."""
+    """Return the norm of each gradient, in at least float32. Divided gradients give the norm of the full tensor."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(locals_of(grads), dtype=wide)])
     kinds: dict[object, list[int]] = {}
@@ -264,46 +266,46 @@ def norms_of_each(grads: Sequence[Tensor]) -> Tensor:
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """torch.nn.utils.get_total_norm, bit for bit: the 0-d norm of the norms. ``grads`` has at least one tensor.
+    """Return the 0-d norm of the norms, bit-identical to torch.nn.utils.get_total_norm. ``grads`` must not be empty.
 
-    Where ranks hold parts of them, it is that of the whole, and every rank must ask for it.
+    For divided gradients it is the norm of the full ones, and every rank must call this.
     """
-    if _are_alike(grads):  # then none is divided
+    if _are_uniform(grads):  # then none is divided
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        return norm.detach() if norm.requires_grad else norm  # cheaper than a context, and seldom needed
+        return norm.detach() if norm.requires_grad else norm  # cheaper than a context, and rarely needed
     return _norm_of_parts(grads) if any(is_divided(grad) for grad in grads) else get_total_norm(grads)
 
 
 def norm_on_host(grads: list[Tensor]) -> float:
-    """The norm as a number, in float64 where the gradients lie on the CPU: two kernels less. A GPU is waited for."""
-    if False not in [type(grad) is Tensor and grad.is_cpu for grad in grads]:  # of whatever types of numbers
+    """Return the norm as a number, in float64 for gradients on the CPU: two kernels less. Waits for a GPU."""
+    if False not in [type(grad) is Tensor and grad.is_cpu for grad in grads]:  # dtypes may differ
         return math.hypot(*[norm.item() for norm in torch._foreach_norm(grads)])
     return float(global_norm(grads))
 
 
-def _are_alike(grads: Sequence[Tensor]) -> bool:
-    """Whether torch would put them into one group, which costs it more than the norm itself where they are small."""
+def _are_uniform(grads: Sequence[Tensor]) -> bool:
+    """Return True if torch would put them into one group; its grouping costs more than the norm if they are small."""
     device, dtype = grads[0].device, grads[0].dtype
-    alike = [type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads]
-    return False not in alike  # in each step: all() of a generator takes twice the time
+    same = [type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads]
+    return False not in same  # runs in each step: all() of a generator takes twice the time
 
 
 @torch.no_grad()
 def _norm_of_parts(grads: Sequence[Tensor]) -> Tensor:
-    """One exchange for each way in which tensors are divided, in float64: squares may not fit into float32."""
+    """Compute the norm with one exchange per kind of division, in float64: squares may overflow float32."""
     kinds: dict[object, list[Tensor]] = {}
     for grad in grads:
         kinds.setdefault((grad.device_mesh, grad.placements) if is_divided(grad) else None, []).append(grad)
     squares = []
-    for alike in kinds.values():
-        norms = torch.stack(torch._foreach_norm(locals_of(alike)))
-        squares.append(summed_over_parts(norms.double().square().sum(), alike[0]))
+    for same in kinds.values():
+        norms = torch.stack(torch._foreach_norm(locals_of(same)))
+        squares.append(summed_over_parts(norms.double().square().sum(), same[0]))
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     return torch.stack(squares).sum().sqrt().to(wide)
 
 
 def summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> Tensor:
-    """Sums what each rank has of its part of a tensor; ``but`` not over ranks that divide this dimension."""
+    """Sum a number over ranks that divide a tensor, in place; not over ranks that divide dimension ``but``."""
     if is_divided(of):
         for axis, placement in enumerate(of.placements):
             if not placement.is_replicate() and not placement.is_shard(-1 if but is None else but):
@@ -312,18 +314,18 @@ def summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> 
 
 
 def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
-    """Leaves the gradients as they are."""
+    """Leave the gradients unchanged."""
 
 
 def _clip_by_norm(at: float | Tensor, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
-    """torch.nn.utils.clip_grad_norm_, bit for bit (Pascanu et al. 2013)."""
-    # torch multiplies by min(1, at * (1 / (norm + 1e-6))), four roundings in the norm's dtype: together below 2 % in
-    # bfloat16. So here by exactly 1. On a GPU asking would cost a host sync.
+    """Clip by norm, bit-identical to torch.nn.utils.clip_grad_norm_ (Pascanu et al. 2013)."""
+    # torch multiplies by min(1, at * (1 / (norm + 1e-6))), with four roundings in the norm's dtype: together below 2 %
+    # in bfloat16. So below 0.9 the factor is exactly 1. On a GPU the comparison would cost a host sync.
     if total_norm.device.type == "cpu" and float(total_norm) + 1e-6 < 0.9 * at:
         return
     grads = locals_of(p.grad for p in parameters if p.grad is not None)
-    if not _are_alike(grads):
-        clip_grads_with_norm_(parameters, at, total_norm)  # type: ignore[arg-type]  # a 0-d tensor serves as well
+    if not _are_uniform(grads):
+        clip_grads_with_norm_(parameters, at, total_norm)  # type: ignore[arg-type]  # a 0-d tensor works as well
         return
     with torch.no_grad():
         torch._foreach_mul_(grads, (total_norm + 1e-6).reciprocal_().mul_(at).clamp_(max=1.0))
@@ -340,10 +342,10 @@ def _clip_by_value(at: float, parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def _clip_adaptively(at: float, parameters: Sequence[Tensor]) -> None:
-    """Adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171, equation 3 with eps 1e-3).
+    """Clip adaptively (AGC, Brock et al. 2021, arXiv:2102.06171, equation 3 with eps 1e-3).
 
-    Unit-wise: each row i of a weight (all inputs of one output unit) is scaled so that
-    ||G_i|| <= at * max(||W_i||, 1e-3); a bias or gain is one unit as a whole, as in the paper's code.
+    Unit-wise: each row i of a weight (all inputs of one output unit) is scaled so that ||G_i|| <= at * max(||W_i||,
+    1e-3); a bias or gain is one unit, as in the paper's code.
     """
     for parameter in parameters:
         assert parameter.grad is not None
@@ -354,7 +356,7 @@ def _clip_adaptively(at: float, parameters: Sequence[Tensor]) -> None:
 
 
 def _unit_norms(weight: Tensor) -> Tensor:
-    """Of this rank's rows, where ranks divide them."""
+    """Return the norms of this rank's rows, if ranks divide them."""
     dims = tuple(range(1, weight.dim())) or None
     norm: Tensor = torch.linalg.vector_norm(local(weight), dim=dims, keepdim=dims is not None)
     if not is_divided(weight):

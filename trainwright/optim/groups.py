@@ -1,4 +1,4 @@
-"""Which parameter gets which learning rate and weight decay."""
+"""Parameter groups: learning rate and weight decay of each parameter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every 
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Settings for the parameters whose name matches the glob ``match`` (case matters; ``*`` crosses dots).
+    """Settings for parameters whose name matches the glob ``match`` (case-sensitive; ``*`` crosses dots).
 
-    ``lr`` replaces the learning rate, ``lr_scale`` multiplies it, ``weight_decay`` replaces the decay, also
-    on norms and biases.
+    ``lr`` replaces the learning rate, ``lr_scale`` multiplies it, ``weight_decay`` replaces the decay, also for norms
+    and biases.
     """
 
     match: str
@@ -31,11 +31,11 @@ class GroupRule:
 
 
 Group: TypeAlias = dict[str, Any]
-"""One entry of ``param_groups`` of an optimizer: ``params``, and options whose types are the optimizer's."""
+"""One entry of ``param_groups`` of an optimizer: ``params``, and options whose types the optimizer defines."""
 
 
 class GroupSettings(TypedDict):
-    """The arguments of every function that makes parameter groups; see ``param_groups``."""
+    """Arguments of every function that makes parameter groups; see ``param_groups``."""
 
     lr: float | None
     weight_decay: float | None
@@ -61,22 +61,23 @@ def param_groups(
     rules: Sequence[GroupRule] = (),
     role_of: Callable[[nn.Parameter], Role] | None = None,
 ) -> list[Group]:
-    """Returns the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
+    """Return the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
 
-    Without rules and roles that is one group, as in ``Optimizer(model.parameters())``. A group has no ``lr`` and no
-    ``weight_decay`` where these are None: the optimizer's own defaults count. Parameters that ranks divide are apart
-    from those that each rank holds whole, or that other ranks divide.
+    Without rules and roles that is one group, as in ``Optimizer(model.parameters())``. If ``lr`` or ``weight_decay`` is
+    None, groups omit it and the optimizer's default applies. Parameters that ranks divide are in other groups than
+    those that each rank holds completely, or that other ranks divide.
 
-    With ``decay_norms_and_biases=False`` parameters with fewer than two dimensions, and those that a norm module owns,
-    do not decay. Embeddings and the output head do, as in GPT-2 and nanoGPT. The first rule that matches one of a
-    parameter's names wins; a tied parameter has several names and is in one group. Parameters keep the model's order,
-    groups that of their first parameter; frozen ones are left out.
+    With ``decay_norms_and_biases=False``, parameters with fewer than two dimensions and those of norm modules do not
+    decay. Embeddings and the output head do, as in GPT-2 and nanoGPT. The first rule that matches one of a parameter's
+    names applies; a tied parameter has several names and is in one group. Parameters keep the model's order, groups
+    that of their first parameter; frozen ones are left out.
 
-    Of a model in muP (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the growth
-    of its fan-in, and its decay multiplied by it, since AdamW multiplies the two.
+    In a muP model (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the growth of
+    its fan-in, and its decay multiplied by it, because AdamW multiplies the two.
 
-    Raises UsageError when nothing is trainable, a rule matches no trainable parameter, or one scales a learning rate
-    that is not given.
+    Raises:
+        UsageError: Nothing is trainable, a rule matches no trainable parameter, or a rule scales a learning rate that
+            is not given.
     """
     names = _names(model)
     trainable = [parameter for parameter in names if parameter.requires_grad]
@@ -99,7 +100,7 @@ def param_groups(
         ratio = ratios.get(id(parameter), 1.0)
         its_lr = _rate(role, rule, ratio)
         its_decay = its_decay * ratio if its_decay else its_decay
-        key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch updates no mixture
+        key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch cannot update a mixture
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
             rates = {"lr": its_lr, "weight_decay": its_decay}
@@ -110,7 +111,7 @@ def param_groups(
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Returns every parameter once, in the order of the model, with all of its names."""
+    """Return every parameter once, in the order of the model, with all of its names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -122,12 +123,12 @@ def _first_match(rules: Sequence[GroupRule], names: Sequence[str]) -> GroupRule:
 
 
 def matches(pattern: str, names: Sequence[str]) -> bool:
-    """Returns whether the glob matches one of the names."""
+    """Return True if the glob matches one of the names."""
     return any(fnmatchcase(name, pattern) for name in names)
 
 
 def fan_in_ratios(model: nn.Module) -> dict[int, float]:
-    """Growth of the fan-in of weights by their ids, of a model in muP."""
+    """Return the growth of the fan-in of weights by ``id``, for a model in muP."""
     ratios: dict[nn.Parameter, float] = getattr(unwrapped(model), "fan_in_ratios", dict)()
     return {id(parameter): ratio for parameter, ratio in ratios.items()}
 
@@ -153,7 +154,7 @@ def _group_name(role: Role, lr: float | None, decay: float | None, usual_decay: 
 
 
 def unmatched_rules(model: nn.Module, rules: Sequence[GroupRule]) -> Iterator[Problem]:
-    """The problems of rules that match no trainable parameter."""
+    """Yield the problems of rules that match no trainable parameter."""
     names = _names(model)
     for number, rule in enumerate(rules):
         path = f"optimizer.groups.{number}.match"
@@ -170,7 +171,7 @@ def unmatched_rules(model: nn.Module, rules: Sequence[GroupRule]) -> Iterator[Pr
 
 
 def _globs(names: Sequence[str]) -> Iterator[str]:
-    """Yields globs that a mistyped rule may mean: names, their endings ``*.weight`` and beginnings ``blocks.0.*``."""
+    """Yield globs that a mistyped rule may mean: names, their endings ``*.weight`` and beginnings ``blocks.0.*``."""
     for name in names[:1000]:
         parts = name.split(".")
         yield name
@@ -179,5 +180,5 @@ def _globs(names: Sequence[str]) -> Iterator[str]:
 
 
 def norm_parameters(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that a norm module owns."""
+    """Return the ids of the parameters of norm modules."""
     return {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""The base of our own optimizers: a step that can be skipped on the device, without a host sync."""
+"""Base class of Trainwright's optimizers: a step can be skipped on the device, without a host sync."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainwright.optim.groups import Group
 
 State = dict[str, Tensor]
 BUCKET_BYTES = 2**28
-"""Size of the parameters that are updated together; bounds the temporaries, and the copy that a guarded step keeps."""
+"""Size of the parameters that are updated together; limits the temporaries, and the copy of a guarded step."""
 
 
 class GuardedOptimizer(Optimizer):
     """Follows the contract of torch's fused optimizers with ``GradScaler``.
 
     ``found_inf`` (0-d float tensor) and ``grad_scale`` may be set before ``step()``. Gradients are divided by
-    ``grad_scale``; ``.grad`` stays as it is. Where ``found_inf`` is not 0, parameters and state keep
-    their bits, whatever the gradients hold. A guarded step costs one copy of a bucket and its state.
+    ``grad_scale``; ``.grad`` stays unchanged. If ``found_inf`` is not 0, parameters and state keep their bits, whatever
+    the gradients contain. A guarded step costs one copy of a bucket and its state.
 
-    ``_tensors`` names the tensors of the state. ``step`` counts the updates that were applied: a 0-d float32 tensor on
-    the device of the parameter.
+    ``_tensors`` names the tensors of the state. ``step`` counts the applied updates: a 0-d float32 tensor on the device
+    of the parameter.
     """
 
     _step_supports_amp_scaling = True
@@ -39,14 +39,14 @@ class GuardedOptimizer(Optimizer):
 
     @abstractmethod
     def _tensors(self, group: Group) -> Sequence[str]:
-        """Names of the state tensors: "step", and others that are like the parameter. All start at zero."""
+        """Return the names of the state tensors: "step", and others shaped like the parameter. All start at zero."""
 
     @abstractmethod
     def _update(self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Updates one bucket and its state in place."""
+        """Update one bucket and its state in place."""
 
     def _kind(self, group: Group, parameter: Tensor) -> Hashable:
-        """Parameters of one kind may share a bucket."""
+        """Return a key; parameters with equal keys may share a bucket."""
         return parameter.device, parameter.dtype
 
     def add_param_group(self, param_group: Group) -> None:
@@ -59,7 +59,7 @@ class GuardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the value of ``closure``."""
+        """Update every parameter that has a gradient; return the value of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +70,7 @@ class GuardedOptimizer(Optimizer):
         return loss
 
     def _init_group(self, group: Group) -> None:
-        """Makes the state of a group ahead of its first update; torch's optimizers have a method of this name."""
+        """Create the state of a group before its first update; torch's optimizers have a method of this name."""
         for parameter in group["params"]:
             if parameter.grad is not None:
                 self._state_of(parameter, group)
@@ -126,21 +126,21 @@ class GuardedOptimizer(Optimizer):
 
 
 def require_rates(**rates: float) -> None:
-    """Raises UsageError unless every one is a number >= 0."""
+    """Raise UsageError unless every value is a number >= 0."""
     for name, value in rates.items():
         if not isinstance(value, int | float) or not value >= 0:
             raise UsageError(f"{name} must be a number >= 0; got {value!r}", remedy=f"try {name}=0.001")
 
 
 def require_fractions(**fractions: float) -> None:
-    """Raises UsageError unless every one lies in [0, 1)."""
+    """Raise UsageError unless every value is in [0, 1)."""
     for name, value in fractions.items():
         if not isinstance(value, int | float) or not 0 <= value < 1:
             raise UsageError(f"{name} must lie in [0, 1); got {value!r}", remedy=f"try {name}=0.9")
 
 
 def require_betas(name: str, betas: Sequence[float]) -> None:
-    """Raises UsageError unless they are two numbers in [0, 1)."""
+    """Raise UsageError unless these are two numbers in [0, 1)."""
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise UsageError(f"{name} must be two numbers; got {betas!r}", remedy=f"try {name}=[0.9, 0.999]")
     require_fractions(**{f"{name}[0]": betas[0], f"{name}[1]": betas[1]})

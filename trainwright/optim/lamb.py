@@ -1,4 +1,4 @@
-"""LAMB: Adam whose update of each matrix is scaled to the norm of the matrix, for very large batches."""
+"""LAMB: Adam with the update of each matrix scaled to the norm of the matrix, for very large batches."""
 
 from __future__ import annotations
 
@@ -75,22 +75,22 @@ class Lamb(GuardedOptimizer):
 
 
 def adapts(group: Group, parameter: Tensor) -> bool:
-    """Returns whether the step of this parameter is scaled to its norm."""
+    """Return True if the step of this parameter is scaled to its norm."""
     return parameter.ndim >= 2 if group["adapt"] is None else bool(group["adapt"])
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """2-norms, shape (N,), in at least float32."""
+    """Return 2-norms, shape (N,), in at least float32."""
     wide = torch.promote_types(torch.float32, tensors[0].dtype)
     return torch.stack(list(torch._foreach_norm(tensors, 2.0, dtype=wide)))
 
 
 def trust_ratios(parameters: list[Tensor], updates: list[Tensor]) -> Tensor:
-    """||w|| / ||u||, shape (N,); 1 where either is 0."""
+    """Return ||w|| / ||u||, shape (N,); 1 if either is 0."""
     weight_N, update_N = norms(parameters), norms(updates)
     return torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
 
 
 def bias_correction(beta: float, step_N: Tensor) -> Tensor:
-    """1 - beta^t, by expm1: the plain formula loses 4 of 7 digits in float32 when beta is near 1."""
+    """Return 1 - beta^t, by expm1: the plain formula loses 4 of 7 digits in float32 when beta is near 1."""
     return -torch.expm1(step_N * (math.log(beta) if beta else -math.inf))

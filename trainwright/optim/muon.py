@@ -1,6 +1,6 @@
-"""Muon: momentum whose update of each hidden matrix is orthogonalised; all other parameters get AdamW.
+"""Muon: momentum with the update of each hidden matrix orthogonalized; all other parameters get AdamW.
 
-Both live in one optimizer, so that one schedule, one state_dict and one guard serve them.
+Both are in one optimizer, so that one schedule, one state_dict and one guard apply to them.
 """
 
 from __future__ import annotations
@@ -150,19 +150,19 @@ def _muon(group: Group, parameters: list[Tensor], grads: list[Tensor], states: l
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Returns (rows, columns) of a parameter as a matrix: the first dimension, and all others together."""
+    """Return (rows, columns) of a parameter as a matrix: the first dimension, and the product of all others."""
     return parameter.shape[0], parameter.shape[1:].numel()
 
 
 def adjustment(kind: AdjustLR, rows: int, columns: int) -> float:
-    """Returns the factor on the learning rate of a matrix."""
+    """Return the factor on the learning rate of a matrix."""
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
 
 
 def orthogonalize(x_NRC: Tensor) -> Tensor:
-    """For each wide matrix U S V^T about U V^T: singular values come out between 0.7 and 1.2.
+    """Map each wide matrix U S V^T to approximately U V^T, with singular values between 0.7 and 1.2.
 
     Five Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X / ||X||.
     """
@@ -180,7 +180,7 @@ def _ns_dtype(name: str, device: torch.device) -> torch.dtype:
         return _DTYPES[name]
     if device.type != "cpu":
         return torch.bfloat16
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # where torch has it
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch version
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if fast else torch.float32
 
@@ -195,12 +195,12 @@ def muon_groups(
     head: str | None = None,
     adamw: Group | None = None,
 ) -> list[Group]:
-    """``param_groups`` for Muon, the groups that it orthogonalises first.
+    """Return ``param_groups`` for Muon, the groups that it orthogonalizes first.
 
-    Hidden matrices go to Muon. AdamW gets all else: vectors, norms, single rows or columns, embeddings, and the
-    output head: the parameters whose name matches ``head``; by default the last ``nn.Linear``, unless the head is tied
-    to an embedding. ``head=""`` means none. ``adamw`` holds ``lr`` (default 3e-4), ``betas`` and ``eps`` of the AdamW
-    groups.
+    Hidden matrices use Muon. All others use AdamW: vectors, norms, single rows or columns, embeddings, and the output
+    head. The head consists of the parameters whose name matches ``head``; by default the last ``nn.Linear``, unless the
+    head is tied to an embedding. ``head=""`` means none. ``adamw`` holds ``lr`` (default 3e-4), ``betas`` and ``eps``
+    of the AdamW groups.
     """
     options = {"lr": ADAMW_LR, "betas": (0.9, 0.999), "eps": 1e-8, **(adamw or {})}
     require_rates(adamw_lr=options["lr"], adamw_eps=options["eps"])
@@ -221,9 +221,9 @@ def muon_groups(
 
 
 def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[GroupSettings]) -> list[Group]:
-    """``muon_groups`` by the arguments of a recipe, of which those that the groups take are removed from ``args``.
+    """Return ``muon_groups`` for the arguments of a recipe; removes those that the groups take from ``args``.
 
-    ``adjust_lr="match_rms_adamw"`` is made for one learning rate, so ``adamw_lr`` is ``lr`` then.
+    ``adjust_lr="match_rms_adamw"`` is designed for one learning rate, so ``adamw_lr`` is ``lr`` then.
     """
     names = {"adamw_lr": "lr", "adamw_betas": "betas", "adamw_eps": "eps"}
     adamw = {names[arg]: args.pop(arg) for arg in names if arg in args}
@@ -233,7 +233,7 @@ def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[Gr
 
 
 def _hidden(model: nn.Module, head: str | None) -> Callable[[nn.Parameter], bool]:
-    """Returns the predicate of the hidden matrices."""
+    """Return the predicate of the hidden matrices."""
     named = list(model.named_parameters(remove_duplicate=False))
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if head is None:

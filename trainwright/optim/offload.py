@@ -1,7 +1,7 @@
-"""Optimizer offload: optimizer state and update are on the host, and the device holds weights and gradients only.
+"""Optimizer offload: optimizer state and update are on the host; the device holds only weights and gradients.
 
-The maths is that of the optimizer (J. Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). A step copies 4 bytes per
-trained fp32 weight to the host, updates, and copies 4 bytes back, one after the other. Not tested on a GPU so far.
+The update is that of the optimizer (J. Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). A step copies 4 bytes per
+trained fp32 weight to the host, updates, and copies 4 bytes back, in sequence. Not tested on a GPU so far.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trainwright.errors import UsageError
 from trainwright.optim.groups import Group
 
 MASTER = "master"
-"""Key in the state of a 16-bit parameter: its weight in float32, which is updated."""
+"""State key of a 16-bit parameter for its weight in float32, which is updated."""
 PIECE_BYTES = 2**30
-_ALIGNED = 64
+_ALIGNMENT_BYTES = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_WIDE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def offloaded(factory: Callable[..., Optimizer]) -> type[Offloaded]:
-    """Returns an optimizer class that does what ``factory`` does, in the memory of the host.
+    """Return an optimizer class that does what ``factory`` does, in host memory.
 
-    Its instances have the class name of the optimizer that they wrap. Checkpoints identify an optimizer by it, so a run
-    may be continued with or without offload.
+    Its instances have the class name of the wrapped optimizer. Checkpoints identify an optimizer by it, so a run may be
+    continued with or without offload.
     """
     return type(getattr(factory, "__name__", "Offloaded"), (Offloaded,), {"factory": staticmethod(factory)})
 
@@ -39,12 +39,12 @@ def offloaded(factory: Callable[..., Optimizer]) -> type[Offloaded]:
 class Offloaded(Optimizer):
     """Steps another optimizer over copies of the parameters on the CPU; made by ``offloaded``.
 
-    ``param_groups`` and ``state`` are by the parameters of the model; the state is on the CPU, and the wrapped
-    optimizer keeps none between two steps. Copies are in float32, or in float64 where the parameter is.
+    ``param_groups`` and ``state`` are keyed by the parameters of the model; the state is on the CPU, and the wrapped
+    optimizer has none between two steps. Copies are in float32, or in float64 for float64 parameters.
 
-    A weight that was written to since the last step is copied first. A write is detected by the version and address of
-    the tensor, and by the sum of its bits where autograd does not see it (``p.data.clamp_()``). The master of a 16-bit
-    weight is replaced only where it does not round to the weight.
+    A weight that was written to since the last step is copied first. Writes are detected by the version and address of
+    the tensor, and by the sum of its bits if autograd does not see them (``p.data.clamp_()``). The master of a 16-bit
+    weight is replaced only if it does not round to the weight.
     """
 
     factory: ClassVar[Callable[..., Optimizer]]
@@ -79,7 +79,7 @@ class Offloaded(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the value of ``closure``. Synchronizes with the device.
+        """Update every parameter that has a gradient; return the value of ``closure``. Synchronizes with the device.
 
         ``.grad`` is not changed.
         """
@@ -91,14 +91,14 @@ class Offloaded(Optimizer):
         updated = self._copy_to_host()
         self._lend_state()
         for _, host in updated:
-            host.version = -1  # an update that fails half-way leaves copies that differ from the device
+            host.version = -1  # an update that fails midway leaves copies that differ from the device
         _unhooked_step(self._inner)
         self._take_back()
         self._copy_to_device(updated)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Loads a state dict without using memory of the device. Does not call the hooks for loading."""
+        """Load a state dict without using device memory. Does not call the hooks for loading."""
         assert self._inner is not None
         self._inner.load_state_dict(state_dict)
         loaded = self._inner.param_groups
@@ -112,7 +112,7 @@ class Offloaded(Optimizer):
         return {**super().__getstate__(), **own}
 
     def _host_copies(self, parameters: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Returns the copies of the parameters; creates those that are missing."""
+        """Return the copies of the parameters; create those that are missing."""
         new = [parameter for parameter in parameters if parameter not in self._hosts]
         pieces = {on_gpu: _Pieces(new, pinned=on_gpu) for on_gpu in {p.device.type == "cuda" for p in new}}
         for parameter in new:
@@ -120,9 +120,9 @@ class Offloaded(Optimizer):
         return [self._hosts[parameter].weight for parameter in parameters]
 
     def _copy_to_host(self) -> list[tuple[Tensor, _Host]]:
-        """Copies gradients, and weights that were written to. Returns the parameters to update."""
+        """Copy gradients, and weights that were written to. Return the parameters to update."""
         for event in self._arrived.values():
-            event.synchronize()  # the device may still read the copies, which are written to now
+            event.synchronize()  # the device may still read the copies, which are overwritten now
         due = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -149,7 +149,7 @@ class Offloaded(Optimizer):
             self._arrived[device] = torch.cuda.current_stream(device).record_event()
 
     def _lend_state(self) -> None:
-        """Gives options and state to the wrapped optimizer; schedules and loading change them here, not there."""
+        """Pass options and state to the wrapped optimizer; schedules and loading change them here, not there."""
         assert self._inner is not None
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             inside.update({key: value for key, value in mine.items() if key != "params"})
@@ -181,7 +181,8 @@ class Offloaded(Optimizer):
 class _Host:
     """The copy of one parameter. ``landing`` is the buffer through which a 16-bit weight is copied.
 
-    ``version``, ``pointer`` and ``bits`` (0-d, on the device) are of the parameter when it last equalled the copy.
+    ``version``, ``pointer`` and ``bits`` (0-d, on the device) are those of the parameter when it last equalled the
+    copy.
     """
 
     weight: nn.Parameter
@@ -194,15 +195,15 @@ class _Host:
 
     @classmethod
     def of(cls, parameter: Tensor, pieces: _Pieces) -> _Host:
-        wide = _WIDER.get(parameter.dtype)
+        wide = _WIDE_DTYPES.get(parameter.dtype)
         copy = pieces.like(parameter).copy_(parameter.detach())
         weight = nn.Parameter(copy if wide is None else copy.to(wide))
         made = cls(weight, None if wide is None else copy, pieces)
-        made._note(parameter)
+        made._record(parameter)
         return made
 
     def fetch_grad(self, grad: Tensor) -> None:
-        """Starts to copy the gradient."""
+        """Start copying the gradient."""
         if grad.layout != torch.strided:
             self.grad = grad.to("cpu")
             return
@@ -211,32 +212,32 @@ class _Host:
         self.grad.copy_(grad, non_blocking=True)
 
     def take_grad(self) -> None:
-        """Sets the gradient of the copy; the transfer must be complete."""
+        """Set the gradient of the copy; the transfer must be complete."""
         assert self.grad is not None
         self.weight.grad = self.grad.to(self.weight.dtype)
 
     def fetch_weight(self, parameter: Tensor) -> None:
-        """Starts to copy the weight."""
+        """Start copying the weight."""
         (self.weight if self.landing is None else self.landing).copy_(parameter, non_blocking=True)
 
     def take_weight(self, master: Tensor | None) -> None:
-        """Updates the master of a 16-bit weight, where it does not round to it; the transfer must be complete."""
+        """Update the master of a 16-bit weight, if it does not round to it; the transfer must be complete."""
         if self.landing is not None:
             known = self.weight if master is None else master
             self.weight.copy_(torch.where(known.to(self.landing.dtype) == self.landing, known, self.landing))
 
     def send_weight(self, parameter: Tensor) -> None:
-        """Starts to copy the updated weight to the device."""
+        """Start copying the updated weight to the device."""
         if self.landing is not None:
             self.landing.copy_(self.weight)
         parameter.copy_(self.weight if self.landing is None else self.landing, non_blocking=True)
-        self._note(parameter)
+        self._record(parameter)
 
     def was_moved(self, parameter: Tensor) -> bool:
-        """Returns whether the parameter was written to through autograd, or has other memory."""
+        """Return True if the parameter was written to through autograd, or has other memory."""
         return (parameter._version, parameter.data_ptr()) != (self.version, self.pointer)
 
-    def _note(self, parameter: Tensor) -> None:
+    def _record(self, parameter: Tensor) -> None:
         self.version, self.pointer, self.bits = parameter._version, parameter.data_ptr(), _bits(parameter)
 
 
@@ -252,7 +253,7 @@ class _Pieces:
         self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Returns an empty tensor of the shape and strides of ``tensor``, as fused kernels need it."""
+        """Return an empty tensor of the shape and strides of ``tensor``, as fused kernels need it."""
         shape = torch.empty_like(tensor, device="meta")
         size = _aligned(shape.nbytes)
         if size > len(self._rest):
@@ -277,7 +278,7 @@ def _as_groups(params: ParamsT) -> list[Group]:
 
 
 def _written(due: list[tuple[Tensor, _Host]]) -> list[tuple[Tensor, _Host]]:
-    """Returns the parameters that were written to since the last step. Synchronizes with the devices."""
+    """Return the parameters that were written to since the last step. Synchronizes with the devices."""
     found = [(parameter, host) for parameter, host in due if host.was_moved(parameter)]
     rest: dict[torch.device, list[tuple[Tensor, _Host]]] = {}
     for parameter, host in due:
@@ -291,22 +292,22 @@ def _written(due: list[tuple[Tensor, _Host]]) -> list[tuple[Tensor, _Host]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns the 0-d sum of the bits as integers. It does not depend on the order, so a permutation is not seen."""
+    """Return the 0-d sum of the bits as integers. It is independent of the order, so a permutation is not detected."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
 
 
 def _widened(state: dict[str, object], weight: Tensor) -> dict[str, object]:
-    """Returns the state of a 16-bit parameter for its float32 copy: without the master, and in float32."""
+    """Return the state of a 16-bit parameter for its float32 copy: without the master, and in float32."""
     return {
-        key: each.to(weight.dtype) if isinstance(each, Tensor) and each.dtype in _WIDER else each
+        key: each.to(weight.dtype) if isinstance(each, Tensor) and each.dtype in _WIDE_DTYPES else each
         for key, each in state.items()
         if key != MASTER
     }
 
 
 def _unhooked_step(optimizer: Optimizer) -> None:
-    """Calls the step without torch's hooks: a listener must not receive the steps of the wrapped optimizer."""
+    """Call the step without torch's hooks: a hook must not be called for steps of the wrapped optimizer."""
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -323,4 +324,4 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

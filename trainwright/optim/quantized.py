@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 8 or 4 bits, by torchao."""
+"""AdamW with moments stored in 8 or 4 bits, by torchao."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from trainwright.optim.guarded import GuardedOptimizer, State, require_betas, re
 from trainwright.optim.torchao import torchao_module
 
 MIN_QUANTIZED_VALUES = 4096
-"""Smaller tensors keep their moments as they are, as in torchao and bitsandbytes."""
-CHUNK = 2**20
-"""Values of a tensor that are updated at once where nothing is compiled: each needs about 60 bytes of temporaries."""
+"""Smaller tensors have unquantized moments, as in torchao and bitsandbytes."""
+CHUNK_VALUES = 2**20
+"""Values of a tensor that are updated together without compilation: each needs about 60 bytes of temporaries."""
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-"""Name of each moment, and whether it has a sign."""
+"""Name of each moment, and True if it has a sign."""
 
 
 class _QuantizedAdamW(GuardedOptimizer):
     """The update is torchao's ``single_param_adam``; the state consists of plain tensors.
 
-    torchao keeps each moment as a tensor subclass, which a checkpoint could only pickle. Here the state holds its parts
-    (``exp_avg_codes``, ``exp_avg_scale``), and the subclass is put around them for the time of an update.
-    Quantization works on blocks of ``block_size`` consecutive values, so a tensor can be updated in chunks of blocks
-    with the same bits.
+    torchao stores each moment as a tensor subclass, which a checkpoint could only pickle. Here the state contains its
+    parts (``exp_avg_codes``, ``exp_avg_scale``), and the subclass wraps them during an update. Quantization works on
+    blocks of ``block_size`` consecutive values, so a tensor can be updated in chunks of blocks with the same bits.
     """
 
     values_per_code = 1
@@ -54,13 +53,13 @@ class _QuantizedAdamW(GuardedOptimizer):
         require_betas("betas", betas)
         if not isinstance(block_size, int) or block_size < 2 or block_size & (block_size - 1):
             raise UsageError(f"block_size must be a power of 2; got {block_size!r}", remedy="try block_size=256")
-        self._torchao(self.module)  # a package that is missing is reported before the first step
+        self._torchao(self.module)  # a missing package is reported before the first step
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "block_size": block_size, "compiled": compiled})
 
     @abstractmethod
     def _wrapped(self, codes: Tensor, scale: Tensor, table: Tensor, signed: bool, parameter: Tensor) -> Tensor:
-        """torchao's tensor around the parts of a moment."""
+        """Return torchao's tensor around the parts of a moment."""
 
     @classmethod
     def _torchao(cls, module: str) -> Any:
@@ -75,7 +74,7 @@ class _QuantizedAdamW(GuardedOptimizer):
             )
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """torch casts state to the dtype of its parameter; codes and scales keep theirs."""
+        """Load the state. torch casts it to the dtype of its parameter, but codes and scales keep theirs."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, saved in state_dict["state"].items():
@@ -101,7 +100,7 @@ class _QuantizedAdamW(GuardedOptimizer):
         return state
 
     def _update(self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        lr = torch.tensor(group["lr"], dtype=torch.float32)  # torchao computes with a tensor of float32
+        lr = torch.tensor(group["lr"], dtype=torch.float32)  # torchao computes with a float32 tensor
         rest = (lr, *group["betas"], group["weight_decay"], group["eps"], True, False)
         for parameter, grad, state in zip(parameters, grads, states, strict=True):
             state["step"] += 1
@@ -112,13 +111,15 @@ class _QuantizedAdamW(GuardedOptimizer):
             is_compiled = _is_compiled(group["compiled"], flat)
             update = self._torchao("optim.adam").single_param_adam
             update = torch.compile(update, fullgraph=True, dynamic=False) if is_compiled else update
-            for part, moments in self._parts(flat, state, group["block_size"], flat.numel() if is_compiled else CHUNK):
+            for part, moments in self._parts(
+                flat, state, group["block_size"], flat.numel() if is_compiled else CHUNK_VALUES
+            ):
                 update(flat[part], flat_grad[part], state["step"], *moments, None, *rest)
             if flat.data_ptr() != parameter.data_ptr():
                 parameter.copy_(flat.view_as(parameter))
 
     def _parts(self, flat: Tensor, state: State, block_size: int, most: int) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Slices of at most ``most`` values, or of one block, with their moments."""
+        """Yield slices of at most ``most`` values, or of one block, with their moments."""
         if "exp_avg" in state:
             yield slice(None), [state[name].view(-1) for name, _ in MOMENTS]
             return
@@ -142,39 +143,39 @@ class _QuantizedAdamW(GuardedOptimizer):
             )
 
     def _code_table(self, like: Tensor, signed: bool) -> Tensor:
-        """The values that the codes stand for."""
+        """Return the values that the codes stand for."""
         module = self._torchao(self.module)
         values = module.get_qmap_signed() if signed else module.get_qmap_unsigned()
         if isinstance(like, FakeTensor):
             return torch.tensor(values, device=like.device)
-        return _kept_table(values, like.device)
+        return _cached_table(values, like.device)
 
 
 @cache
-def _kept_table(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _cached_table(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _trace_fused_update(flat: Tensor, flat_grad: Tensor, state: State) -> None:
-    """Reads and writes what a compiled update does: a plan for a GPU can trace no compiled kernel."""
+    """Read and write the same memory as a compiled update: a plan for a GPU cannot trace a compiled kernel."""
     flat.add_(flat_grad)
     for name, value in state.items():
         if name != "step":
             value.add_(1)
 
 
-def _is_compiled(asked: bool | None, tensor: Tensor) -> bool:
+def _is_compiled(requested: bool | None, tensor: Tensor) -> bool:
     if isinstance(tensor, FakeTensor):
         return False
-    return tensor.device.type == "cuda" if asked is None else asked
+    return tensor.device.type == "cuda" if requested is None else requested
 
 
 class AdamW8bit(_QuantizedAdamW):
-    """AdamW with moments of 8 bits: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv
-    2110.02861, as ``torchao.optim.AdamW8bit`` computes it.
+    """AdamW with moments of 8 bits, as ``torchao.optim.AdamW8bit`` computes it.
 
-    A block of ``block_size`` consecutive values shares a scale in fp32. Tensors of fewer than 4,096 values, or whose
-    size is no multiple of ``block_size``, keep moments in the dtype of the parameter.
+    Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861. A block of ``block_size``
+    consecutive values shares a scale in fp32. Tensors of fewer than 4,096 values, or whose size is not a multiple of
+    ``block_size``, have moments in the dtype of the parameter.
 
     Args:
         params: Parameters, or groups of them.
@@ -183,8 +184,8 @@ class AdamW8bit(_QuantizedAdamW):
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
         block_size: Values that share a scale, a power of 2.
-        compiled: Whether torch.compile fuses the update. None: on CUDA only. The first steps then take longer, and
-            without it an update launches about 100 kernels for each tensor.
+        compiled: True: torch.compile fuses the update. None: on CUDA only. The first steps then take longer. Without it
+            an update launches about 100 kernels per tensor.
     """
 
     module = "optim.subclass_8bit"
@@ -207,10 +208,10 @@ class AdamW8bit(_QuantizedAdamW):
 
 
 class AdamW4bit(_QuantizedAdamW):
-    """AdamW with moments of 4 bits: Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507,
-    as ``torchao.optim.AdamW4bit`` computes it.
+    """AdamW with moments of 4 bits, as ``torchao.optim.AdamW4bit`` computes it.
 
-    The arguments are those of ``AdamW8bit``.
+    Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507. The arguments are those of
+    ``AdamW8bit``.
     """
 
     values_per_code = 2

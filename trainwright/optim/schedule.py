@@ -1,19 +1,18 @@
-"""Learning-rate schedules: pure functions of the position in the run, so there is no scheduler state to save.
+"""Learning-rate schedules: pure functions of the position in the run, without scheduler state to save.
 
 A schedule maps (``step``, ``fraction``) to the factor on every base learning rate. ``step`` is the number i of
-completed optimizer steps before this update (0 for the first one), ``fraction`` the share of the run that is
-over, 0..1.
+completed optimizer steps before this update (0 for the first one), ``fraction`` the used fraction of the run, 0..1.
 
-With ``total`` (steps of the run) everything is counted in steps and ``fraction`` is ignored; a share s of the
-run is round(s * total) steps. ``total=None`` means that the run is budgeted in time: shares go by ``fraction``.
+With ``total`` (steps of the run) everything is counted in steps and ``fraction`` is ignored; a fraction s of the run is
+round(s * total) steps. ``total=None`` means that the run is budgeted in time: spans use ``fraction``.
 
     factor = warm * decay(t)
     warm   = w0 + (1 - w0) (i + 1) / W     for i < W, else 1    (Goyal et al. 2017, arXiv 1706.02677, 2.2)
     t      = clamp((i - W) / (total - W), 0, 1), decay(0) = 1
 
-W is ``warmup`` in steps and w0 ``warmup_floor``. Under a time budget a warm-up of W steps is as above with
-t = fraction; a warm-up of a share s is warm = w0 + (1 - w0) fraction / s with t = (fraction - s) / (1 - s).
-As t is taken before the update, the last one is a step short of the floor, as in nanoGPT and torch.
+W is ``warmup`` in steps and w0 ``warmup_floor``. Under a time budget a warm-up of W steps is as above with t =
+fraction; a warm-up of a fraction s is warm = w0 + (1 - w0) fraction / s with t = (fraction - s) / (1 - s). As t is
+computed before the update, the last one is a step short of the floor, as in nanoGPT and torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from trainwright.recipe.resolve import import_factory
 
 ScheduleFn = Callable[[int, float], float]
 Span = int | float
-"""``int``: optimizer steps. ``float`` in (0, 1]: share of the run (0 or 0.0: none)."""
+"""``int``: optimizer steps. ``float`` in (0, 1]: fraction of the run (0 or 0.0: none)."""
 
 
 def _require(ok: bool, message: str, remedy: str) -> None:
@@ -46,7 +45,7 @@ def _is_number(value: object) -> bool:
 def _require_span(name: str, value: object) -> None:
     _require(
         _is_number(value) and (value >= 0 if isinstance(value, int) else 0 <= value <= 1),  # type: ignore[operator]
-        f"{name} must be a whole number of steps or a share of the run between 0 and 1; got {value!r}",
+        f"{name} must be a whole number of steps or a fraction of the run between 0 and 1; got {value!r}",
         f"{name}=100 is 100 steps, {name}=0.1 a tenth of the run",
     )
 
@@ -82,23 +81,23 @@ class ConstantSchedule:
         return 1.0
 
     def _in_steps(self, span: Span) -> bool:
-        """Returns whether ``span`` is counted in steps (else in shares of the run)."""
+        """Return True if ``span`` is counted in steps (else in fractions of the run)."""
         return self.total is not None or isinstance(span, int)
 
     def _length(self, span: Span) -> float:
-        """Returns ``span`` in the unit in which it is counted."""
+        """Return ``span`` in its unit."""
         if self.total is None or isinstance(span, int):
             return span
         return round(span * self.total)
 
     @cached_property
     def _warmup(self) -> tuple[float, bool]:
-        """The length of the warm-up, and whether that is in steps."""
+        """Length of the warm-up, and True if that is in steps."""
         return self._length(self.warmup), self._in_steps(self.warmup)
 
     @cached_property
     def _decay_span(self) -> tuple[float, float]:
-        """Where the decay begins and how long it is, in steps, or in shares of a run without ``total``."""
+        """Start and length of the decay, in steps, or in fractions of a run without ``total``."""
         warmup, in_steps = self._warmup
         start = warmup if in_steps == (self.total is not None) else 0
         return start, (1.0 if self.total is None else self.total) - start
@@ -109,13 +108,13 @@ class ConstantSchedule:
         return 1.0 if done >= warmup else self.warmup_floor + (1 - self.warmup_floor) * done / warmup
 
     def _since_warmup(self, step: int, fraction: float, unit: Span) -> float:
-        """Returns the part of the run since the end of the warm-up, in the unit of ``unit``."""
+        """Return the part of the run since the end of the warm-up, in the unit of ``unit``."""
         in_steps = self._in_steps(unit)
         start = self._length(self.warmup) if self._in_steps(self.warmup) == in_steps else 0
         return max(0.0, (step if in_steps else fraction) - start)
 
     def _position(self, step: int, fraction: float) -> float:
-        """Returns t of the module docstring."""
+        """Return t of the module docstring."""
         start, length = self._decay_span
         past = (fraction if self.total is None else step) - start
         return min(1.0, max(0.0, past) / length) if length > 0 else 0.0
@@ -123,8 +122,10 @@ class ConstantSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(ConstantSchedule):
-    """decay(t) = floor + (1 - floor) (1 + cos(pi t)) / 2, one half wave (Loshchilov & Hutter 2017, arXiv
-    1608.03983, eq. 5 without restarts)."""
+    """decay(t) = floor + (1 - floor) (1 + cos(pi t)) / 2, one half wave.
+
+    Loshchilov & Hutter 2017, arXiv 1608.03983, eq. 5 without restarts.
+    """
 
     def _decay(self, step: int, fraction: float) -> float:
         return _half_wave(self._position(step, fraction), 1.0, self.floor)
@@ -187,8 +188,10 @@ class Polynomial(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecay(ConstantSchedule):
-    """decay = max(floor, gamma**k), where k counts the whole spans ``every`` since the end of the warm-up
-    (He et al. 2015, arXiv 1512.03385, 3.4: divided by 10 at each plateau)."""
+    """decay = max(floor, gamma**k), with k the number of full spans ``every`` since the end of the warm-up.
+
+    He et al. 2015, arXiv 1512.03385, 3.4: divided by 10 at each plateau.
+    """
 
     every: Span = 1 / 3
     gamma: float = 0.1
@@ -223,7 +226,7 @@ class WSD(ConstantSchedule):
         _require(
             self.total is not None or isinstance(self.decay, float),
             f"decay={self.decay!r} steps cannot be placed at the end of a run that is budgeted in time",
-            "give decay as a share of the run, such as decay=0.2",
+            "give decay as a fraction of the run, such as decay=0.2",
         )
 
     def _decay(self, step: int, fraction: float) -> float:
@@ -253,9 +256,20 @@ def make_schedule(
     floor: float = 0.0,
     args: Mapping[str, object] | None = None,
 ) -> ScheduleFn:
-    """Returns the schedule ``name`` of the catalog; ``args`` are its further fields (``warmup_floor``, ``power`` ...).
+    """Return the schedule ``name`` of the catalog.
 
-    Raises UsageError for an unknown name or argument and for a value out of range.
+    Args:
+        name: See docs/reference/catalog.md.
+        total: Steps of the run; None: the run is budgeted in time.
+        warmup: Steps (int) or fraction of the run (float).
+        floor: Factor at the end of the decay.
+        args: Further fields of the schedule (``warmup_floor``, ``power`` ...).
+
+    Returns:
+        A function of (completed steps, used fraction of the run): the factor on every base learning rate.
+
+    Raises:
+        UsageError: Unknown name or argument, or a value out of range.
     """
     require_choice("schedule", name, SCHEDULES)
     for found in wrong_args(name, args or {}):
@@ -267,11 +281,11 @@ def make_schedule(
 
 
 def accepted_args(name: str) -> list[str]:
-    """The names that ``args`` may hold for the schedule ``name``."""
+    """Return the names that ``args`` may contain for the schedule ``name``."""
     fields = inspect.signature(import_factory(SCHEDULES[name].factory)).parameters
     return [each for each in fields if each not in ("total", "warmup", "floor")]
 
 
 def wrong_args(name: str, args: Iterable[str]) -> list[Problem]:
-    """The problems of arguments that the schedule ``name`` does not take."""
+    """Return the problems of arguments that the schedule ``name`` does not accept."""
     return unknown_args(f"the schedule {name!r}", "schedule.args", args, accepted_args(name))

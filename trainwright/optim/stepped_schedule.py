@@ -1,4 +1,4 @@
-"""Schedules of the user's own: functions of the step, and torch's LRScheduler objects."""
+"""Schedules of the user: functions of the step, and torch's LRScheduler objects."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
 from trainwright.errors import UsageError, text_of
-from trainwright.optim.own import takes_first
+from trainwright.optim.user_optimizers import takes_first
 
 ScheduleFn = Callable[[int, float], float | None]
-RATES = ("lr", "initial_lr", "momentum", "betas")
-"""What schedulers write into a parameter group."""
-KEPT = 4096
-"""Changes of the rates that are remembered, so that a step that is taken again has the rates that it had."""
+RATE_NAMES = ("lr", "initial_lr", "momentum", "betas")
+"""Entries that schedulers write into a parameter group."""
+MAX_STORED_CHANGES = 4096
+"""Maximum number of stored changes of the rates, so that a replayed step has its original rates."""
 
 
 class SteppedSchedule:
     """torch's schedulers as a schedule of the engine: each is stepped after every ``every`` steps.
 
     ReduceLROnPlateau is stepped by ``evaluated``. The rates of a step follow from the state of the schedulers, so they
-    are part of a checkpoint; those of the steps since are remembered.
+    are part of a checkpoint; those of later steps are stored.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[LRScheduler], every: int = 1) -> None:
         self._optimizer, self._every = optimizer, every
         self._schedulers = list(schedulers)
-        self._done = 0  # after so many steps of the optimizer the schedulers were last brought up to date
-        self._changes = deque([(0, self._rates())], maxlen=KEPT)
+        self._done = 0  # number of optimizer steps up to which the schedulers are current
+        self._changes = deque([(0, self._rates())], maxlen=MAX_STORED_CHANGES)
 
     @property
     def name(self) -> str:
@@ -46,23 +46,23 @@ class SteppedSchedule:
         return any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers)
 
     def __call__(self, step: int, fraction: float) -> float | None:
-        """Sets the rates of the update that follows on ``step`` steps."""
+        """Set the rates of the update after ``step`` steps."""
         for due in range(self._done // self._every + 1, step // self._every + 1):
             for scheduler in self._schedulers:
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     _step(scheduler)
-            self._note(due * self._every)
+            self._record(due * self._every)
         self._done = max(self._done, step)
         self._write(next((rates for since, rates in reversed(self._changes) if since <= step), self._changes[0][1]))
         return None
 
     def evaluated(self, step: int, value: float) -> None:
-        """Steps what goes by the validation, whose metric was ``value`` after ``step`` steps."""
+        """Step the schedulers that depend on the validation, whose metric was ``value`` after ``step`` steps."""
         self(step, 0.0)
         for scheduler in self._schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(value)
-        self._note(step)
+        self._record(step)
 
     def state_dict(self) -> StateDict:
         return {
@@ -73,26 +73,26 @@ class SteppedSchedule:
 
     def load_state_dict(self, saved: Mapping[str, object]) -> None:
         for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=True):  # type: ignore[call-overload]
-            scheduler.load_state_dict(_as_it_was(scheduler, state))
+            scheduler.load_state_dict(_matching_state(scheduler, state))
         self._done = int(saved["done"])  # type: ignore[call-overload]
         self._write(saved["rates"])  # type: ignore[arg-type]
-        self._changes = deque([(0, self._rates())], maxlen=KEPT)
+        self._changes = deque([(0, self._rates())], maxlen=MAX_STORED_CHANGES)
 
     def _rates(self) -> list[StateDict]:
         def plain(value: object) -> object:
             return float(value) if isinstance(value, Tensor) else value
 
         groups = self._optimizer.param_groups
-        return [{name: plain(group[name]) for name in RATES if name in group} for group in groups]
+        return [{name: plain(group[name]) for name in RATE_NAMES if name in group} for group in groups]
 
-    def _note(self, step: int) -> None:
+    def _record(self, step: int) -> None:
         if (rates := self._rates()) != self._changes[-1][1]:
             self._changes.append((step, rates))
 
     def _write(self, rates: Sequence[StateDict]) -> None:
         for group, each in zip(self._optimizer.param_groups, rates, strict=True):
             for name, value in each.items():
-                if isinstance(group.get(name), Tensor):  # a captured or compiled optimizer holds on to it
+                if isinstance(group.get(name), Tensor):  # a captured or compiled optimizer refers to it
                     group[name].fill_(value)
                 else:
                     group[name] = value
@@ -102,13 +102,13 @@ def _step(scheduler: LRScheduler) -> None:
     if scheduler.last_epoch > 0:
         scheduler.step()
         return
-    with warnings.catch_warnings():  # torch misses an update that the finite guard left out
+    with warnings.catch_warnings():  # torch does not see an update that the finite guard skipped
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         scheduler.step()
 
 
 def _without_code(state: object) -> StateDict:
-    """The state without functions: those are made again by whoever makes the scheduler."""
+    """Return the state without functions, which are recreated with the scheduler."""
 
     def kept(value: object) -> object:
         if isinstance(value, Counter):
@@ -122,12 +122,12 @@ def _without_code(state: object) -> StateDict:
     return found
 
 
-def _as_it_was(scheduler: LRScheduler, state: StateDict) -> StateDict:
-    """The saved values of what the scheduler has; its own types of containers."""
+def _matching_state(scheduler: LRScheduler, state: StateDict) -> StateDict:
+    """Return the saved values of existing entries, with the container types of the scheduler."""
     now = scheduler.state_dict()
-    strange = [name for name in state if name not in now]
-    if strange:
-        raise ValueError(f"{type(scheduler).__name__} has no {strange[0]!r}")
+    unknown = [name for name in state if name not in now]
+    if unknown:
+        raise ValueError(f"{type(scheduler).__name__} has no {unknown[0]!r}")
     for name, value in state.items():
         if _shape(value) != _shape(now[name]) and None not in (value, now[name]):
             raise ValueError(f"{name} of {type(scheduler).__name__} is {value!r}")
@@ -135,7 +135,7 @@ def _as_it_was(scheduler: LRScheduler, state: StateDict) -> StateDict:
 
 
 def _typed(saved: object, now: object) -> object:
-    """``saved`` with the containers of ``now``: a Counter is a plain mapping in a file."""
+    """Return ``saved`` with the containers of ``now``: a Counter is a plain mapping in a file."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         each = {key: _typed(value, now.get(key)) for key, value in saved.items()}
         return Counter(each) if isinstance(now, Counter) else each
@@ -145,20 +145,21 @@ def _typed(saved: object, now: object) -> object:
 
 
 def _shape(value: object) -> object:
-    """What a value must be like: the lengths of lists, and whether it is a number."""
+    """Return the required form of a value: the lengths of lists, and "number" or a type."""
     if isinstance(value, list | tuple):
         return [_shape(each) for each in value]
     return "number" if isinstance(value, int | float) else "mapping" if isinstance(value, Mapping) else type(value)
 
 
 def unchanged(step: int, fraction: float) -> None:
-    """The constant schedule: the learning rates of the optimizer stay as they are."""
+    """Leave the learning rates of the optimizer unchanged: the constant schedule."""
 
 
-def own_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
-    """The schedule that a user gave: schedulers of torch, what makes one for an optimizer, or a function of the step.
+def convert_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
+    """Convert a user's schedule: schedulers of torch, a factory of one for an optimizer, or a function of the step.
 
-    Raises UsageError for anything else, and for a scheduler of another optimizer.
+    Raises:
+        UsageError: Any other object, or a scheduler of another optimizer.
     """
     if (listed := _schedulers(given)) is not None:
         for each in listed:
@@ -176,7 +177,7 @@ def own_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn 
 
 
 def _schedulers(given: object) -> list[LRScheduler] | None:
-    """One or several schedulers as a list; None for anything else."""
+    """Return one or several schedulers as a list; None for anything else."""
     listed = given if isinstance(given, list | tuple) and given else [given]
     found = [each for each in listed if isinstance(each, LRScheduler)]
     return found if len(found) == len(listed) else None
@@ -198,7 +199,9 @@ def _made(factory: Callable[..., object], optimizer: Optimizer) -> list[LRSchedu
 
 
 def function_of_step(given: object) -> ScheduleFn:
-    """``f(step)`` or ``f(step, fraction)``, the factor on each base learning rate, with both arguments and checked."""
+    """Return ``f(step)`` or ``f(step, fraction)``, the factor on each base learning rate, with both arguments and
+    checked.
+    """
     forms = "f(step) or f(step, fraction) that returns the factor on the learning rate"
     if not callable(given) or isinstance(given, type):
         what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
@@ -223,8 +226,10 @@ def function_of_step(given: object) -> ScheduleFn:
 
 
 def _takes_fraction(function: Callable[..., object]) -> bool | None:
-    """Whether it takes (step, fraction); None: neither that nor (step). A second parameter with a default is an option
-    of the function unless it is named ``fraction``."""
+    """Return True if it takes (step, fraction), False for (step), None for neither.
+
+    A second parameter with a default is an option of the function unless it is named ``fraction``.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # a builtin without a signature

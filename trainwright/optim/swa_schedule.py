@@ -9,17 +9,17 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
-from trainwright.optim.stepped_schedule import KEPT, ScheduleFn, SteppedSchedule
+from trainwright.optim.stepped_schedule import MAX_STORED_CHANGES, ScheduleFn, SteppedSchedule
 from trainwright.plan.make import SwaPlan
 
 
 class SwaSchedule(SteppedSchedule):
-    """``base`` up to and including the step of the first average; from then on SWALR, stepped after each average.
+    """``base`` up to and including the step of the first average; then SWALR, stepped after each average.
 
-    SWALR starts at the learning rates that ``base`` set last. ``lr`` is that of the first parameter group; the others
-    keep their ratio to it.
+    SWALR starts at the last learning rates of ``base``. ``lr`` is that of the first parameter group; the others keep
+    their ratio to it.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class SwaSchedule(SteppedSchedule):
         super().load_state_dict(saved)
 
     def _begin(self) -> None:
-        """Makes the schedulers, which start at the rates that the optimizer has now."""
+        """Create the schedulers, which start at the current rates of the optimizer."""
         if self._schedulers:
             return
-        self._changes = deque([(0, self._rates())], maxlen=KEPT)
+        self._changes = deque([(0, self._rates())], maxlen=MAX_STORED_CHANGES)
         first = self._optimizer.param_groups[0]
         for part in parts_of(self._optimizer):
             bases = [float(group.get("initial_lr", group["lr"])) for group in part.param_groups]

@@ -13,7 +13,7 @@ from typing import Any
 from trainwright.errors import MissingExtra
 
 _NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
-"""They report CUDA kernels that cannot be loaded on this machine, and what torchao itself should call otherwise."""
+"""These loggers report CUDA kernels that cannot be loaded on this machine, and deprecations inside torchao."""
 
 
 @cache

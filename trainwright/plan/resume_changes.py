@@ -81,12 +81,12 @@ def compare(
     after: Mapping[str, Mapping[str, Any]],
     *,
     step: int,
-    misfits: Sequence[str] = (),
+    mismatches: Sequence[str] = (),
 ) -> list[Change]:
     """Return all differences between the metadata of a checkpoint and of the current run, the most severe first.
 
-    Metadata is ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``misfits`` has one line for each
-    group of parameters that do not fit the model: a change of what builds the model is then fatal.
+    Metadata is ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``mismatches`` has one line for
+    each group of parameters that do not fit the model: a change of what builds the model is fatal then.
     """
     changes = compare_recipes(before["recipe"], after["recipe"], step=step)
     same = _same_training_set(before["provenance"], after["provenance"])
@@ -94,13 +94,13 @@ def compare(
         why = f"the training set is the same: {same}"
         changes = [replace(each, kind="safe", why=why) if _is_in(each.path, "data.train") else each for each in changes]
     changes += compare_provenance(before["provenance"], after["provenance"])
-    return sorted(_with_misfits(changes, misfits), key=lambda change: list(_IN_WORDS).index(change.kind))
+    return sorted(_with_misfits(changes, mismatches), key=lambda change: list(_IN_WORDS).index(change.kind))
 
 
-def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]:
-    if not misfits:
+def _with_misfits(changes: list[Change], mismatches: Sequence[str]) -> list[Change]:
+    if not mismatches:
         return changes
-    reason = _join_names(misfits, "; ")
+    reason = _join_names(mismatches, "; ")
     builders = [
         each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
     ]

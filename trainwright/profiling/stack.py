@@ -21,11 +21,11 @@ _LIBRARIES = tuple(
 _LOOP = f"{_PACKAGE}engine/loop.py"
 """The file that calls ``observe`` of each observer."""
 _FILES = {
-    f"{_PACKAGE}engine/between.py:each_batch": "data",
+    f"{_PACKAGE}engine/periodic.py:each_batch": "data",
     f"{_PACKAGE}optim/clip.py": "update",
     f"{_PACKAGE}engine/guard.py": "update",
     f"{_PACKAGE}engine/update.py": "update",
-    f"{_PACKAGE}engine/over_ranks.py": "exchange",
+    f"{_PACKAGE}engine/rank_sums.py": "exchange",
     f"{_PACKAGE}engine/accumulate.py": "forward",
     f"{_PACKAGE}engine/step.py:_finish": "update",
     f"{_PACKAGE}engine/step.py:set_lr": "update",

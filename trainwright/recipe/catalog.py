@@ -113,7 +113,7 @@ LOSSES = _by_name(
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
     Row("reinforce", "trainwright.engine.policy_gradient:Reinforce", "Policy gradient: the loss plays episodes."),
-    Row("of_model", "trainwright.engine.loss:OfModel", "The loss that the model itself returns."),
+    Row("of_model", "trainwright.engine.loss:ModelLoss", "The loss that the model itself returns."),
 )
 
 METRICS = _by_name(

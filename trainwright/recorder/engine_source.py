@@ -9,7 +9,7 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState

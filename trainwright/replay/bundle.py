@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.manifest import NOT_WHAT_WE_WRITE, fsync, name_of, step_of, verify, write_manifest
+from trainwright.checkpoint.manifest import INVALID_CONTENT_ERRORS, fsync, name_of, step_of, verify, write_manifest
 from trainwright.checkpoint.rng import RngBag, preserved_rng
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, is_plain
 from trainwright.checkpoint.staging import on_host
@@ -296,7 +296,7 @@ def _errors_as_forged(path: Path) -> Iterator[None]:
         yield
     except BundleError:
         raise
-    except (UnreadableFile, *NOT_WHAT_WE_WRITE) as error:
+    except (UnreadableFile, *INVALID_CONTENT_ERRORS) as error:
         raise BundleError(
             f"{path} is no bundle of Trainwright ({text_of(error)[:300]})",
             remedy="trust nothing in it; take another bundle, or replay the run itself",

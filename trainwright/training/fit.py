@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.assembly.assemble import Parts, build_loss
 from trainwright.assembly.model import require_ready
 from trainwright.checkpoint.rng import RngBag
-from trainwright.data.ready import AGAIN, ReadyBatches
+from trainwright.data.ready_batches import REPEATABLE_REMEDY, ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
-from trainwright.engine.loss import OfModel, require_callable
+from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
 from trainwright.monitoring.signals import hand_over
@@ -38,8 +38,8 @@ from trainwright.training.run import train
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.train_state import TrainState
+    from trainwright.engine.manual_step import OwnStep
     from trainwright.engine.observer import Observer, Stop
-    from trainwright.engine.own_step import OwnStep
     from trainwright.engine.step import StepResult
     from trainwright.recipe.override import Setting
 
@@ -281,7 +281,7 @@ def _fit_objects(
     advance, optimizer, schedule = options.get("advance"), options.get("optimizer"), options.get("schedule")
     batch, device, settings = options.get("batch"), options.get("device"), options.get("settings")
     require_ready(model)
-    judge = loss if loss is not None else OfModel() if advance is None else no_loss
+    judge = loss if loss is not None else ModelLoss() if advance is None else no_loss
     if not isinstance(judge, str):
         require_callable(judge)
     named_metrics, own_metrics = split_metrics(options.get("metrics"))
@@ -382,7 +382,7 @@ def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | No
         if isinstance(val.dataset, ReadyBatches) and val.dataset.once:
             raise UsageError(
                 f"fit: val: a {val.dataset.kind} can be iterated only once, and an evaluation needs it each time",
-                remedy=AGAIN,
+                remedy=REPEATABLE_REMEDY,
             )
 
 
@@ -478,7 +478,7 @@ def _recipe_of(
         "model": {"use": live_name(model)},
         "data": section,
         "loss": {
-            "use": loss if isinstance(loss, str) else "of_model" if isinstance(loss, OfModel) else live_name(loss)
+            "use": loss if isinstance(loss, str) else "of_model" if isinstance(loss, ModelLoss) else live_name(loss)
         },
         "batch": {} if size is None else {batch_key: size},
         "evaluation": {} if first is None or first.batch_size is None else {"batch": first.batch_size},

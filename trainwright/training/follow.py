@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 
 from trainwright.assembly.assemble import Parts
 from trainwright.distributed import Launch, World
-from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, StopRequest, run
+from trainwright.engine.periodic import NEVER
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StoppedError
 from trainwright.monitoring.evaluation import PeriodicEvaluation

@@ -12,13 +12,13 @@ from trainwright.assembly.assemble import Parts, draws_as_a_loop, is_live
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import ONE, RankMesh, World
-from trainwright.engine.in_stages import PipelineStages, StagedPasses
+from trainwright.engine.manual_step import make_own_step
 from trainwright.engine.metrics import OutputKeeper
-from trainwright.engine.own_step import make_own_step
 from trainwright.engine.precision import MatmulMode, Precision, PrecisionName
+from trainwright.engine.run_length import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
+from trainwright.engine.stage_passes import PipelineStages, StagedPasses
 from trainwright.engine.step import Probe, StepFn, make_step
-from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine

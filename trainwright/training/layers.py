@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.assembly.retain_grad import retained_modules
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.monitoring.layer_stats import LayerLog, LayerObserver, LayerStats, scalars_of

@@ -16,17 +16,17 @@ from trainwright.checkpoint.shards import local
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import to_device
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.distributed import RankMesh, World
 from trainwright.distributed.group import Ranks
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
-from trainwright.engine.in_stages import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.sequence_part import loss_of_part
-from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
+from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
+from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.models.gpt import TENSOR_PLAN
 from trainwright.plan.make import Note
@@ -222,7 +222,7 @@ def rank_layout(
         divided=max(mesh.degrees.tensor, mesh.degrees.context) > 1,
         stages=stages,
         stream=mesh.stream(divides_sequence=ask.sequence),
-        norms=SyncedNorms.of((parts.model, parts.loss), mesh.sums) if is_synced else OWN_STATISTICS,
+        norms=SyncedNorms.of((parts.model, parts.loss), mesh.sums) if is_synced else LOCAL_STATISTICS,
         sum_gradients=_gradient_sum(state, ask, mesh.sums),
     )
 

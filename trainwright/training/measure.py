@@ -16,7 +16,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import Loading
 from trainwright.distributed import SOLO
 from trainwright.engine.dry_run import Mode, time_evaluation
-from trainwright.engine.guard import LARGEST_TABLE
+from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.plan.explain import EXAMINATIONS
 from trainwright.plan.make import Note, Plan, ResumedValues, RunFacts, choose_precision, with_dry_run
 from trainwright.plan.memory import memory_bytes
@@ -53,7 +53,7 @@ class OpenedData(NamedTuple):
         start_s: Seconds until the first batch was there.
         read_at_once: Batches that were read in this time.
         reads_in_workers: True where other processes read them.
-        looks_at_training: True where the loader follows the training, so that nothing may be read ahead.
+        depends_on_training: True where the loader follows the training, so that nothing may be read ahead.
     """
 
     first: StepBatch
@@ -61,7 +61,7 @@ class OpenedData(NamedTuple):
     start_s: float
     read_at_once: int
     reads_in_workers: bool
-    looks_at_training: bool
+    depends_on_training: bool
 
 
 class Tried(NamedTuple):
@@ -92,7 +92,7 @@ def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Itera
     """How long a step waits for its data, and the stream with the batches that were read to find out."""
     if not data.reads_in_workers:
         return pace_of_first(data), job.batches
-    if data.looks_at_training or plan.step_s is None:
+    if data.depends_on_training or plan.step_s is None:
         return ReadingPace(), job.batches
     loading = data.loading
     return time_workers(
@@ -155,7 +155,9 @@ def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
     average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, WeightAverage) else []
     modules = [state.model, *([state.loss] if state.loss is not None else [])]
     sizes = {id(buffer): buffer.nbytes for module in modules for buffer in module.buffers()}.values()
-    return sum(each.nbytes for each in average), sum(size * (2 if size <= LARGEST_TABLE else 1) for size in sizes)
+    return sum(each.nbytes for each in average), sum(
+        size * (2 if size <= MAX_COPIED_TABLE_BYTES else 1) for size in sizes
+    )
 
 
 def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Tried:

@@ -10,17 +10,17 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from trainwright.assembly.assemble import Parts, at_recipe, build_schedule, build_state
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.moments import parameter_names
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
-from trainwright.engine.named_metrics import LossPerplexity, stated_by
+from trainwright.engine.named_metrics import LossPerplexity, metric_args_of_loss
 from trainwright.engine.observer import Observer, as_observer
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.optim.clip import AdaptiveClip, ClipFn, make_clip
-from trainwright.optim.own import not_trained
 from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule
 from trainwright.optim.swa_schedule import SwaSchedule
+from trainwright.optim.user_optimizers import not_trained
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
 from trainwright.recipe.resolve import find, import_factory, make, parameters_of
@@ -83,7 +83,7 @@ def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
             found[ask.shown_name] = LossPerplexity()
         elif ask.use in METRICS:
             accepted = parameters_of(import_factory(METRICS[ask.use].factory))
-            stated = {name: value for name, value in stated_by(loss).items() if name in accepted}
+            stated = {name: value for name, value in metric_args_of_loss(loss).items() if name in accepted}
             found[ask.shown_name] = make(ask.use, {**stated, **ask.args}, METRICS, path, loaded.source)
         else:
             found[ask.shown_name] = _found(ask, {}, path, loaded)

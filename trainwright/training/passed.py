@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.errors import UsageError
-from trainwright.optim.own import makes_own_groups, takes_first
 from trainwright.optim.stepped_schedule import function_of_step
+from trainwright.optim.user_optimizers import makes_own_groups, takes_first
 from trainwright.recipe.resolve import LIVE
 
 ALWAYS_PASSED = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))

@@ -29,11 +29,11 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import seed_all, set_deterministic
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.data.count_epoch import with_epoch_counted
+from trainwright.data.epoch_length import with_epoch_counted
 from trainwright.distributed import ALONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
 from trainwright.distributed.memory import free_bytes, keep_blocks, mind_limits, rlimits
-from trainwright.engine.in_stages import PipelineStages
 from trainwright.engine.precision import MatmulMode, Precision
+from trainwright.engine.stage_passes import PipelineStages
 from trainwright.errors import DataError, UsageError
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
@@ -244,7 +244,7 @@ def open_data(made: Made, recipe: Recipe, mesh: RankMesh, asked: Asked, hardware
     start_s = time.perf_counter() - begin_s
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    opened = OpenedData(first, loading, start_s, data.at_once, data.reads_in_workers, data.looks_at_training)
+    opened = OpenedData(first, loading, start_s, data.at_once, data.reads_in_workers, data.depends_on_training)
     return _Opened(opened, chain([first], batches), data.resumed)
 
 
@@ -271,7 +271,7 @@ def try_out(loaded: Loaded, divided: Divided, made: Made, planned: Planned, aske
         hardware,
         opened.batches,
         made.provenance,
-        MatmulMode.asked(recipe.precision),
+        MatmulMode.for_precision(recipe.precision),
         made.accepted,
         divided.mesh,
         divided.stages,

@@ -36,7 +36,7 @@ from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.optim import schedule as schedules
 from trainwright.optim.choose import make_optimizer, wrong_args
 from trainwright.optim.groups import GroupRule, unmatched_rules
-from trainwright.optim.own import wrong_arguments
+from trainwright.optim.user_optimizers import wrong_arguments
 from trainwright.plan.machine import read_machine
 from trainwright.plan.make import arrange, make_plan
 from trainwright.plan.trace.blueprint import Blueprint

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from trainwright.checkpoint.checkpoint import load_checkpoint, misfits, read_run_metadata
+from trainwright.checkpoint.checkpoint import load_checkpoint, mismatches, read_run_metadata
 from trainwright.checkpoint.contents import require_whole
 from trainwright.checkpoint.cursor import Cursor
-from trainwright.checkpoint.manifest import not_ours, raising_checkpoint_error, read_state, step_of
-from trainwright.checkpoint.rules import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, wrong
+from trainwright.checkpoint.manifest import invalid_content, raising_checkpoint_error, read_state, step_of
+from trainwright.checkpoint.schema import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, violations
 from trainwright.checkpoint.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import Launch
@@ -155,10 +155,10 @@ class Earlier:
         }
         requested = {"recipe": {**masked(recipe.model_dump(mode="json")), "precision": precision}, "provenance": now}
         if self.checkpoint is None:
-            return compare(then, requested, step=0, misfits=[])
-        found = misfits(state, self.checkpoint)
+            return compare(then, requested, step=0, mismatches=[])
+        found = mismatches(state, self.checkpoint)
         with raising_checkpoint_error(self.checkpoint):  # a recipe or a provenance that no run has written
-            return compare(then, requested, step=step_of(self.checkpoint) or 0, misfits=found)
+            return compare(then, requested, step=step_of(self.checkpoint) or 0, mismatches=found)
 
 
 def _validates_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -225,8 +225,8 @@ def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
 
 def _require_resumable(checkpoint: Path) -> None:
     require_whole(checkpoint)
-    for problem in wrong(read_run_metadata(checkpoint), METADATA, "state.json: metadata"):
-        raise not_ours(checkpoint, problem)
+    for problem in violations(read_run_metadata(checkpoint), METADATA, "state.json: metadata"):
+        raise invalid_content(checkpoint, problem)
 
 
 def _is_laid_down(folder: RunFolder) -> bool:
@@ -242,7 +242,7 @@ def _laid_down(folder: RunFolder) -> dict[str, Any]:
     except UnreadableFile as error:
         raise CheckpointError(error.message, remedy=f"start it anew: {anew(folder)}") from None
     metadata = {"recipe": recipe, "plan": plan, "provenance": provenance}
-    for problem in wrong(metadata, METADATA, str(folder.path)):
+    for problem in violations(metadata, METADATA, str(folder.path)):
         raise CheckpointError(f"no run wrote this: {problem}", remedy=f"start it anew: {anew(folder)}")
     return metadata
 

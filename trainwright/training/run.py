@@ -19,9 +19,9 @@ from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import SOLO, Launch, World, joined
 from trainwright.distributed.memory import mind_limits
-from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
+from trainwright.engine.periodic import NEVER
 from trainwright.engine.precision import MatmulMode
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError

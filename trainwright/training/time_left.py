@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.until import ByTheClock, Until
+from trainwright.engine.run_length import ByTheClock, Until
 from trainwright.monitoring.remaining import Measured
 from trainwright.plan.run_time import EvaluationCost, predicted_seconds, training_time_s
 from trainwright.training.job import ENDING_S, Job, is_watched, until_of

@@ -21,7 +21,7 @@ from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.errors import UsageError, text_of
 
-TRIED_POSITIONS = 16
+MAX_POSITIONS_TRIED = 16
 FEW_ROUNDINGS = 1000
 """Times the distance of two neighbouring numbers that a norm may differ by: the order of sums is another."""
 NOISE = 1e-4
@@ -103,7 +103,7 @@ def _short(batch: Any, ranks: int) -> Any:
     """With fewer positions, where all tensors have as many."""
     widths = {each.shape[1] if each.dim() > 1 else 0 for each in tree_leaves(batch) if isinstance(each, Tensor)}
     width = widths.pop() if len(widths) == 1 else 0
-    count = min(width, max(TRIED_POSITIONS, ranks)) // ranks * ranks
+    count = min(width, max(MAX_POSITIONS_TRIED, ranks)) // ranks * ranks
     is_of_ids = not any(each.is_floating_point() for each in tree_leaves(batch) if isinstance(each, Tensor))
     return tree_map_only(Tensor, lambda each: each[:, :count], batch) if count and is_of_ids else batch
 

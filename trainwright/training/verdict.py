@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.utils.data import IterableDataset
 
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.monitoring.step_log import StepLog
 from trainwright.plan.reading import ReadingPace

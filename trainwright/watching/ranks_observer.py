@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.doctor.facts.ranks import RanksFacts

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, Subset
 from trainwright.checkpoint.cursor import Cursor, MicroBatch
 from trainwright.data.fetch import AnyDataset, Failed, Fetch, Key
 from trainwright.data.loading import EvaluationBatches
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.report.bad_cases import SamplePreview
 
 MOST_TEXT = 300

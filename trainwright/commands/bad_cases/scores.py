@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.checkpoint.cut import cut_micro
 from trainwright.commands.bad_cases.tally import Tally
 from trainwright.engine.evaluate import evaluating
-from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, call_loss, member, scored
+from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, call_loss, call_with_outputs, member
 
 IGNORE = -100
 MOST_PROBABLE = 32
@@ -126,7 +126,7 @@ def _forward(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, last: _LastCa
     kept: list[object] = []
 
     def keeping(model: nn.Module, batch: Batch) -> Loss | Tensor:
-        found = scored(loss_fn, model, batch)
+        found = call_with_outputs(loss_fn, model, batch)
         kept[:] = [found.outputs, found.targets]
         return found.loss
 

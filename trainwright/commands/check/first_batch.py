@@ -15,8 +15,8 @@ from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.commands.check.samples import DatasetSample
 from trainwright.commands.check.verdict import Verdict, first_of
+from trainwright.engine.input_errors import refusal
 from trainwright.engine.loss import Loss, as_loss_fn, call_loss
-from trainwright.engine.refusals import refusal
 from trainwright.errors import TrainwrightError, text_of
 from trainwright.replay.classified import CHUNKED, Classified, classified
 

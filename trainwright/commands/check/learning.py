@@ -19,8 +19,8 @@ from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loop import steps
 from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
+from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
-from trainwright.engine.until import for_steps
 from trainwright.training.own_objects import build_clip
 
 LOWEST, HIGHEST = 1e-6, 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainwright.checkpoint.examine import CheckpointReport, examine
+from trainwright.checkpoint.examination import CheckpointReport, examine
 from trainwright.checkpoint.manifest import NAME, step_of
 from trainwright.checkpoint.store import checkpoints
 from trainwright.errors import UsageError

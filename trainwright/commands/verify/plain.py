@@ -26,16 +26,16 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import tensors_in
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import to_device
-from trainwright.engine.loss import Loss, OfModel, as_loss_fn
+from trainwright.engine.loss import Loss, ModelLoss, as_loss_fn
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
-from trainwright.optim.own import Factory, takes_first
+from trainwright.optim.user_optimizers import Factory, takes_first
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.recipe.resolve import find, import_factory
@@ -246,7 +246,7 @@ def _loss_of(loss: object, device: torch.device) -> Callable[[nn.Module, Any], L
         loss = loss() if isinstance(loss, type) else loss
     if isinstance(loss, nn.Module):
         loss.to(device)
-    return as_loss_fn(OfModel() if loss is None else loss)  # type: ignore[arg-type]
+    return as_loss_fn(ModelLoss() if loss is None else loss)  # type: ignore[arg-type]
 
 
 def _mean(output: Loss | Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 
-from trainwright.checkpoint.examine import CheckpointDifference, differences, examine
+from trainwright.checkpoint.examination import CheckpointDifference, differences, examine
 from trainwright.checkpoint.manifest import name_of
 from trainwright.commands.verify.trial import OTHER_DISK, STEP_S, TrialPart, outcome_of
 from trainwright.errors import StorageError, TrainwrightError, UsageError

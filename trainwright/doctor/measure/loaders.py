@@ -34,7 +34,7 @@ OFTEN = 8
 """Iterators of a loader with workers after which restarts are reported at once."""
 MANY_DRAWS = 32
 """Draws of each sample that was drawn after which the others would have come."""
-PLAIN = (bool, int, float, str)
+PLAIN_TYPES = (bool, int, float, str)
 T = TypeVar("T")
 
 
@@ -208,7 +208,7 @@ def _attributes(dataset: object) -> dict[str, object]:
         for name, value in getattr(each, "__dict__", {}).items():
             if name.startswith("_"):
                 continue
-            if isinstance(value, PLAIN):
+            if isinstance(value, PLAIN_TYPES):
                 found[f"{path}.{name}"] = value
             elif depth and hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
                 waiting.append((f"{path}.{name}", value, depth - 1))

@@ -17,10 +17,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
 from trainwright.assembly.model import freeze, require_ready
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.data.first_samples import first_samples
-from trainwright.data.ready import ReadyBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
@@ -29,7 +29,7 @@ from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
-from trainwright.optim.own import as_one, require_optimizer
+from trainwright.optim.user_optimizers import as_one, require_optimizer
 from trainwright.plan.devices import Device
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors

@@ -1,7 +1,7 @@
-"""The passes of a step through the stages of a pipeline, which lie on several ranks.
+"""The passes of a step through the stages of a pipeline, which are on several ranks.
 
-A schedule of torch sends activations and their gradients between the stages. All stages have the same samples: the
-first reads their inputs; the last computes the loss, and tells the others what came out.
+A schedule of torch sends activations and their gradients between the stages. All stages have the same samples. The
+first stage reads their inputs; the last stage computes the loss and sends it to the others.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from torch import Tensor, nn
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.accumulate import weighing_nothing
+from trainwright.engine.accumulate import with_zero_weight
 from trainwright.engine.loss import Batch, Loss, LossFn, call_loss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError, UsageError
 
 StageLoss = Callable[[Tensor, Tensor], Tensor]
-"""``loss(output, index)`` of the micro-batch whose number is the one element of ``index``."""
+"""``loss(output, index)``, where the only element of ``index`` is the number of the micro-batch."""
 
 
 class StageSchedule(Protocol):
-    """Of ``torch.distributed.pipelining``: the first stage gives inputs, the last one the numbers of micro-batches."""
+    """A schedule of ``torch.distributed.pipelining``.
+
+    The first stage passes inputs; the last stage passes the numbers of the micro-batches as targets.
+    """
 
     def step(self, *inputs: Tensor, target: Tensor | None, return_outputs: bool) -> Tensor | None: ...
     def eval(self, *inputs: Tensor, target: Tensor | None) -> Tensor | None: ...
@@ -45,10 +48,10 @@ class PipelineStages(Protocol):
 
 
 class StagedPasses:
-    """Runs micro-batches through all stages. ``world`` has the ranks of the stages, in order.
+    """Runs micro-batches through all stages. ``world`` contains the ranks of the stages, in order.
 
-    Every micro-batch is filled up to ``rows`` samples, and their number to one that the schedule takes; what is added
-    weighs nothing.
+    Every micro-batch is padded to ``rows`` samples, and their number to one that the schedule supports. Padding has
+    weight 0.
     """
 
     def __init__(self, stages: PipelineStages, world: World, rows: int) -> None:
@@ -59,18 +62,18 @@ class StagedPasses:
     def train(
         self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, divisor: int
     ) -> list[Loss]:
-        """Leaves the gradients of these samples in ``.grad``, of totals divided by ``divisor``.
+        """Leave the gradients of these samples in ``.grad``, with totals divided by ``divisor``.
 
-        Returns what each micro-batch gave, on every stage.
+        Returns the loss of each micro-batch, on every stage.
         """
         where = f"step {state.step + 1}"
         work = _Work(loss_fn, batch.micro, divisor, where, state.scaler.scaled, {}, self._stages.as_returned)
         return self._run(work, precision, trains=True)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> Loss:
-        """Forward only, in the precision that is set already. Returns the loss on every stage."""
+        """Run forward only, in the precision that is already set. Returns the loss on every stage."""
         micro = MicroBatch(batch, np.arange(len(inputs_of(batch))))
-        work = _Work(loss_fn, (micro,), 1, "the evaluation", _as_it_is, {}, self._stages.as_returned)
+        work = _Work(loss_fn, (micro,), 1, "the evaluation", _identity, {}, self._stages.as_returned)
         try:
             return self._run(work, FP32, trains=False)[0]
         except Exception as error:
@@ -83,7 +86,7 @@ class StagedPasses:
         )
 
     def norm_of_all(self, norm: Tensor) -> Tensor:
-        """The norm of the gradients of all stages."""
+        """Return the norm of the gradients of all stages."""
         return self._world.gather(norm.double()[None]).square().sum().sqrt().to(norm.dtype)
 
     def _run(self, work: _Work, precision: Precision, *, trains: bool) -> list[Loss]:
@@ -119,7 +122,7 @@ class StagedPasses:
 
 
 class _Work(NamedTuple):
-    """The micro-batches that are under way. ``outputs`` are filled in by their number, some of them twice."""
+    """The micro-batches in progress. ``outputs`` are stored by micro-batch number; some are written twice."""
 
     loss_fn: LossFn
     micro: Sequence[MicroBatch]
@@ -130,24 +133,24 @@ class _Work(NamedTuple):
     as_returned: Callable[[Tensor], object]
 
     def objective(self, output: Tensor, index: int) -> Tensor:
-        """What is minimised; notes the loss."""
+        """Return the value to minimize; store the loss."""
         micro = self.micro[index]
         inputs = inputs_of(micro.data)
-        model = _Given(inputs, self.as_returned(output[: len(inputs)]))
+        model = _ModelStandIn(inputs, self.as_returned(output[: len(inputs)]))
         made = call_loss(self.loss_fn, model, micro, f"micro-batch {index} of {self.where}")
         if isinstance(made, Tensor):
             made = Loss(made * micro.size, float(micro.size))
         if not micro.size:
-            made = weighing_nothing(made)
+            made = with_zero_weight(made)
         metrics = {name: value.detach() for name, value in made.metrics.items()}
         self.outputs[index] = Loss(made.total.detach(), made.weight, metrics)
         return self.scaled(made.total / self.divisor)
 
 
-class _Given(nn.Module):
-    """Stands for a model in a loss function where the output for ``inputs`` is known already.
+class _ModelStandIn(nn.Module):
+    """Stands in for the model in a loss function, because the output for ``inputs`` is already known.
 
-    Raises UsageError where it is asked for that of anything else, or twice, for which dropout would differ.
+    Raises UsageError if it is called with other inputs, or twice (dropout would differ).
     """
 
     def __init__(self, inputs: Tensor, output: object) -> None:
@@ -166,7 +169,7 @@ class _Given(nn.Module):
         return self._output
 
 
-def _as_it_is(objective: Tensor) -> Tensor:
+def _identity(objective: Tensor) -> Tensor:
     return objective
 
 
@@ -174,7 +177,7 @@ def _no_loss(model: nn.Module, batch: Batch) -> Loss:
     raise AssertionError("no micro-batch is under way")
 
 
-_NO_WORK = _Work(_no_loss, (), 1, "", _as_it_is, {}, _as_it_is)
+_NO_WORK = _Work(_no_loss, (), 1, "", _identity, {}, _identity)
 
 
 def _on_host(loss: Loss) -> Loss:
@@ -183,7 +186,7 @@ def _on_host(loss: Loss) -> Loss:
 
 
 def inputs_of(data: Batch) -> Tensor:
-    """What the first stage reads: the batch itself, or its first tensor. Raises UsageError for another kind."""
+    """Return the input of the first stage: the batch, or its first tensor. Raises UsageError for other types."""
     inputs = data[0] if isinstance(data, tuple | list) and data else data
     if not isinstance(inputs, Tensor):
         raise UsageError(

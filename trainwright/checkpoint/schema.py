@@ -1,4 +1,4 @@
-"""What a value that was read from a file must look like, said as a value: its keys, items and kinds."""
+"""Schema of values that are read from a file: keys, items and kinds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from trainwright.checkpoint.codec import Tree
 
 
 class Kind(NamedTuple):
-    """What a single value must be. ``name`` says it in an error."""
+    """Condition on a single value. ``name`` describes it in errors."""
 
     name: str
     holds: Callable[[Tree], bool]
 
 
 class Maybe(NamedTuple):
-    """None or {} is as good: the run had no such part."""
+    """Also accepts None or {}: the run had no such part."""
 
     rule: Rule
 
 
 Rule: TypeAlias = "Kind | Maybe | list[Rule] | dict[str, Rule]"
-"""A list is one of such items. A dict has these keys ('*': all of them; 'name?': it may be missing), and others too."""
+"""A list contains items of one rule.
+
+A dict must have these keys ('*': all keys; 'name?': optional), and may have others.
+"""
 
 ANYTHING = Kind("a value", lambda value: True)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
@@ -34,31 +37,31 @@ AMOUNT = Kind("a finite number from 0", lambda value: type(value) in (int, float
 FLOAT = Kind("a number", lambda value: type(value) is float)
 
 
-def wrong(value: Tree, rule: Rule, path: str) -> Iterator[str]:
-    """Yields what in ``value``, which is called ``path``, breaks the rule."""
+def violations(value: Tree, rule: Rule, path: str) -> Iterator[str]:
+    """Yield descriptions of what in ``value``, named ``path``, breaks the rule."""
     match rule:
         case Maybe(rule=inner) if value is not None and value != {}:
-            yield from wrong(value, inner, path)
+            yield from violations(value, inner, path)
         case Kind(name=name, holds=holds) if not holds(value):
             yield f"{path} is {_brief(value)}, not {name}"
         case list() if not isinstance(value, list | tuple):
             yield f"{path} is {_brief(value)}, not a list"
         case list():
             for index, each in enumerate(value):
-                yield from wrong(each, rule[0], f"{path}.{index}")
+                yield from violations(each, rule[0], f"{path}.{index}")
         case dict() if not isinstance(value, dict):
             yield f"{path} is {_brief(value)}, not a mapping"
         case dict():
             for key, below in rule.items():
-                yield from _wrong_below(value, key, below, path)
+                yield from _violations_below(value, key, below, path)
 
 
-def _wrong_below(value: Mapping[str, Tree], key: str, rule: Rule, path: str) -> Iterator[str]:
+def _violations_below(value: Mapping[str, Tree], key: str, rule: Rule, path: str) -> Iterator[str]:
     if key == "*":
         for name, each in value.items():
-            yield from wrong(each, rule, f"{path}.{name}")
+            yield from violations(each, rule, f"{path}.{name}")
     elif (name := key.removesuffix("?")) in value:
-        yield from wrong(value[name], rule, f"{path}.{name}")
+        yield from violations(value[name], rule, f"{path}.{name}")
     elif name == key:
         yield f"{path} has no {name!r}"
 

@@ -1,4 +1,4 @@
-"""Why torch refuses a batch: what it was given, read from the frame that raised, and what to do about that."""
+"""Explains why torch rejected a batch: the inputs, read from the frame that raised, and the remedy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 @contextmanager
 def explaining(model: nn.Module) -> Iterator[None]:
-    """Raises UsageError in place of what torch raises for a batch that does not fit the model or the loss.
+    """Raise UsageError instead of torch's error for a batch that does not fit the model or the loss.
 
-    What it does not know stays as it is: an error in the user's own code, and one of Trainwright.
+    Other errors pass unchanged: errors in the user's code, and those of Trainwright.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def explaining(model: nn.Module) -> Iterator[None]:
 
 
 def refusal(error: Exception, model: nn.Module) -> UsageError | None:
-    """What is wrong with the batch that made torch raise ``error``; None where that is not known."""
+    """Return what is wrong with the batch that made torch raise ``error``; None if unknown."""
     if "modified by an inplace operation" in str(error):
         return UsageError(
             f"a value that the backward pass needs was overwritten: {text_of(error, lines=1)[:200]}",
@@ -48,7 +48,7 @@ def refusal(error: Exception, model: nn.Module) -> UsageError | None:
         return None
     try:
         remedies = [found for rule in _RULES if (found := rule(call))]
-    except RuntimeError:  # of a GPU that an id out of range has stopped nothing can be read
+    except RuntimeError:  # a GPU that an id out of range has stopped cannot be read
         return None
     if not remedies:
         return None
@@ -60,9 +60,9 @@ def refusal(error: Exception, model: nn.Module) -> UsageError | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that raised, of a module or of a function of torch: its tensors by the names of its parameters.
+    """A call of a module or torch function that raised. Tensors are keyed by parameter name.
 
-    ``text`` is what torch said.
+    ``text`` is the message of torch.
     """
 
     text: str
@@ -82,7 +82,7 @@ class _Call:
 
 
 def _refusing_call(error: Exception, model: nn.Module) -> _Call | None:
-    """The innermost call that was given tensors."""
+    """Return the innermost call with tensor arguments."""
     found = None
     names = {module: name for name, module in model.named_modules()}
     trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""Optimizers of the user's own: made already, or made by a class, a partial or a function of theirs."""
+"""Optimizers of the user: instances, or made by a class, a partial or a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from trainwright.checkpoint.chained import ChainedOptimizer, parts_of
+from trainwright.checkpoint.chained_optimizer import ChainedOptimizer, parts_of
 from trainwright.errors import Problem, UsageError, unknown_args
 from trainwright.recipe import OPTIMIZERS
 from trainwright.recipe.resolve import parameters_of
@@ -22,23 +22,23 @@ Factory: TypeAlias = Callable[..., Optimizer | Sequence[Optimizer]]
 
 
 def takes(factory: Callable[..., object], name: str) -> bool:
-    """Whether a callable has a parameter of that name, or takes any."""
+    """Return True if a callable has a parameter of that name, or accepts any."""
     parameters = parameters_of(factory)
     return not parameters or name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def takes_first(factory: Callable[..., object], name: str) -> bool:
-    """Whether the first parameter of a callable has that name."""
+    """Return True if the first parameter of a callable has that name."""
     return next(iter(parameters_of(factory)), None) == name
 
 
 def name_of(factory: Callable[..., object]) -> str:
-    """The name of a factory in messages."""
+    """Return the name of a factory in messages."""
     return str(getattr(factory, "__name__", None) or getattr(getattr(factory, "func", factory), "__name__", "it"))
 
 
 def wrong_arguments(factory: Callable[..., object], args: Iterable[str]) -> list[Problem]:
-    """The problems of ``optimizer.args`` that a factory does not take."""
+    """Return the problems of ``optimizer.args`` that a factory does not accept."""
     parameters = list(parameters_of(factory).values())
     named = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     is_open = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -49,10 +49,10 @@ def wrong_arguments(factory: Callable[..., object], args: Iterable[str]) -> list
 
 
 def _names_read(factory: Callable[..., object]) -> frozenset[str] | None:
-    """The names of ``**kwargs`` that a class may read: all texts in its code. None: it may take any name.
+    """Return the names of ``**kwargs`` that a class may read: all strings in its code. None: any name.
 
-    Optimizers of pytorch_optimizer take ``**kwargs`` and ignore what they do not know, so that a misspelled setting
-    would have no effect.
+    Optimizers of pytorch_optimizer take ``**kwargs`` and ignore unknown ones, so that a misspelled setting would have
+    no effect.
     """
     if not isinstance(factory, type):
         return None
@@ -74,15 +74,18 @@ def _texts_in(code: CodeType) -> set[str]:
 
 
 def makes_own_groups(factory: Callable[..., object]) -> bool:
-    """Whether it is given the model, or parameters without a rate, so that rates and decays are its own."""
+    """Return True if the factory gets the model, or parameters without a rate, so that it sets rates and decays."""
     return takes_first(factory, "model") or not takes(factory, "lr")
 
 
 def arguments_of(
     factory: Factory, model: nn.Module, groups: Callable[[], ParamsT], lr: float | None
 ) -> tuple[ParamsT | nn.Module, Mapping[str, float]]:
-    """What a factory is called with: the model where its first parameter is named ``model``, groups where it takes
-    ``lr``, else the trained parameters alone; and ``lr`` where it takes that and one is given."""
+    """Return the arguments of a factory.
+
+    The first is the model if its first parameter is named ``model``, groups if it accepts ``lr``, else the trained
+    parameters alone. ``lr`` is passed if it is accepted and set.
+    """
     takes_lr = takes(factory, "lr")
     rate = {"lr": lr} if takes_lr and lr is not None else {}
     if takes_first(factory, "model"):
@@ -91,11 +94,12 @@ def arguments_of(
 
 
 def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bool = False) -> Optimizer:
-    """Returns an optimizer, or several that are stepped together, over parameters of the model (and of the loss).
+    """Return an optimizer, or several that are stepped together, over parameters of the model (and of the loss).
 
-    ``closures``: whether one may need a closure.
+    ``closures``: accept optimizers that need a closure.
 
-    Raises UsageError for what cannot be stepped so, and for parameters that are not the model's, or in two optimizers.
+    Raises:
+        UsageError: One cannot be stepped so, or has parameters that are not the model's, or that are in two optimizers.
     """
     parts = given if isinstance(given, list | tuple) else [given]
     require = require_optimizer if closures else require_plain_step
@@ -108,13 +112,13 @@ def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bo
 
 
 def not_trained(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Names of the trainable parameters that no group holds."""
+    """Return the names of the trainable parameters that are in no group."""
     held = {id(p) for p in _parameters(optimizer)}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def require_optimizer(optimizer: object) -> Optimizer:
-    """Returns the optimizer. Raises UsageError for what is none."""
+    """Return the optimizer. Raises UsageError for any other object."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"the optimizer is a {type(optimizer).__name__}",
@@ -124,7 +128,7 @@ def require_optimizer(optimizer: object) -> Optimizer:
 
 
 def require_plain_step(given: object) -> Optimizer:
-    """Returns the optimizer. Raises UsageError for what is none, or needs a closure, as LBFGS does."""
+    """Return the optimizer. Raises UsageError for any other object, and if step needs a closure, as in LBFGS."""
     optimizer = require_optimizer(given)
     needed = [
         name

@@ -1,4 +1,4 @@
-"""Looks into a checkpoint, deeper than its manifest does, and says where two of them differ in their bits."""
+"""Examines a checkpoint in more depth than its manifest allows, and finds differences in bits between two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.errors import CheckpointError
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was found in a checkpoint. A problem makes it useless, a warning does not."""
+    """Result of the examination of a checkpoint. A problem makes it useless, a warning does not."""
 
     path: Path
     step: int | None
@@ -28,14 +28,14 @@ class CheckpointReport:
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For a person: one line, and one for each warning."""
+        """Return one line for people, and one for each warning."""
         if self.problems:
             return [f"broken   {self.path}: {'; '.join(self.problems)}"]
         size = f"{self.num_bytes:,} bytes, {self.num_tensors} tensors"
         return [f"ok       {self.path}: step {self.step}, {size}", *(f"warning  {each}" for each in self.warnings)]
 
     def to_json(self) -> StateDict:
-        """For ``--json``."""
+        """Return the value for ``--json``."""
         return {
             "path": str(self.path),
             "ok": not self.problems,
@@ -48,27 +48,27 @@ class CheckpointReport:
 
 
 def examine(path: Path) -> CheckpointReport:
-    """Manifest, sizes, hashes, files that nobody listed, every tensor, every reference to one. Executes nothing.
+    """Check manifest, sizes, hashes, unlisted files, every tensor and every reference to one. Executes nothing.
 
-    Reads each file twice: for its hash, and for values that are not finite.
+    Reads each file twice: for its hash, and to find non-finite values.
     """
     try:
         manifest = read_manifest(path)
         files: StateDict = manifest["files"]
-        strange = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
+        unlisted = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
     except CheckpointError as error:
         return CheckpointReport(path, step_of(path), problems=(error.message,))
     try:
         verify(path)
         contents = read_contents(path)
     except CheckpointError as error:
-        return CheckpointReport(path, manifest["step"], problems=(error.message, *strange))
+        return CheckpointReport(path, manifest["step"], problems=(error.message, *unlisted))
     return CheckpointReport(
         path,
         manifest["step"],
         sum(entry["bytes"] for entry in files.values()),
         sum(map(len, contents.tensors.values())),
-        tuple(strange),
+        tuple(unlisted),
         tuple(_not_finite(contents)),
     )
 
@@ -78,7 +78,10 @@ def _unlisted(path: Path, files: Mapping[str, Tree]) -> list[Path]:
 
 
 def _not_finite(contents: Contents) -> Iterator[str]:
-    """NaN anywhere, infinity in what is trained, averages and moments: a mask among the buffers may hold it."""
+    """Yield tensors with NaN, and with infinity in trained weights, averages and moments.
+
+    Mask buffers may be infinite.
+    """
     trained = {name for group in contents.rest["optimizer"]["param_groups"] for name in group["params"]}
     for part, held in contents.tensors.items():
         for name, tensor in held.items():
@@ -95,7 +98,7 @@ def _not_finite(contents: Contents) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """Something that two checkpoints do not agree on, by name; ``largest`` absolute difference of two tensors."""
+    """A difference between two checkpoints, by name; ``largest`` is the largest absolute difference of two tensors."""
 
     what: str
     how: str
@@ -106,18 +109,18 @@ class CheckpointDifference:
 
 
 def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
-    """Yields every tensor and value in which two verified checkpoints differ by a bit, the run metadata aside."""
+    """Yield every tensor and value in which two verified checkpoints differ by a bit, except the run metadata."""
     for part in PARTS:
         ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
         for name in sorted({*ours, *theirs}):
-            if (found := _between(ours.get(name), theirs.get(name))) is not None:
+            if (found := _difference(ours.get(name), theirs.get(name))) is not None:
                 yield CheckpointDifference(f"{part} {name}", *found)
     ours, theirs = map(read_state, (one, two))
     for name in sorted({*ours, *theirs} - {"metadata"}):
         yield from _unequal(name, ours.get(name), theirs.get(name))
 
 
-def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None] | None:
+def _difference(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None] | None:
     if one is None or two is None:
         return "only in one of them", None
     if one.shape != two.shape or one.dtype != two.dtype:
@@ -130,7 +133,9 @@ def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None]
 
 
 def _unequal(path: str, one: Tree, two: Tree) -> Iterator[CheckpointDifference]:
-    """Values of state.json, down to whatever is no mapping and no list; by their text, which tells 0.0 from -0.0."""
+    """Yield differing values of state.json, down to the leaves; compared by their text, which distinguishes 0.0 and
+    -0.0.
+    """
     if isinstance(one, dict) and isinstance(two, dict):
         for key in sorted({*one, *two}):
             yield from _unequal(f"{path}.{key}", one.get(key), two.get(key))

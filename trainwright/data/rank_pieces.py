@@ -1,4 +1,4 @@
-"""The share of a rank in each optimizer step."""
+"""Divides the samples of each optimizer step among ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainwright.checkpoint.cursor import Ids
 
 
 class Piece(NamedTuple):
-    """The samples of one micro-batch of a rank, and where they begin among those of the step.
+    """The samples of one micro-batch of a rank, and their offset in the step.
 
-    A rank that has none left takes the first sample of the step: ``counted`` is False then, and it weighs nothing.
+    A rank without samples gets the first sample of the step, with ``counted`` False: weight 0.
     """
 
     ids: Ids
@@ -22,9 +22,9 @@ class Piece(NamedTuple):
 
 
 def pieces(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
-    """Cuts the samples of a step, shape (n,), into even shares, and the share of ``rank`` into micro-batches.
+    """Divide the samples of a step, shape (n,), evenly, and cut the part of ``rank`` into micro-batches.
 
-    Every rank has as many micro-batches, since they may wait for each other in each. ``ids`` is not empty.
+    All ranks have equally many micro-batches, because they may wait for each other in each. ``ids`` is not empty.
     """
     count = -(-len(ids) // (ranks * micro_size))
     shares = np.array_split(ids, ranks)
@@ -35,7 +35,7 @@ def pieces(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
 
 
 def slices(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
-    """Cuts the samples of a step into micro-batches that are the same on any number of ranks, and yields a rank's."""
+    """Cut a step into micro-batches that are the same on any number of ranks, and yield those of ``rank``."""
     starts = range(0, len(ids), micro_size)
     mine = np.array_split(np.array(starts), ranks)[rank].tolist()
     for start in mine:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.rows import each_row
-from trainwright.engine.refusals import explaining
+from trainwright.engine.input_errors import explaining
 from trainwright.errors import UsageError
 
 X = torch.randn(6, 4)

@@ -1,4 +1,4 @@
-"""How long a run is: the share of it that is used, from the state alone."""
+"""The length of a run: the used fraction as a function of the state."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import UsageError
 
 Until = Callable[[TrainState], float]
-"""The share of the run that is used: 0 at its start, done at 1."""
+"""Returns the used fraction of the run: 0 at its start, 1 at its end."""
 
 
 def for_steps(count: int) -> Until:
-    """A run of ``count`` optimizer steps."""
+    """Return the length of a run of ``count`` optimizer steps."""
     return _until(count, lambda state: state.step / count)
 
 
 def for_seconds(budget_s: float) -> Until:
-    """A run of ``budget_s`` seconds of training time, evaluation and saving not counted."""
+    """Return the length of a run of ``budget_s`` seconds of training; evaluation and saving are not counted."""
     return _until(budget_s, lambda state: state.elapsed_s / budget_s)
 
 
 class ByTheClock:
-    """A run that ends, with all that comes after its last step, ``within_s`` seconds of ``clock`` from now on.
+    """A run that ends, including all work after its last step, within ``within_s`` seconds of ``clock`` from now.
 
-    What comes between the steps (evaluation, examinations, samples) takes from the time of training. ``after_s`` is
-    known to come after the last step; besides, as long is kept for it as the longest pause so far and the one before
-    the first step. Trains for ``LEAST_S`` at least.
+    Work between the steps (evaluation, examinations, samples) reduces the time for training. ``after_s`` is the known
+    duration of the work after the last step. In addition, time is reserved for the longest pause so far and the pause
+    before the first step. Trains for at least ``MIN_TRAINING_S``.
     """
 
-    LEAST_S = 1.0
+    MIN_TRAINING_S = 1.0
 
     def __init__(self, within_s: float, after_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._after_s, self._clock = after_s, clock
@@ -52,8 +52,9 @@ class ByTheClock:
             self._longest_s = max(self._longest_s, now_s - self._now_s - (state.elapsed_s - self._elapsed_s))
         self._now_s, self._elapsed_s = now_s, state.elapsed_s
         left_s = self._end_s - self._after_s - self._first_s - self._longest_s - now_s
-        left_s = max(left_s, self._begins_at_s + self.LEAST_S - state.elapsed_s, 0.0)
-        self._used = max(self._used, state.elapsed_s / max(state.elapsed_s + left_s, 1e-9))  # it never goes back
+        left_s = max(left_s, self._begins_at_s + self.MIN_TRAINING_S - state.elapsed_s, 0.0)
+        # the fraction never decreases
+        self._used = max(self._used, state.elapsed_s / max(state.elapsed_s + left_s, 1e-9))
         return self._used
 
 

@@ -14,8 +14,8 @@ from torch.optim import optimizer as optimizer_module
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits, cut
-from trainwright.checkpoint.chained import ChainedOptimizer
-from trainwright.engine.own_step import OwnStep
+from trainwright.checkpoint.chained_optimizer import ChainedOptimizer
+from trainwright.engine.manual_step import OwnStep
 from trainwright.errors import UsageError
 
 
@@ -181,7 +181,7 @@ def test_an_optimizer_that_the_run_was_not_given_is_refused_before_its_first_upd
     model = Pair()
     optimizer, step = in_turns(model)
     given, before = optimizer.parts[0], bits(model)
-    with pytest.raises(UsageError, match="of an optimizer that the run was not given") as caught:
+    with pytest.raises(UsageError, match="of an optimizer outside the run") as caught:
         tw.make_own_step(step)(tw.TrainState(model, given), cut(data(0), 8))
     assert "optimizer=[one, other]" in caught.value.remedy
     assert all(torch.equal(value, before[name]) for name, value in bits(model).items() if name.startswith("other.0"))

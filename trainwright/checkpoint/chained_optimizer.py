@@ -12,10 +12,10 @@ from trainwright.checkpoint.codec import StateDict
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps its ``parts`` one after the other. Groups and state stay with the parts, which may replace them."""
+    """Steps its ``parts`` one after the other. Groups and state stay in the parts, which may replace them."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
-        self.parts = tuple(parts)  # without Optimizer.__init__, which would make groups and state of its own
+        self.parts = tuple(parts)  # without Optimizer.__init__, which would create separate groups and state
 
     @property
     def param_groups(self) -> list[StateDict]:  # type: ignore[override]
@@ -23,7 +23,7 @@ class ChainedOptimizer(Optimizer):
 
     @property
     def state(self) -> Mapping[Tensor, StateDict]:  # type: ignore[override]
-        """A copy of the outer mapping, to read."""
+        """A read-only copy of the outer mapping."""
         return {key: own for part in self.parts for key, own in part.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,5 +42,5 @@ class ChainedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that a ChainedOptimizer steps; any other alone."""
+    """Return the optimizers that a ChainedOptimizer steps, or a tuple of the optimizer itself."""
     return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else (optimizer,)

@@ -1,4 +1,4 @@
-"""A step of the user's own ("manual optimization"): they call backward and the optimizers, the engine does the rest."""
+"""Manual optimization: a step function of the user calls backward and the optimizers; the engine does the rest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard
 from trainwright.engine.loss import Loss, checked
 from trainwright.engine.metrics import OutputKeeper
-from trainwright.engine.over_ranks import Counted, of_all_ranks
+from trainwright.engine.rank_sums import Counted, of_all_ranks
 from trainwright.engine.step import (
     ScheduleFn,
     StepFn,
@@ -33,14 +33,16 @@ from trainwright.engine.step import (
     device_of,
     set_lr,
 )
-from trainwright.engine.update import tell_torn
+from trainwright.engine.update import raise_if_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import UsageError
 from trainwright.optim.clip import norm_on_host
 
 OwnStep = Callable[[TrainState, StepBatch], Loss | Tensor]
-"""``step(state, batch)``: any number of backward passes and updates. Returns the loss that is logged: a mean, or a
-``Loss`` whose metrics are logged beside it."""
+"""``step(state, batch)``: any number of backward passes and updates.
+
+Returns the loss that is logged: a mean, or a ``Loss`` whose metrics are logged too.
+"""
 
 
 def make_own_step(
@@ -50,15 +52,24 @@ def make_own_step(
     witness: StepWitness = SILENT,
     keeper: OutputKeeper | None = None,
 ) -> StepFn:
-    """Makes the function that advances a TrainState by one call of ``step``.
+    """Make the function that advances a TrainState by one call of ``step``.
 
-    It begins without gradients, at the learning rate of ``schedule``. Each call of an optimizer of the state is one
-    update. An update whose gradients are not finite is left out, and so are the buffers of that step; on a GPU it
-    costs a host sync to know. Where an optimizer computes gradients itself (a closure, as LBFGS), weights and state are
-    copied before, and put back.
+    Each call starts without gradients, at the learning rate of ``schedule``. Each call of an optimizer of the state is
+    one update. An update whose gradients are not finite is skipped, and the buffers of that step are restored. On a GPU
+    the check costs one host sync. If an optimizer computes gradients itself (a closure, as LBFGS), weights and state
+    are copied before the update and restored if needed.
 
-    The gradient norm of the step is that of the gradients of all its updates together. Raises UsageError where ``step``
-    returns no loss. A step that runs out of memory is not tried again. ``witness`` and ``keeper`` are internal.
+    The gradient norm of the step combines the gradients of all its updates. A step that runs out of memory is not
+    retried.
+
+    Args:
+        step: Runs backward passes and updates, and returns the loss that is logged.
+        schedule: See ``make_schedule``.
+        witness: Internal: the recorder of a run.
+        keeper: Internal: collects outputs for metrics.
+
+    Raises:
+        UsageError: ``step`` is not callable, or returns no loss.
     """
     if not callable(step):
         raise UsageError(f"the step is a {type(step).__name__}", remedy="give a function step(state, batch)")
@@ -80,7 +91,7 @@ def make_own_step(
             buffers.restore_if(updates.skipped)
             state.ema.update(state.step + 1)
         except Exception as error:
-            tell_torn(state, error)
+            raise_if_torn(state, error)
             raise
         count_step(state, batch, Counted(batch.size, batch.tokens))
         norm = updates.norm()
@@ -101,7 +112,7 @@ def make_own_step(
 
 
 def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor | float, dict[str, Tensor]]:
-    """Returns loss, weight and metrics as they are logged."""
+    """Return loss, weight and metrics as they are logged."""
     known = checked(output, f"step {step}: the step function gave")
     if isinstance(known, Tensor):
         return known.detach(), float(batch.size), {}
@@ -110,10 +121,10 @@ def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor |
 
 
 class UpdateGuard:
-    """Looks at the gradients of each update inside its context; an optimizer that finds none changes nothing.
+    """Checks the gradients of each update inside its context; an optimizer with non-finite gradients changes nothing.
 
-    A context may be entered for each step. The hooks stay from the first one until ``close``: to register them takes
-    longer than what they do. ``skipped`` is true once an update of the step was left out.
+    The context is entered for each step. The hooks stay registered from the first step until ``close``, because
+    registering them takes longer than running them. ``skipped`` is true once an update of the step was skipped.
     """
 
     def __init__(self) -> None:
@@ -127,11 +138,14 @@ class UpdateGuard:
         self._stepping: Optimizer | None = None
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._norms: list[float] = []
-        self._before_closure: _Before | None = None
+        self._before_closure: _StateBeforeUpdate | None = None
         self.skipped = APPLIED
 
     def of(self, optimizers: Sequence[Optimizer]) -> Self:
-        """The context of a step that these may update. Inside, UsageError is raised where another one steps."""
+        """Return the context of a step that may update these.
+
+        Inside, a step of any other optimizer raises UsageError.
+        """
         self._optimizers = optimizers
         return self
 
@@ -150,18 +164,19 @@ class UpdateGuard:
         self._is_open = False
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        if not self._is_open or self._stepping is not None:  # no step of ours; an optimizer that has another one inside
+        if not self._is_open or self._stepping is not None:  # not a step of this run, or an optimizer nested in another
             return
         if optimizer not in self._optimizers:
-            raise _strange(optimizer)
+            raise _unknown_optimizer(optimizer)
         self._stepping = optimizer
-        if (len(args) > 1 or kwargs) and any(map(callable, (*args, *kwargs.values()))):  # the first is the optimizer
-            self._before_closure = _Before(optimizer)
+        # the first argument is the optimizer
+        if (len(args) > 1 or kwargs) and any(map(callable, (*args, *kwargs.values()))):
+            self._before_closure = _StateBeforeUpdate(optimizer)
         elif not self._are_finite(optimizer):
             self._hidden = [(p, p.grad) for p in _owned(optimizer)]
             for p, _ in self._hidden:
@@ -179,7 +194,7 @@ class UpdateGuard:
         self._before_closure = None
 
     def _are_finite(self, optimizer: Optimizer) -> bool:
-        """Whether its gradients are, whose norm is noted."""
+        """Return True if its gradients are finite; append their norm."""
         groups = optimizer.param_groups
         grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
         if not grads:
@@ -191,23 +206,23 @@ class UpdateGuard:
         return False
 
     def norm(self) -> Tensor:
-        """Of the gradients of all updates together; 0 where there was none."""
+        """Return the norm of the gradients of all updates; 0 if there was none."""
         parameter: Tensor = self._optimizers[0].param_groups[0]["params"][0]
         if parameter is not self._like[0]:
             self._like = parameter, torch.promote_types(parameter.dtype, torch.float32).to_real()
         return torch.scalar_tensor(math.hypot(*self._norms), dtype=self._like[1], device=parameter.device)
 
 
-def _strange(optimizer: Optimizer) -> UsageError:
+def _unknown_optimizer(optimizer: Optimizer) -> UsageError:
     return UsageError(
-        f"the step calls {type(optimizer).__name__}.step() of an optimizer that the run was not given: its state would "
+        f"the step calls {type(optimizer).__name__}.step() of an optimizer outside the run: its state would "
         "not be saved",
         remedy="give it: tw.fit(..., optimizer=it), or optimizer=[one, other] for several",
     )
 
 
-class _Before:
-    """Weights and state of an optimizer before an update whose gradients are not known yet."""
+class _StateBeforeUpdate:
+    """Copy of weights and state of an optimizer, made before an update whose gradients are not known yet."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""What makes a step of several ranks the step of one process: sums over all ranks, weighted exactly."""
+"""Sums over ranks, weighted exactly, so that a step on several ranks equals that of one process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from trainwright.errors import DataError
 
 
 class Counted(NamedTuple):
-    """How many samples and tokens all ranks trained on in a step."""
+    """Samples and tokens that all ranks trained on in a step."""
 
     samples: int
     tokens: int
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators for a step of one rank, so that ranks draw other numbers and a checkpoint needs none."""
+    """Seed all generators for a step of one rank.
+
+    Ranks draw different numbers, and a checkpoint need not store states.
+    """
     reseed(seed_of(f"{seed}:step {step}:rank {rank}"))
 
 
 def combine(done: Accumulated, world: World, device: torch.device) -> Accumulated:
-    """Returns what all ranks accumulated together. ``correction`` then makes the *sum* over the ranks exact.
+    """Return the combined results of all ranks. ``correction`` then makes the *sum* over the ranks exact.
 
     With w_r the weight of rank r and W their sum, the loss is sum(w_r loss_r) / W, and so are gradients and metrics.
-    Costs an exchange of some numbers, in float64.
+    Costs one exchange of a few numbers, in float64.
     """
     weight = as_number(done.weight, device)
     names = sorted(done.metrics)
@@ -50,14 +53,14 @@ def combine(done: Accumulated, world: World, device: torch.device) -> Accumulate
 
 
 def as_number(value: Tensor | float, device: torch.device) -> Tensor:
-    """Returns a 0-d tensor of float64 on ``device``."""
+    """Return a 0-d float64 tensor on ``device``."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)  # on a GPU without waiting
 
 
 def share_buffers(state: TrainState, world: World) -> None:
-    """Gives every rank the persistent buffers of the first one, of model and loss: each saw its own samples."""
+    """Copy the persistent buffers of model and loss from rank 0 to all ranks: each rank saw different samples."""
     roots = [root for root in (state.model, state.loss) if root is not None]
     kept = [
         buffer
@@ -71,7 +74,9 @@ def share_buffers(state: TrainState, world: World) -> None:
 
 
 def fill_missing(optimizer: Optimizer, world: World) -> None:
-    """Gives a parameter that has a gradient on another rank, and none here, one of zeros: all sum the same tensors."""
+    """Set zero gradients for parameters that have a gradient only on other ranks, so that all ranks sum the same
+    tensors.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
     same = world.gather(torch.tensor([seed_of(str(here.tolist()))], device="cpu"))
@@ -83,7 +88,7 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
 
 
 def settle_parts(optimizer: Optimizer) -> None:
-    """Sums gradients that ranks which divide layers have each a summand of: of a norm that saw a part of a sequence."""
+    """Sum gradients of which each rank holds a summand, such as those of a norm that saw part of a sequence."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -92,14 +97,15 @@ def settle_parts(optimizer: Optimizer) -> None:
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:
-    """The samples of all ranks as one micro-batch: which rank's was at fault is not known here."""
+    """Return the samples of all ranks as one micro-batch: the rank that caused a skip is not known here."""
     return StepBatch((MicroBatch(None, batch.global_ids),), batch.cursor)
 
 
 def count(batch: StepBatch, tokens: int, world: World) -> Counted:
-    """What all ranks trained on. ``tokens`` are those of this rank.
+    """Count what all ranks trained on. ``tokens`` are those of this rank.
 
-    Raises DataError where ranks share data whose order is not ours, and have gone over others.
+    Raises:
+        DataError: The order of the data is not Trainwright's, and the ranks read different batches.
     """
     if world.size == 1:
         return Counted(batch.size, tokens)
@@ -108,7 +114,7 @@ def count(batch: StepBatch, tokens: int, world: World) -> Counted:
     if bool((digests != digests[0]).any()):
         rank = int((digests != digests[0]).nonzero()[0])
         raise DataError(
-            f"rank {rank} was given other data in epoch {batch.cursor.epoch} than rank 0; each trains a part of them",
+            f"rank {rank} read other data in epoch {batch.cursor.epoch} than rank 0; each trains a part of them",
             remedy="give every rank the same batches in the same order: draw from torch's global generators, or seed "
             "your own alike, and leave it to Trainwright to share them (a DistributedSampler needs num_replicas=1)",
         )

@@ -1,4 +1,4 @@
-"""Cutting a micro-batch into smaller ones along its samples: exact, or refused."""
+"""Cuts a micro-batch into smaller ones along its samples, exactly, or raises."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainwright.errors import UsageError
 
 _PLAIN = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 Piece = Callable[[slice], object]
-"""Returns the samples in a slice of the data that it was made for."""
+"""Returns the samples in a slice of its data."""
 
 
 def cut(batch: StepBatch, limit: int | None) -> StepBatch:
-    """The same samples in the same order, in micro-batches of at most ``limit`` of them; views, no copies.
+    """Return the same samples in the same order, in micro-batches of at most ``limit``; views, no copies.
 
-    Raises UsageError, with the path of what is in the way, where data have no row for each sample.
+    Raises UsageError if the data have no row for each sample, with the path of the obstacle.
     """
     if limit is None or all(micro.size <= limit for micro in batch.micro):
         return batch
@@ -28,19 +28,19 @@ def cut(batch: StepBatch, limit: int | None) -> StepBatch:
 
 
 def cut_micro(micro: MicroBatch, limit: int) -> list[MicroBatch]:
-    """One micro-batch in pieces of ``limit`` samples, the last one with what is left."""
+    """Return one micro-batch in pieces of ``limit`` samples; the last piece may be smaller."""
     size = micro.size
     if size <= limit:
         return [micro]
     piece = _piece_of(micro.data, size, "batch")
     if piece is None:
-        raise _refused("nothing in it has a row for each sample", size)
+        raise _cannot_cut("nothing in it has a row for each sample", size)
     rows = [slice(start, min(start + limit, size)) for start in range(0, size, limit)]
     return [MicroBatch(piece(some), micro.ids[some]) for some in rows]
 
 
-def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
-    """The rows of ``rank``, of even shares. One that has none takes the first row, without an id: it weighs nothing.
+def rows_of_rank(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """Return the rows of ``rank``, divided evenly. A rank without rows gets the first row, without an id: weight 0.
 
     Raises UsageError as ``cut`` does.
     """
@@ -48,7 +48,7 @@ def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         return micro
     piece = _piece_of(micro.data, micro.size, "batch")
     if piece is None:
-        raise _refused("nothing in it has a row for each sample", micro.size)
+        raise _cannot_cut("nothing in it has a row for each sample", micro.size)
     ids = np.array_split(micro.ids, ranks)
     begin = sum(map(len, ids[:rank]))
     rows = slice(begin, begin + len(ids[rank])) if len(ids[rank]) else slice(0, 1)
@@ -56,33 +56,34 @@ def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
 
 
 def _piece_of(data: object, size: int, path: str) -> Piece | None:
-    """How to take samples out of ``data``; None for a number, a string or the like, which count for all samples.
+    """Return a function that slices samples out of ``data``; None for values that apply to all samples, such as a
+    number.
 
-    Raises UsageError where a tensor has another first dimension, or what is in it is not known.
+    Raises UsageError for a tensor with another first dimension, or for an unknown type.
     """
     if isinstance(data, Tensor) and data.layout != torch.strided:
-        raise _refused(f"{path} is {data.layout}", size)
+        raise _cannot_cut(f"{path} is {data.layout}", size)
     if isinstance(data, Tensor | np.ndarray) and data.ndim:
         if data.shape[0] != size:
-            raise _refused(f"{path} has the shape {tuple(data.shape)}", size)
+            raise _cannot_cut(f"{path} has the shape {tuple(data.shape)}", size)
         return data.__getitem__
     if isinstance(data, Mapping):
         pieces = {key: _piece_of(value, size, f"{path}[{key!r}]") for key, value in data.items()}
         if not any(pieces.values()):
             return None
-        return lambda rows: _alike(data, {k: _some(pieces[k], v, rows) for k, v in data.items()})
+        return lambda rows: _as_class_of(data, {k: _some(pieces[k], v, rows) for k, v in data.items()})
     if isinstance(data, tuple | list):
         return _piece_of_several(data, size, path)
     if isinstance(data, _PLAIN):
         return None
-    raise _refused(f"{path} is a {type(data).__name__}", size)
+    raise _cannot_cut(f"{path} is a {type(data).__name__}", size)
 
 
 def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: str) -> Piece | None:
-    """The parts of a batch, or as many samples as there are: then nothing in them has a row for each sample.
+    """Return the slicing function of a container, which holds either the parts of a batch or the samples themselves.
 
-    Where both may be, a tuple at the top holds parts, and a list there whose parts would all be lists of samples holds
-    samples; deeper inside it is refused.
+    If both are possible, a top-level tuple holds parts, and a top-level list whose parts would all be lists of samples
+    holds samples. Deeper ambiguity raises UsageError.
     """
     pieces: list[Piece | None] = []
     refusal = None
@@ -96,7 +97,7 @@ def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: 
         if not has_rows or (path == "batch" and type(data) is list and all(map(_takes_samples, pieces))):
             return data.__getitem__
         if path != "batch":
-            raise _refused(f"{path} may hold {size} samples, or {size} tensors with a row for each of them", size)
+            raise _cannot_cut(f"{path} may hold {size} samples, or {size} tensors with a row for each of them", size)
     if refusal is not None:
         raise refusal
     if not has_rows:
@@ -105,11 +106,11 @@ def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: 
     return lambda rows: make(_some(piece, value, rows) for piece, value in zip(pieces, data, strict=True))
 
 
-def _alike(data: Mapping[object, object], made: dict[object, object]) -> object:
-    """Of the class that ``data`` is of, whose values may be read as attributes; a plain one where it is not made so."""
+def _as_class_of(data: Mapping[object, object], made: dict[object, object]) -> object:
+    """Return ``made`` as an instance of the class of ``data``, or as a plain dict if that class cannot be built so."""
     try:
         return made if type(data) is dict else type(data)(made)  # type: ignore[call-arg]
-    except TypeError:  # as a defaultdict
+    except TypeError:  # such as a defaultdict
         return made
 
 
@@ -121,7 +122,7 @@ def _some(piece: Piece | None, value: object, rows: slice) -> object:
     return value if piece is None else piece(rows)
 
 
-def _refused(why: str, size: int) -> UsageError:
+def _cannot_cut(why: str, size: int) -> UsageError:
     return UsageError(
         f"a micro-batch of {size} samples cannot be cut: {why}",
         remedy="give tensors whose first dimension counts the samples, or make batch.micro smaller",

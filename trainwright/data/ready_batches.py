@@ -1,4 +1,4 @@
-"""Ready batches: what can only be iterated is run as it is, with its own workers; one pass over it is an epoch."""
+"""Ready-made batches: an iterable runs unchanged, with its own workers; one pass over it is an epoch."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from trainwright.checkpoint.rng import RngBag, seed_of
 from trainwright.data.batch_digest import digest_with
 from trainwright.data.collation import Batch
 from trainwright.data.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
-from trainwright.data.workers import sigchld_as_it_was
+from trainwright.data.workers import preserved_sigchld
 from trainwright.errors import DataError, text_of
 
 Say: TypeAlias = Callable[[str], None]
 PROGRESS_S = 10.0
-"""How often it is said how far a replay has come."""
-_END = object()
+"""Seconds between progress messages of a replay."""
+_END_OF_DATA = object()
 ALL_OF_FIRST, DIGESTED = 16, 16
-"""Batches of an epoch that are all covered by its digest, and of which one is later: another order differs at once."""
+"""Number of first batches of an epoch that its digest covers, and interval of those after it.
+
+Detects a changed order at once.
+"""
 SPARSE = f"/{DIGESTED}"
-"""Ends the digest of an epoch that does not cover all batches."""
-IDS_OF = 32
-"""Batches whose ids are made at once: between two steps a call costs ten times what it does in a row."""
-PLAIN = {int, float, str, bool, type(None)}
-"""Types of values that nobody changes, and a checkpoint keeps."""
-_NAMES = {str}
-MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
-AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
+"""Suffix of the digest of an epoch that does not cover all batches."""
+BATCHES_PER_IDS = 32
+"""Number of batches whose ids are created together: between two steps a call costs ten times what it does in a loop."""
+PLAIN_TYPES = {int, float, str, bool, type(None)}
+"""Types of immutable values that a checkpoint can store."""
+_KEY_TYPES = {str}
+MAY_REPEAT_WARNING = "some samples of this epoch may come twice, and some not at all"
+REPEATABLE_REMEDY = "give a list, a loader, or a function without arguments that makes the iterator"
 
 
 class ReadyBatches:
-    """An iterable of batches, or a function without arguments that makes one for each pass; ``kind`` names it."""
+    """An iterable of batches, or a function without arguments that creates one for each pass; ``kind`` names it."""
 
     def __init__(self, source: object, kind: str = "") -> None:
         self.source = source
@@ -53,32 +56,32 @@ class ReadyBatches:
 
     @property
     def once(self) -> bool:
-        """Whether it is an iterator that cannot begin again."""
+        """True if it is an iterator that cannot start again."""
         source = self.source
         return isinstance(source, Iterable) and iter_is_itself(source) and not hasattr(source, "reset")
 
     @property
     def size(self) -> int | None:
-        """Batches of an epoch; None where that is not known."""
+        """Number of batches in an epoch; None if unknown."""
         if self.makes or not hasattr(self.source, "__len__"):
             return None
-        with suppress(Exception):  # some only raise, each another error
+        with suppress(Exception):  # some __len__ only raise, with various errors
             return len(self.source)
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a batch, where the source says so."""
+        """Number of samples in a batch, if the source has a ``batch_size``."""
         named = getattr(self.source, "batch_size", None)
         return named if isinstance(named, int) and named > 0 else None
 
     @property
     def keeps_state(self) -> bool:
-        return _keeper_of(self.source) is not None
+        return _state_access_of(self.source) is not None
 
     @property
     def are_in_memory(self) -> bool:
-        """Whether they lie in a list, and torch draws their order: nothing of them depends on training."""
+        """True if the batches are in a list and torch draws their order, so nothing depends on training."""
         loader = self.source
         if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not default_convert:
             return False
@@ -87,13 +90,13 @@ class ReadyBatches:
 
     @property
     def origin(self) -> object:
-        """What the batches are made of."""
+        """The object that the batches are made from."""
         return self.source.dataset if isinstance(self.source, DataLoader) else self.source
 
     def first_row(self) -> object:
-        """One sample of the first batch, which comes again where the source can be iterated only once.
+        """Return one sample of the first batch, which is put back if the source can be iterated only once.
 
-        Raises DataError where there is none, or where rows cannot be counted.
+        Raises DataError if there is none, or if rows cannot be counted.
         """
         with HeldGenerators([self.source]).preserved():
             batch = Pass(self, 0, 0, silent).next()
@@ -109,7 +112,7 @@ class ReadyBatches:
         return _row(batch.data)
 
     def begin(self, seed: int | None, epoch: int) -> Any:
-        """Returns what is iterated in an epoch. The generators that it holds are seeded, unless ``seed`` is None."""
+        """Return the iterable of an epoch. The generators that it holds are seeded, unless ``seed`` is None."""
         made = self.source() if self.makes else self.source  # type: ignore[operator]
         if seed is None:
             set_epoch(made, epoch)
@@ -125,14 +128,14 @@ def iter_is_itself(source: object) -> bool:
 
 
 class Pass:
-    """One epoch of the user's iterator, and what is known of how far it has come.
+    """One epoch of the user's iterator, and its progress.
 
-    The ids of a batch are positions in the pass, one for each row; one in all where rows cannot be counted. The
-    ``generators`` are those of the pass before, which is over.
+    The ids of a batch are positions in the pass, one per row, or one per batch if rows cannot be counted.
+    ``generators`` are those of the previous pass, which is over.
 
-    ``live``: what is drawn up to the first batch comes from the random generators of the process, as in a loop over the
-    same iterator, and what is drawn later from a copy of them. ``start`` is the random state in which such a pass of an
-    earlier process began, whose batches are read again.
+    ``live``: draws up to the first batch use the random generators of the process, as in a loop over the same iterator,
+    and later draws use a copy of them. ``start`` is the random state at the start of such a pass of an earlier process,
+    whose batches are read again.
     """
 
     def __init__(
@@ -161,13 +164,13 @@ class Pass:
             self._generators.seed(seed_of(f"{seed}:{epoch}:batches"))
         self._is_live = live and start is None
         try:
-            with nullcontext() if self._is_live else self._generators, sigchld_as_it_was():
+            with nullcontext() if self._is_live else self._generators, preserved_sigchld():
                 made = source.begin(None if self.start else seed, epoch)
-                keeper = _keeper_of(made)
+                keeper = _state_access_of(made)
                 if state is not None and keeper is not None:
                     keeper.load(copy.deepcopy(state.own))
                 self._iterator = iter(made)
-                self._keeper = keeper or _keeper_of(self._iterator)
+                self._keeper = keeper or _state_access_of(self._iterator)
                 if state is not None and keeper is None and self._keeper is not None:
                     self._keeper.load(copy.deepcopy(state.own))
         except Exception as error:
@@ -179,23 +182,23 @@ class Pass:
         self._ids_begin = self._ids_end = 0
 
     def next(self) -> MicroBatch | None:
-        """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
+        """Return the next batch on the host, None at the end. Raises DataError for any error of the iterator."""
         try:
             if self._is_live:
-                data, self._is_live = next(self._iterator, _END), False
+                data, self._is_live = next(self._iterator, _END_OF_DATA), False
                 self._generators.continue_here()
             else:
                 with self._around_next:
-                    data = next(self._iterator, _END)
+                    data = next(self._iterator, _END_OF_DATA)
         except Exception as error:
             raise self._failed(error) from error
-        if data is _END:
+        if data is _END_OF_DATA:
             return None
         data = _as_tensors(data)
         rows = count_rows(data) or 1
         begin, self.number, self.position = self.position, self.number + 1, self.position + rows
         if self.position > self._ids_end:
-            self._ids_begin, self._ids_end = begin, begin + rows * IDS_OF
+            self._ids_begin, self._ids_end = begin, begin + rows * BATCHES_PER_IDS
             self._ids = np.arange(begin, self._ids_end)
         ids = self._ids[begin - self._ids_begin : self.position - self._ids_begin]
         if self._covers_all or self.number <= ALL_OF_FIRST:
@@ -214,20 +217,20 @@ class Pass:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the iterator can say where it stands."""
+        """True if the iterator can report its state."""
         return self._keeper is not None
 
     def cursor(self) -> Cursor:
-        """Where the epoch stands after the batch that came last."""
+        """Return the position of the epoch after the last batch."""
         return Cursor(self.epoch, self.position, self.digest, self._state(), self.start)
 
     def _state(self) -> StreamState | None:
-        """None also for a state that a checkpoint cannot keep: it never executes code. That is said, once."""
+        """Return the state of the iterator; None if a checkpoint cannot store it, which is reported once."""
         if self._keeper is None:
             return None
         try:
             own = _copied(self._keeper.read())
-        except Exception as error:  # the user's code, or a TypeError that names what is in the way
+        except Exception as error:  # an error of the user's code, or a TypeError that names the obstacle
             self._keeper = None
             self._say(
                 f"the state of the loader is not kept, a resume reads its batches again: {text_of(error, lines=1)}"
@@ -237,8 +240,8 @@ class Pass:
 
 
 def _copied(own: Tree) -> Tree:
-    """Raises TypeError for what a checkpoint cannot keep."""
-    if type(own) is dict and PLAIN.issuperset(map(type, own.values())) and _NAMES.issuperset(map(type, own)):
+    """Copy a state. Raises TypeError for values that a checkpoint cannot store."""
+    if type(own) is dict and PLAIN_TYPES.issuperset(map(type, own.values())) and _KEY_TYPES.issuperset(map(type, own)):
         return own.copy()
     own = copy.deepcopy(own)
     encode(own)
@@ -246,36 +249,37 @@ def _copied(own: Tree) -> Tree:
 
 
 def silent(line: str) -> None:
-    """Says nothing."""
+    """Ignore a message."""
 
 
-class _Keeper(NamedTuple):
-    """How a loader or its iterator says where it stands, and is put there."""
+class _StateAccess(NamedTuple):
+    """Functions that read and load the state of a loader or its iterator."""
 
     read: Callable[[], Tree]
     load: Callable[[Tree], object]
 
 
-def _keeper_of(thing: object) -> _Keeper | None:
+def _state_access_of(thing: object) -> _StateAccess | None:
     for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         read, load = (getattr(thing, name, None) for name in names)
         if callable(read) and callable(load):
-            return _Keeper(read, load)
+            return _StateAccess(read, load)
     return None
 
 
 def _draws_in_workers(source: object) -> bool:
-    """Whether nothing is drawn in this process once the loader is begun."""
+    """Return True if nothing is drawn in this process after the loader has started."""
     is_plain = type(source) is DataLoader and isinstance(source.dataset, IterableDataset)
     return is_plain and source.num_workers > 0  # type: ignore[attr-defined]
 
 
 class ReadyStream:
-    """Ready batches, epoch after epoch, from a cursor on, until an epoch is empty or the source cannot begin again.
+    """Ready-made batches, epoch after epoch, from a cursor on, until an epoch is empty or the source cannot start
+    again.
 
-    A resume within an epoch loads the state of the iterator, where it has one that a checkpoint can keep; else the
-    batches before the cursor are read again and dropped. ``resumed`` says afterwards what that came to.
-    ``covers_all``: a digest covers every batch, else some of them.
+    A resume within an epoch loads the state of the iterator, if it has one that a checkpoint can store; else the
+    batches before the cursor are read again and dropped. ``resumed`` describes the outcome. ``covers_all``: the digest
+    covers every batch, else some of them.
     """
 
     def __init__(
@@ -292,24 +296,26 @@ class ReadyStream:
         self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
         self._live, self._covers_all, self._generators = live, covers_all, OwnGenerators(seed)
         self.resumed = ""
-        self._said: set[str] = set()
+        self._messages: set[str] = set()
 
     def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
-        """Yields the batches of each step, ``joined`` of them or what is left of an epoch, and None at its end."""
+        """Yield the batches of each step, ``joined`` of them or the rest of an epoch, and None at its end."""
         first = self.start.epoch
         for epoch in count(first) if self.epochs is None else range(first, self.epochs):
-            one = self._begun(epoch)
+            one = self._started_pass(epoch)
             is_empty = one.position == 0
             while window := [batch for _ in range(joined) if (batch := one.next()) is not None]:
                 is_empty = False
                 yield window, one.cursor()
             if self.source.once and self.epochs is None:
-                self.say(f"the data can be iterated once, and gave {one.number:,} batches; to go on, {AGAIN}")
+                self.say(
+                    f"the data can be iterated once, and gave {one.number:,} batches; to go on, {REPEATABLE_REMEDY}"
+                )
             if self.source.once or is_empty:
                 return
             yield None
 
-    def _begun(self, epoch: int) -> Pass:
+    def _started_pass(self, epoch: int) -> Pass:
         start = self.start
         if epoch != start.epoch or not start.position:
             return self._pass(epoch)
@@ -340,30 +346,30 @@ class ReadyStream:
         )
 
     def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._messages:
+            self._messages.add(line)
             self.say(line)
 
     def _replay(self, one: Pass) -> None:
-        start, told_s = self.start, time.monotonic()
+        start, reported_s = self.start, time.monotonic()
         while one.position < start.position and one.next() is not None:
-            if time.monotonic() - told_s > PROGRESS_S:
-                told_s = time.monotonic()
+            if time.monotonic() - reported_s > PROGRESS_S:
+                reported_s = time.monotonic()
                 self.say(f"reading the data again: {one.position:,} of {start.position:,} samples")
         what = f"the first {one.number:,} batches of epoch {start.epoch} were read again and not trained on"
         self.resumed = compared(what, one.position, one.digest == start.digest, start)
 
 
 def compared(what: str, reached: int, is_same: bool, start: Cursor) -> str:
-    """Says what going over the beginning of an epoch again came to, by ``reached`` samples."""
+    """Return a message on the comparison after reading the start of an epoch again, up to ``reached`` samples."""
     if is_same:
         return f"{what}, and they are the same as before"
     short = "" if reached == start.position else f" there were only {reached:,}, and"
-    return f"{what}, and they are NOT the same as before:{short} {MAY_REPEAT}"
+    return f"{what}, and they are NOT the same as before:{short} {MAY_REPEAT_WARNING}"
 
 
 def _row(data: Batch) -> Batch:
-    """The first row of every tensor, of a batch of any nesting."""
+    """Return the first row of every tensor in a nested batch."""
     if isinstance(data, Tensor):
         return data[0] if data.dim() else data
     if isinstance(data, tuple | list):
@@ -372,12 +378,12 @@ def _row(data: Batch) -> Batch:
 
 
 def _as_tensors(data: Batch) -> Batch:
-    """With tensors in place of NumPy arrays of numbers."""
+    """Return the batch with NumPy arrays of numbers converted to tensors."""
     if isinstance(data, Tensor):
         return data
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
         return torch.from_numpy(np.require(data, requirements=["C", "W"]))
-    if type(data) is tuple or type(data) is list:  # of a list a copy: whoever made it may change it
+    if type(data) is tuple or type(data) is list:  # a list is copied, because its owner may change it
         if type(data) is tuple and False not in [isinstance(each, Tensor) for each in data]:
             return data
         return type(data)([each if isinstance(each, Tensor) else _as_tensors(each) for each in data])

@@ -1,4 +1,4 @@
-"""Evaluation and saving between two steps. The state is whole there: an error loses no step."""
+"""Evaluation and saving between two steps. The state is complete there, so an error loses no step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainwright.errors import OutOfMemoryError
 
 
 class Periodic(Protocol):
-    """An action that runs when it is due: evaluation, saving."""
+    """An action that runs when it is due, such as evaluation or saving."""
 
     def due(self, state: TrainState) -> bool: ...
     def __call__(self, state: TrainState) -> None: ...
 
 
 class Evaluator(Periodic, Protocol):
-    """Evaluates in the course of a run, and once more at its end; what is known already costs nothing."""
+    """Evaluates during a run and once at its end. A step that was evaluated already is not evaluated again."""
 
     @property
     def last(self) -> EvaluationResult | None: ...
@@ -27,9 +27,9 @@ class Evaluator(Periodic, Protocol):
 
 
 class Saver(Periodic, Protocol):
-    """Saves the state; a step that is saved already costs nothing. On exit every save has reached the disk.
+    """Saves the state. A step that was saved already is not saved again. On exit all saves have reached the disk.
 
-    ``rescue`` saves after an exception, where one rank can do that alone.
+    ``rescue`` saves after an exception, if one rank can do that alone.
     """
 
     def rescue(self, state: TrainState) -> None: ...
@@ -51,8 +51,8 @@ class _Never:
 NEVER = _Never()
 
 
-class Whole:
-    """Saves the state when an exception leaves the context. Not for KeyboardInterrupt: that quits at once."""
+class SaveOnError:
+    """Saves the state when an exception leaves the context. Does not save on KeyboardInterrupt, which exits at once."""
 
     def __init__(self, state: TrainState, saving: Saver) -> None:
         self.state, self.saving = state, saving
@@ -64,8 +64,8 @@ class Whole:
             self.saving.rescue(self.state)
 
 
-class LastGood:
-    """Saves the last good step when the next one does not fit into memory: that error leaves the state whole."""
+class SaveOnOutOfMemory:
+    """Saves the last good step when memory runs out in the next one and that error left the state intact."""
 
     def __init__(self, state: TrainState, saving: Saver) -> None:
         self.state, self.saving = state, saving
@@ -77,8 +77,8 @@ class LastGood:
             self.saving.rescue(self.state)
 
 
-def each_batch(batches: Iterable[StepBatch], whole: Whole) -> Iterator[StepBatch]:
-    """Yields the batches; an error while one is read saves the state."""
+def each_batch(batches: Iterable[StepBatch], whole: SaveOnError) -> Iterator[StepBatch]:
+    """Yields the batches. Saves the state if reading one raises."""
     stream = iter(batches)
     while True:
         with whole:

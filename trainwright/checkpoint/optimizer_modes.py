@@ -1,9 +1,9 @@
 """Optimizers with a mode for training and one for evaluation, such as ScheduleFree (Defazio et al. 2024).
 
 While such an optimizer trains, the model has the weights at which gradients are computed. ``eval()`` writes the
-averaged weights into the model, and ``train()`` writes the training weights back, but for rounding. An optimizer is
-recognized by these two methods. Here the training weights always come back bit for bit, so that neither an evaluation
-nor a save changes the training.
+averaged weights into the model, and ``train()`` writes the training weights back, up to rounding. An optimizer is
+recognized by these two methods. Here the training weights are always restored bit for bit, so neither an evaluation nor
+a save changes the training.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.chained import parts_of
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.shards import locals_of
 
 
 class BothWeights(NamedTuple):
-    """The parameters of optimizers with modes, by ``id``: as they are trained, and averaged."""
+    """Training and averaged weights of optimizers with modes, by ``id`` of the parameter."""
 
     training: Mapping[int, Tensor]
     averaged: Mapping[int, Tensor]
 
 
 def with_modes(optimizer: Optimizer) -> list[Any]:
-    """The parts of an optimizer that have the methods ``train()`` and ``eval()``."""
+    """Return the parts of an optimizer that have the methods ``train()`` and ``eval()``."""
     parts = parts_of(optimizer)
     return [each for each in parts if all(callable(getattr(each, name, None)) for name in ("train", "eval"))]
 
 
 def names_with_modes(optimizer: Optimizer) -> str:
-    """The classes of these parts."""
+    """Return the class names of the parts with modes."""
     return " and ".join(type(each).__name__ for each in with_modes(optimizer))
 
 
 @torch.no_grad()
 def use_training_weights(optimizer: Optimizer) -> None:
-    """Puts an optimizer into its mode for training. Does nothing where it has no modes."""
+    """Set an optimizer to training mode. Does nothing if it has no modes."""
     for part in with_modes(optimizer):
         part.train()
 
 
 @torch.no_grad()
 def use_averaged_weights(optimizer: Optimizer) -> None:
-    """Writes the averaged weights into the model. Does nothing where the optimizer has no modes."""
+    """Write the averaged weights into the model. Does nothing if the optimizer has no modes."""
     for part in _stepped(optimizer):
         part.eval()
 
 
 @contextmanager
 def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
-    """The model has the averaged weights inside, and then the training weights again, bit for bit.
+    """Context in which the model has the averaged weights. The training weights are restored bit for bit.
 
-    The optimizer must be in its mode for training. Costs a copy of the weights where it has modes.
+    The optimizer must be in training mode. Costs a copy of the weights if it has modes.
     """
     kept = _copies(optimizer)
     use_averaged_weights(optimizer)
@@ -69,9 +69,9 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def both_weights(optimizer: Optimizer) -> Iterator[BothWeights]:
-    """Copies of both weights; empty where the optimizer has no modes.
+    """Context with copies of both weights; empty if the optimizer has no modes.
 
-    The optimizer is in its mode for training inside. The mode and the weights that it had come back afterwards.
+    The optimizer is in training mode inside. Its mode and weights are restored afterwards.
     """
     found = _copies(optimizer)
     use_training_weights(optimizer)
@@ -92,7 +92,7 @@ def both_weights(optimizer: Optimizer) -> Iterator[BothWeights]:
 
 
 def _stepped(optimizer: Optimizer) -> list[Any]:
-    """The parts with modes that have made an update: both weights are the same before."""
+    """Return the parts with modes that have made an update; before, both weights are equal."""
     return [part for part in with_modes(optimizer) if part.state]
 
 

@@ -1,4 +1,4 @@
-"""The length of an epoch of data that do not tell it: they are read once before the run, and nothing is trained."""
+"""Counts the length of an epoch of data without a length, by reading them once before the run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from trainwright.data.generators import HeldGenerators, prepare_epoch, seeded
-from trainwright.data.ready import PROGRESS_S, Pass, ReadyBatches, silent
+from trainwright.data.ready_batches import PROGRESS_S, Pass, ReadyBatches, silent
 from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.make import RunFacts
 from trainwright.recipe import Recipe
 from trainwright.recipe.duration import Duration
 
-PATIENCE_S = 120.0
-"""How long an epoch is counted: some streams never end."""
+MAX_COUNTING_S = 120.0
+"""Maximum time for counting an epoch, in seconds: some streams never end."""
 
 
 def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Callable[[str], None]) -> RunFacts:
-    """``facts`` with the length of an epoch, where a length of the recipe is in epochs and the data do not tell it.
+    """Return ``facts`` with the length of an epoch, if the recipe has a length in epochs and the data have none.
 
-    Raises RecipeError where they can be iterated only once, and where no end is in sight.
+    Raises:
+        RecipeError: The data can be iterated only once, or do not end in time.
     """
     own, path = facts.own_batches, _in_epochs(recipe)
     is_known = facts.train_samples is not None or (own is not None and own.count is not None)
@@ -29,17 +30,17 @@ def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Ca
         return facts
     if isinstance(data.dataset, ReadyBatches) and data.dataset.once:
         raise _unknown(path, "one whose data can be iterated once cannot be counted before it")
-    begin_s = told_s = time.monotonic()
+    begin_s = reported_s = time.monotonic()
     counted = 0
     for counted, _ in enumerate(_epoch(data, recipe.seed), start=1):
         now_s = time.monotonic()
-        if now_s - begin_s > PATIENCE_S:
-            raise _unknown(path, f"after {counted:,} {_things(data)} in {PATIENCE_S:g} s there was no end of one")
-        if now_s - told_s > PROGRESS_S:
-            told_s = now_s
-            say(f"counting an epoch: {counted:,} {_things(data)} so far")
-    took = f"{counted:,} {_things(data)}, counted in {time.monotonic() - begin_s:.2g} s"
-    say(f"epoch       {took}: {path} is in epochs, and the data do not tell their length")
+        if now_s - begin_s > MAX_COUNTING_S:
+            raise _unknown(path, f"after {counted:,} {_unit(data)} in {MAX_COUNTING_S:g} s there was no end of one")
+        if now_s - reported_s > PROGRESS_S:
+            reported_s = now_s
+            say(f"counting an epoch: {counted:,} {_unit(data)} so far")
+    took = f"{counted:,} {_unit(data)}, counted in {time.monotonic() - begin_s:.2g} s"
+    say(f"epoch       {took}: {path} is in epochs, and the data have no length")
     return (
         replace(facts, train_samples=counted)
         if own is None
@@ -48,7 +49,7 @@ def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Ca
 
 
 def _in_epochs(recipe: Recipe) -> str:
-    """The first length of the recipe that is in epochs, by its path; "" where none is."""
+    """Return the path of the first length of the recipe that is in epochs; "" without one."""
     lengths: dict[str, Duration | None] = {
         "until": recipe.until,
         "schedule.warmup": recipe.schedule.warmup,
@@ -61,14 +62,14 @@ def _in_epochs(recipe: Recipe) -> str:
 
 
 def _epoch(data: Unwrapped, seed: int) -> Iterator[object]:
-    """The batches, or the samples, of the first epoch. What is drawn for them leaves no trace."""
+    """Yield the batches, or the samples, of the first epoch. Random generators are restored."""
     if isinstance(data.dataset, ReadyBatches):
         with HeldGenerators([data.dataset.source]).preserved():
             one = Pass(data.dataset, seed, 0, silent)
             while (batch := one.next()) is not None:
                 yield batch
         return
-    if data.order is not None:  # its positions are drawn, no sample is read
+    if data.order is not None:  # its positions are drawn, but no sample is read
         with HeldGenerators([data.order.sampler]).preserved():
             for ids in data.order.batches(seed, 0):
                 yield from [ids] if data.order.in_batches else ids
@@ -78,7 +79,7 @@ def _epoch(data: Unwrapped, seed: int) -> Iterator[object]:
         yield from data.dataset
 
 
-def _things(data: Unwrapped) -> str:
+def _unit(data: Unwrapped) -> str:
     return "samples" if data.own_batches is None else "batches"
 
 

@@ -1,4 +1,4 @@
-"""The captured content of one object, by kinds of objects: how it is copied, compared and written back."""
+"""The captured content of one object, by kind of object: how it is copied, compared and restored."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ class StatePart(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Equal for two parts of the same object. The part keeps the object alive, so its id is not used again."""
+        """Key of the object, equal for two parts of the same one. The part keeps it alive, so its id is not reused."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was nothing to capture."""
+        """True if there was nothing to capture."""
 
     def put_back(self) -> bool:
-        """Writes the content into the object where it has changed. Returns whether the object now has it."""
+        """Restore the content of the object if it has changed. Returns True if the object has the content now."""
 
     def again(self) -> StatePart:
-        """Captures the same object as it is now."""
+        """Capture the current content of the same object."""
 
 
 class _Marker:
-    """A value that stands for something else."""
+    """A placeholder value."""
 
 
 ABSENT, LEFT = _Marker(), _Marker()
-"""A name that has no value; a value that is not captured, so that ``put_back`` leaves what is there."""
+"""Placeholders for a name without a value, and for a value that is not captured and that ``put_back`` leaves unchanged.
+"""
 
 
 class Bindings:
-    """Names that are bound to values. Subclasses read and write them; this one the names of modules of Python."""
+    """Names that are bound to values: here the names of Python modules. Subclasses read and write other namespaces."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self.owner, self.names = owner, names
@@ -75,7 +76,7 @@ class Bindings:
         del self.owner[name]
 
     def leave(self, name: object) -> None:
-        """Does not keep the value of ``name``."""
+        """Exclude the value of ``name``."""
         if name in self.saved:
             self.saved[name] = LEFT
 
@@ -94,7 +95,7 @@ class Bindings:
 
 
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, staticmethod, classmethod, property)
-"""Values that a name is rarely bound to twice."""
+"""Types of values that a name is rarely bound to twice."""
 
 
 class Slots(Bindings):
@@ -114,7 +115,7 @@ class Slots(Bindings):
 
 
 class ClassAttributes(Bindings):
-    """The attributes of a class that are data."""
+    """The data attributes of a class."""
 
     @classmethod
     def of(cls, owner: type) -> ClassAttributes:
@@ -138,7 +139,7 @@ class ClassAttributes(Bindings):
 
 
 def is_data(name: str, value: object) -> bool:
-    """Whether an attribute of a class is neither code nor one that Python makes."""
+    """Return True if an attribute of a class is neither code nor created by Python."""
     return not (name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__"))
 
 
@@ -162,7 +163,7 @@ class Cell(Bindings):
 
 
 class ContextVariable(Bindings):
-    """A context variable. One that was not set keeps what it was set to."""
+    """A context variable. A variable that was not set before is not reset."""
 
     def __init__(self, owner: contextvars.ContextVar[Any], names: Sequence[str] = ("",)) -> None:
         super().__init__(owner, names)
@@ -177,7 +178,7 @@ class ContextVariable(Bindings):
 
 
 class Gradient(Bindings):
-    """The gradient of a leaf."""
+    """The gradient of a leaf tensor."""
 
     def __init__(self, owner: Tensor, names: Sequence[str] = ("grad",)) -> None:
         super().__init__(owner, names)
@@ -190,7 +191,7 @@ class Gradient(Bindings):
 
 
 class OwnedItems:
-    """The items of a dict, in their order: attributes of an object, or a container."""
+    """The items of a dict, in order: attributes of an object, or a container."""
 
     def __init__(self, owner: dict[Any, Any]) -> None:
         self.owner, self.saved, self._has_left = owner, _items(owner), False
@@ -204,7 +205,7 @@ class OwnedItems:
         return not self.saved
 
     def leave(self, name: object) -> None:
-        """Does not keep the value of ``name``."""
+        """Exclude the value of ``name``."""
         if name in self.saved:
             self.saved[name], self._has_left = LEFT, True
 
@@ -230,14 +231,14 @@ class OwnedItems:
 
 
 def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
-    """A plain dict of the items, without calling methods of a subclass."""
+    """Return a plain dict of the items, without calling methods of a subclass."""
     if isinstance(owner, OrderedDict):
         return {key: dict.__getitem__(owner, key) for key in OrderedDict.__iter__(owner)}
     return dict.copy(owner)
 
 
 class EmptyDicts:
-    """Dicts that are empty, as those of most hooks are."""
+    """Empty dicts, such as those of most hooks."""
 
     def __init__(self, owners: Sequence[dict[Any, Any]]) -> None:
         self.owners = owners
@@ -255,20 +256,18 @@ class EmptyDicts:
         return True
 
     def again(self) -> StatePart:
-        """They may be filled by now."""
+        """Return a capture of the items, because the dicts may no longer be empty."""
         return Several([OwnedItems(owner) for owner in self.owners], self.key)
 
 
 class Several:
-    """Parts of several objects."""
-
     is_empty = False
 
     def __init__(self, parts: Sequence[StatePart], key: Hashable) -> None:
         self._parts, self.key = parts, key
 
     def put_back(self) -> bool:
-        is_back = [part.put_back() for part in self._parts]  # each of them, whatever the others are
+        is_back = [part.put_back() for part in self._parts]  # a list: each part must be restored
         return all(is_back)
 
     def again(self) -> Several:
@@ -276,8 +275,6 @@ class Several:
 
 
 class Sequenced:
-    """A list or deque."""
-
     def __init__(self, owner: list[Any] | deque[Any]) -> None:
         kind: Any = list if isinstance(owner, list) else deque  # methods of a subclass are not called
         self.owner, self._kind = owner, kind
@@ -303,8 +300,6 @@ class Sequenced:
 
 
 class Elements:
-    """A set."""
-
     def __init__(self, owner: set[Any]) -> None:
         self.owner, self.saved = owner, set.copy(owner)
 
@@ -327,7 +322,7 @@ class Elements:
 
 
 class Length:
-    """The length and the last item of a long container, to which items are only added."""
+    """The length and the last item of a long container, to which items are only appended."""
 
     is_empty = False
 
@@ -373,7 +368,7 @@ class Values:
 
 
 class MemoryFile:
-    """A file that is in memory."""
+    """An in-memory file."""
 
     is_empty = False
 
@@ -439,7 +434,7 @@ def _write_generator(owner: Any, state: Any) -> None:
 
 
 class TensorData:
-    """The elements of a tensor, and what autograd knows of it: it must not see that the elements were written."""
+    """The elements of a tensor and its autograd metadata: autograd must not notice that the elements were written."""
 
     is_empty = False
 
@@ -454,7 +449,7 @@ class TensorData:
 
     @torch.no_grad()
     def put_back(self) -> bool:
-        if self._is_leaf and not self.owner.is_leaf:  # something with a graph was written into it
+        if self._is_leaf and not self.owner.is_leaf:  # a result with a graph was written into it
             self.owner.detach_()
         if self.owner.is_leaf and self.owner.requires_grad != self._wants_gradient:
             self.owner.requires_grad_(self._wants_gradient)
@@ -472,11 +467,11 @@ class TensorData:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the size of an element in bytes."""
+"""Integer dtypes by the size of an element in bytes."""
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits. They are compared on their device."""
+    """Return True if two tensors of one shape and dtype hold the same bits. They are compared on their device."""
     kind = _INTEGERS.get(one.element_size())
     if kind is None or one.is_conj() or one.is_neg() or one.is_quantized:
         return same_bits(one, other)
@@ -484,9 +479,9 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """A view of a tensor that can be written to: elements that overlap (``expand``) are in it once."""
+    """Return a writable view of a tensor; overlapping elements (``expand``) are contained once."""
     if tensor.layout != torch.strided:
-        return tensor  # to detach a sparse tensor makes another one, with values of its own
+        return tensor  # detaching a sparse tensor creates another one with separate values
     if tensor.numel() == 0:
         return tensor.detach()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -515,7 +510,7 @@ class ArrayData:
 
 
 class Witness:
-    """What can be compared and not be put back. ``read`` gives what is compared."""
+    """An object that can be compared, but not restored. ``read`` returns the value to compare."""
 
     is_empty = False
 
@@ -535,7 +530,7 @@ class Witness:
 
 
 def sample_of(value: Any) -> object:
-    """Some elements of a large tensor or array, and the version of a tensor."""
+    """Return some elements of a large tensor or array, and the version of a tensor."""
     if isinstance(value, np.ndarray):
         every = max(1, value.size // SAMPLED_ELEMENTS)
         return np.asarray(value.flat[::every]).tobytes()
@@ -554,28 +549,28 @@ class _Limited(io.BytesIO):
 class _TooLargeError(Exception): ...
 
 
-_too_costly: set[type] = set()
+_types_too_slow_to_pickle: set[type] = set()
 """Types of objects that take too long to be pickled. They are not compared."""
 
 
 def pickled(value: Any) -> object:
-    """The state of an object of an extension. Raises what its class raises."""
-    if type(value) in _too_costly:
+    """Return the pickled state of an object of an extension. Raises what its class raises."""
+    if type(value) in _types_too_slow_to_pickle:
         return None
     begin_s, file = time.perf_counter(), _Limited()
     try:
         pickle.Pickler(file, 4).dump(value)
     except _TooLargeError:
-        _too_costly.add(type(value))
+        _types_too_slow_to_pickle.add(type(value))
         return None
     if time.perf_counter() - begin_s > MAX_PICKLE_S:
-        _too_costly.add(type(value))
+        _types_too_slow_to_pickle.add(type(value))
         return None
     return file.getvalue()
 
 
 class Settings:
-    """Settings of torch for the whole process."""
+    """Process-wide settings of torch."""
 
     is_empty = True
     key = "settings"
