@@ -175,7 +175,7 @@ def test_a_run_of_a_function_is_evaluated_by_its_folder_alone() -> None:
 def test_what_is_not_there_is_said_in_words() -> None:
     live, model = live_run(net()).run, net()
     wrong: list[tuple[Any, str]] = [
-        (lambda: tw.evaluate(live, data()), r"cannot be made again from its folder(.|\n)*model=your_model"),
+        (lambda: tw.evaluate(live, data()), r"cannot be built from its folder(.|\n)*model=your_model"),
         (lambda: tw.evaluate(live, data(), model=net()), "the loss CrossEntropyLoss of the run was passed in Python"),
         (lambda: tw.evaluate(live, "val", nn.CrossEntropyLoss(), model=net()), "val set .* got it in Python"),
         (lambda: tw.predict(live, data(), model=nn.Linear(4, 2)), "do not fit the model"),

@@ -210,7 +210,7 @@ def test_live_objects_need_no_building() -> None:
     result = fitted()
     done = export(result.run, format="safetensors")
     assert same(load_file(done.path / "model.safetensors"), model_of(result).state_dict())
-    with pytest.raises(UsageError, match="cannot be made again from its folder: model, data") as caught:
+    with pytest.raises(UsageError, match="cannot be built from its folder: model, data") as caught:
         export(result.run, format="hf")
     assert "--format safetensors" in caught.value.remedy
 
@@ -270,7 +270,7 @@ def test_damaged_checkpoints_are_stepped_over_by_name() -> None:
     newest, older = checkpoints(result.run / "checkpoints")
     (newest / "model.safetensors").write_bytes(b"torn")
     done = CliRunner().invoke(app, ["export", str(result.run), "--json"])
-    assert done.exit_code == 0 and f"stepped over: {newest}/model.safetensors is damaged" in done.stderr
+    assert done.exit_code == 0 and f"checkpoint skipped: {newest}/model.safetensors is damaged" in done.stderr
     answer = json.loads(done.stdout)
     assert answer["step"] == 5 and str(newest) in answer["stepped_over"][0]
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
@@ -417,7 +417,7 @@ def test_an_adapter_of_live_objects() -> None:
     peft = pytest.importorskip("peft")
     result = fitted(**{"model.lora": {"rank": 2, "targets": ["0", "2"]}})
     for layout in ("safetensors", "state_dict", "hf"):
-        with pytest.raises(UsageError, match="cannot be made again from its folder: model, data") as caught:
+        with pytest.raises(UsageError, match="cannot be built from its folder: model, data") as caught:
             export(result.run, format=layout)
         assert "--adapter" in caught.value.remedy
     done = export(result.run, format="safetensors", adapter=True)

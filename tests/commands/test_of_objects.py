@@ -216,7 +216,7 @@ def test_what_is_no_function_of_objects(what: Any, said: str) -> None:
 def test_a_damaged_record_of_the_function_is_a_sentence(text: str) -> None:
     run = tw.fit(NAME, steps=1, quiet=True).run
     (run / "provenance.json").write_text(text)
-    with pytest.raises(UsageError, match=r"cannot be made again from its folder: .*provenance.json cannot be read"):
+    with pytest.raises(UsageError, match=r"cannot be built from its folder: .*provenance.json cannot be read"):
         tw.replay(run, 1, quiet=True)
 
 

@@ -361,11 +361,11 @@ def test_a_resume_steps_over_what_is_damaged_or_no_run_has_written(trained: Path
         return
     earlier, spoken = earlier_of(run)
     assert earlier.checkpoint == run / "checkpoints/step-00000004"
-    assert [what in line and line.startswith("stepped over: ") for line in spoken] == [True], spoken
+    assert [what in line and line.startswith("checkpoint skipped: ") for line in spoken] == [True], spoken
     shutil.rmtree(run / "checkpoints/step-00000004")
     with pytest.raises(CheckpointError, match="has no checkpoint that verifies") as caught:
         earlier_of(run)
-    assert "start it anew" in caught.value.remedy
+    assert "start it again from step 0" in caught.value.remedy
 
 
 def test_a_plan_that_no_run_has_written_cannot_be_begun_again(run: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_plan_that_no_run_has_written_cannot_be_begun_again(run: Path) -> None
         (run / "plan.json").write_text(text)
         with pytest.raises(CheckpointError, match="plan") as caught:
             earlier_of(run)
-        assert "start it anew" in caught.value.remedy
+        assert "start it again from step 0" in caught.value.remedy
 
 
 def test_a_planted_file_is_named_beside_other_damage(run: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_run_whose_model_was_passed_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text(json.dumps({**recipe(tmp_path), "model": {"use": "live:Net"}}))
-    with pytest.raises(UsageError, match=r"cannot be made again from its folder(.|\n)*tw.fit\('module:function'\)"):
+    with pytest.raises(UsageError, match=r"cannot be built from its folder(.|\n)*tw.fit\('module:function'\)"):
         profile(named(run / "recipe.yaml").build)
 
 

@@ -165,7 +165,7 @@ def test_a_script_may_train_twice_and_each_run_is_its_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("x += float(os.environ['RANK'])", "rank 1 has other data in data.train than rank 0"),
+        ("x += float(os.environ['RANK'])", "rank 1 has different data in data.train than rank 0"),
         ("model = nn.Sequential(model, nn.SyncBatchNorm(5))", "SyncBatchNorm"),
     ],
 )

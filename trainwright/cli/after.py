@@ -139,7 +139,7 @@ def export(
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
-        print(printable(f"stepped over: {message}"), file=sys.stderr)
+        print(printable(f"checkpoint skipped: {message}"), file=sys.stderr)
     summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
     print(json.dumps(done.to_json()) if as_json else printable(summary))
 

@@ -98,10 +98,10 @@ def plan(
     recipe, svg = of_run(recipe, svg, "timeline.svg")
     if ranks is not None:
         from trainwright.commands.plan_ranks import plan_ranks
-        from trainwright.training.problems import all_at_once
+        from trainwright.training.problems import all_problems_reported
 
         loaded = load(recipe, overrides=settings or [])
-        with prints_aside(as_json), all_at_once(loaded, ranks=ranks):
+        with prints_aside(as_json), all_problems_reported(loaded, ranks=ranks):
             many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
         answer(many, as_json)
     subject = subject_of(recipe, settings)
@@ -136,10 +136,10 @@ def graph(
     recipe, svg = of_run(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
     from trainwright.commands.graph import draw_graph, write_svg
-    from trainwright.training.problems import all_at_once
+    from trainwright.training.problems import all_problems_reported
 
     say = say_to(as_json)
-    with prints_aside(as_json), all_at_once(loaded):
+    with prints_aside(as_json), all_problems_reported(loaded):
         drawn = draw_graph(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:

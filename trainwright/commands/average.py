@@ -42,7 +42,7 @@ class AveragedCheckpoints:
         """The text for people."""
         steps = ", ".join(f"{step:,}" for step in self.steps)
         return [
-            *(f"stepped over: {message}" for message in self.stepped_over),
+            *(f"checkpoint skipped: {message}" for message in self.stepped_over),
             str(self.path),
             f"  the mean of steps {steps}: {self.tensors} tensors, {self.bytes:,} bytes",
         ]

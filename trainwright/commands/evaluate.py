@@ -21,8 +21,8 @@ from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set
 from trainwright.engine.refusals import explaining
 from trainwright.errors import UsageError
 from trainwright.runs.storage import storage_error
-from trainwright.training.asked_metrics import MetricsLike, asked_metrics
-from trainwright.training.own_objects import named_metrics
+from trainwright.training.custom_objects import named_metrics
+from trainwright.training.metrics_argument import MetricsLike, resolve_metrics
 from trainwright.training.result import Result
 
 
@@ -55,7 +55,7 @@ def evaluate(
     """
     chosen = chosen_model(of, model, str(which), average=average)
     loss = loss_of(chosen, loss)
-    found = _metrics_of(chosen, loss) if metrics is None else asked_metrics(metrics, loss)
+    found = _metrics_of(chosen, loss) if metrics is None else resolve_metrics(metrics, loss)
     found.to(chosen.device)
     batches = batches_of(chosen, data, batch)
     return evaluate_batches(chosen.model, loss, batches, metrics=found)

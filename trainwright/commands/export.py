@@ -32,7 +32,7 @@ from trainwright.runs.drafts import draft_of, remove_leftovers
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
 from trainwright.runs.storage import make_subfolder, storage_error
-from trainwright.training.resume import again, anew
+from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run
 
 FORMATS = ("safetensors", "hf", "state_dict", "quantized")
@@ -139,7 +139,9 @@ def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]
         newest, damaged = newest_valid(folder, require_whole, identity)
         if newest is None:
             lines = [*damaged, f"{run.path} has no checkpoint{' that verifies' if by_step else ''}"]
-            raise CheckpointError("\n".join(lines), remedy=f"train it: {anew(run) if by_step else again(run)}")
+            raise CheckpointError(
+                "\n".join(lines), remedy=f"train it: {restart_command(run) if by_step else resume_command(run)}"
+            )
         return newest, tuple(damaged)
     remedy = f"--which last, or a step that is there: {', '.join(map(str, by_step))}"
     if which == "best":

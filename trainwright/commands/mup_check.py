@@ -23,11 +23,11 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.recipe.resolve import find
 from trainwright.report.chart import Series, line_chart_svg
 from trainwright.report.svg import root
+from trainwright.training.custom_step import require_loss
 from trainwright.training.fit import fit_objects
 from trainwright.training.job import Job
-from trainwright.training.made_by import WHERE
-from trainwright.training.own_step import require_loss
 from trainwright.training.prepare import prepare
+from trainwright.training.rebuild import WHERE
 from trainwright.training.subject import Built, named
 
 WIDTHS = (64, 128, 256, 512)

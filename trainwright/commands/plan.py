@@ -21,9 +21,9 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
-from trainwright.training.own_step import require_loss
+from trainwright.training.custom_step import require_loss
 from trainwright.training.prepare import prepare
-from trainwright.training.problems import all_at_once
+from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
 LONGEST_S = 2.0
@@ -223,7 +223,7 @@ def show_plan(
     table = known_devices() if devices is None else load_devices(devices)
     target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
     require_loss(parts, "plan")
-    with all_at_once(loaded, parts):
+    with all_problems_reported(loaded, parts):
         made = forecast(loaded, target, parts=parts)
     points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
     is_here = device is None and memory is None

@@ -42,10 +42,10 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
+from trainwright.training.custom_step import require_loss
 from trainwright.training.job import Job
-from trainwright.training.own_step import require_loss
 from trainwright.training.prepare import prepare
-from trainwright.training.problems import all_at_once
+from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
 
@@ -112,7 +112,7 @@ def check(
         warnings.simplefilter("ignore")
         progress = _Progress(quick, choose_device(recipe.device), budget, checkup, given)
         try:
-            with all_at_once(quick, given):
+            with all_problems_reported(quick, given):
                 checkup.complete = _check_all(progress)
         except _CannotContinue:
             checkup.complete = False

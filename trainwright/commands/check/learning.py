@@ -21,7 +21,7 @@ from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
 from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
-from trainwright.training.own_objects import build_clip
+from trainwright.training.custom_objects import build_clip
 
 LOWEST, HIGHEST = 1e-6, 10.0
 RANGE_STEPS, LEAST_STEPS = 60, 24

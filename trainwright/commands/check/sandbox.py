@@ -19,8 +19,8 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.threads import undisturbed_s
+from trainwright.training.custom_objects import Live, build_live
 from trainwright.training.job import Job
-from trainwright.training.own_objects import Live, build_live
 
 T = TypeVar("T")
 KEPT, KEPT_BYTES = 4, 2**28

@@ -41,8 +41,8 @@ from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.recipe.resolve import find, imported
 from trainwright.runs.folder import RunFolder
 from trainwright.training.fit import OptimizerLike, fit
-from trainwright.training.made_by import ORDER, returned_by
 from trainwright.training.prepare import prepare
+from trainwright.training.rebuild import ORDER, call_for_arguments
 from trainwright.training.result import Result
 from trainwright.training.run import Extra, process_settings, train
 from trainwright.training.subject import copied
@@ -336,7 +336,7 @@ def verify_plain_of(
         return verify_plain_recipe(load(what, overrides=settings), what, steps=steps, settings=settings)
     if settings:
         raise UsageError("--set changes a recipe, and a function has none", remedy="change what the function returns")
-    made = returned_by(what)
+    made = call_for_arguments(what)
     if other := made.keys() - set(ORDER):
         raise UsageError(
             f"{what} returned {' and '.join(sorted(other))}, which a plain loop does not have",
