@@ -140,7 +140,7 @@ def test_predictions_are_written(tmp_path: Path) -> None:
     done = predict_run(result.run, "val", out=None, which="last", batch=None, average=False)
     assert np.load(done.path).shape == (13, 2) and done.shapes == ((13, 2),)
     assert predict_run(result.run, "val", out=tmp_path / "x.pt", which="", batch=2, average=False).path.exists()
-    for out, said in ((done.path, "there already"), (tmp_path / "x.csv", "neither .npy nor .pt")):
+    for out, said in ((done.path, "exists already"), (tmp_path / "x.csv", "neither .npy nor .pt")):
         with pytest.raises(UsageError, match=said):
             predict_run(result.run, "val", out=out, which="", batch=None, average=False)
 

@@ -288,10 +288,10 @@ def test_what_is_there_is_never_written_over(folder: Path) -> None:
     result = trained(MLP)
     first = export(result.run, format="safetensors")
     before = (first.path / "model.safetensors").read_bytes()
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         export(result.run, format="safetensors", which="10")
     (folder / "file").write_text("mine")
-    with pytest.raises(UsageError, match="file is there already"):
+    with pytest.raises(UsageError, match="file exists already"):
         export(result.run, format="safetensors", out=folder / "file")
     with pytest.raises(StorageError, match="a part of the path is a file"):
         export(result.run, format="safetensors", out=folder / "file" / "below")
@@ -537,7 +537,7 @@ def test_an_export_writes_through_no_link(folder: Path) -> None:
     assert code == 1 and "export: it is a symbolic link" in message and "remedy" in message
     assert list(elsewhere.iterdir()) == []
     (folder / "nowhere").symlink_to(elsewhere / "x")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         export(run, format="safetensors", out=folder / "nowhere")
 
 

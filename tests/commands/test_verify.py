@@ -420,7 +420,7 @@ def test_a_mask_among_the_buffers_may_hold_infinity(run: Path) -> None:
 def test_a_path_that_holds_none(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     code, message = invoke("verify", "checkpoint", str(run))
-    assert code == 2 and "holds no checkpoint; there is " in message and "plan.json" in message and "remedy" in message
+    assert code == 2 and "contains no checkpoint; it has " in message and "plan.json" in message and "remedy" in message
     assert "is not a folder" in invoke("verify", "checkpoint", str(run / "plan.json"))[1]
     assert "does not exist" in invoke("verify", "checkpoint", str(run / "nowhere"))[1]
 
