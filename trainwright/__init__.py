@@ -131,7 +131,7 @@ if TYPE_CHECKING:
 
 
 class _CallablePackage(ModuleType):
-    """A package that has the name of a public function: ``tw.plan(...)`` calls that."""
+    """A package with the name of a public function: ``tw.plan(...)`` calls the function."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         name = self.__name__.rpartition(".")[2]
@@ -139,7 +139,7 @@ class _CallablePackage(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: importing this package does not import torch."""
+    """Import a public name at its first use, so that importing this package does not import torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

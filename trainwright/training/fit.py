@@ -21,7 +21,7 @@ from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import OfModel, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
-from trainwright.monitoring.signals import hand_over
+from trainwright.monitoring.signals import forward_signal
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import imported
@@ -254,7 +254,7 @@ def fit(
     )
     if result.interrupted_by and on_interrupt == "raise":
         go_on = f"tw.fit(..., resume={str(result.run)!r})"
-        hand_over(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
+        forward_signal(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
     return result
 
 

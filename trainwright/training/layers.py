@@ -73,7 +73,7 @@ def _layer_observers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserve
     if not job.recipe.log.layers or job.plan.degrees.pipeline > 1 or (logbook is None and not in_parts):
         return
     activations = logbook is not None and not job.recipe.model.compile
-    stats = LayerStats(job.state.model, activations=activations, put_together=_summed if in_parts else None)
+    stats = LayerStats(job.state.model, activations=activations, combine_shards=_summed if in_parts else None)
 
     def write(record: Layers) -> None:
         if logbook is not None:

@@ -31,7 +31,7 @@ from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
-from trainwright.monitoring.alerts.asked import require_channels
+from trainwright.monitoring.alerts.setup import require_channels
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.optim import schedule as schedules
 from trainwright.optim.choose import make_optimizer, wrong_args

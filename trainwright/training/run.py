@@ -25,7 +25,7 @@ from trainwright.engine.observer import Observer
 from trainwright.engine.precision import MatmulMode
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
-from trainwright.monitoring.alerts.asked import alerting, require_channels
+from trainwright.monitoring.alerts.setup import alerting, require_channels
 from trainwright.monitoring.end_time import EndTime
 from trainwright.monitoring.evaluation import PeriodicEvaluation
 from trainwright.monitoring.heartbeat import Heartbeat
@@ -33,7 +33,7 @@ from trainwright.monitoring.log_window import LogWindow, NotLogging
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.remaining import TimeSpent
-from trainwright.monitoring.saving import SHARES_APART_S, SavePolicy, Saving
+from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving
 from trainwright.monitoring.saving_together import SavingTogether
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.sinks.factories import sink_factories
@@ -307,7 +307,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 complete=lambda state: measure_norms(job, progress.say),
             )
         stage.world.least(0)  # everything is saved: the other ranks may exit
-        logbook.recorder.tell_skipped(state)
+        logbook.recorder.record_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
     findings = tuple(doctor.findings()) if doctor else ()
     result = _close(job, stage, outcome, logbook, saving.last, findings)
@@ -343,7 +343,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
     policy = SavePolicy(
         every(plan.save_every, job.state) if plan.save_every else None,
-        SHARES_APART_S if ask.every is not None and ask.every.unit == "run" else 0.0,
+        MIN_FRACTION_SAVE_INTERVAL_S if ask.every is not None and ask.every.unit == "run" else 0.0,
         ask.at_least_every.value if ask.at_least_every else None,
         Retention(ask.keep, plan.keep_every),
         ask.best,
@@ -358,7 +358,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
         run=stage.identity,
-        keep_there=folder_guard(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
+        folder_guard=folder_guard(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
         clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # other ranks have no say in it
     )
 
